@@ -24,12 +24,11 @@ _MEASURES = (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
 _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _RULE = re.compile(
     r"""(?: (?P<layers> .+ ) : )? \s*
-        (?P<measure> \w+ ) \s* (?P<comparison> >=? | <=? ) \s*
-        (?P<limit> [-+]? (?: \d+ \.? \d* | \. \d+ ) (?: [eE] [-+]? \d+ )? )""",
+        (?P<name> [\w-]+ ) \s* (?: (?P<comparison> >=? | <=? ) \s*
+        (?P<limit> [-+]? (?: \d+ \.? \d* | \. \d+ ) (?: [eE] [-+]? \d+ )? ) )?""",
     re.VERBOSE,
 )
 NON_FINITE = "non_finite"
-_NON_FINITE = re.compile(rf"(?: (?P<layers> .+ ) : )? \s* {NON_FINITE}", re.VERBOSE)
 # Number of standard errors by which a value must lie beyond the limit, as in all comparisons.
 _ERRORS = 2
 
@@ -69,26 +68,32 @@ class Rule:
         return not math.isnan(value + error) and compare(value + towards_limit, self.limit)
 
 
-def parse(text: str) -> Rule | None:
-    """Parse the text of a rule; return None if it does not have the form of a rule.
+def parse(text: str, names: Sequence[str] = (NON_FINITE,)) -> Rule:
+    """Parse the text of a rule.
 
     Args:
-        text: `[LAYERS:] MEASURE > NUMBER` (or >=, <, <=); LAYERS is a glob pattern over paths.
+        text: `[LAYERS:] MEASURE > NUMBER` (or >=, <, <=), or `[LAYERS:] NAME`; LAYERS is a glob
+            pattern over paths.
+        names: what a rule without a comparison may name.
 
     Raises:
-        ValueError: the rule names an unknown measure.
+        ValueError: the text is no rule, or names an unknown measure.
     """
     match = _RULE.fullmatch(text.strip())
-    if match is None:
-        return None
-    measure = match["measure"]
-    if measure not in _MEASURES:
-        close = get_close_matches(measure, _MEASURES, 2) or _MEASURES
+    name, comparison = (match["name"], match["comparison"]) if match else (text, None)
+    if match is None or (comparison is None and name not in names):
+        close = " or ".join(map(repr, get_close_matches(name, names, 2) or names[:2]))
         raise ValueError(
-            f"{text!r}: there is no measure {measure!r}; expected one such as {', '.join(close)}"
+            f"{text!r}: expected [LAYERS:] MEASURE > NUMBER with one of > >= < <=, such as "
+            f"'encoder.*: update_ratio > 0.5', or [LAYERS:] NAME, such as {close}"
         )
     layers = (match["layers"] or "*").strip()
-    return Rule(text, layers, measure, match["comparison"], float(match["limit"]))
+    if comparison is None:
+        return Rule(text, layers, name)
+    if name not in _MEASURES:
+        close = ", ".join(get_close_matches(name, _MEASURES, 2) or _MEASURES)
+        raise ValueError(f"{text!r}: there is no measure {name!r}; expected one such as {close}")
+    return Rule(text, layers, name, comparison, float(match["limit"]))
 
 
 # Placeholder for the rules of `_preset`, alone or in a list of rules.
@@ -187,18 +192,13 @@ def _parsed(text: object) -> list[Rule]:
         )
     if text == PRESET:
         return list(_preset())
-    if (match := _NON_FINITE.fullmatch(text.strip())) is not None:
-        return [Rule(text, (match["layers"] or "*").strip(), NON_FINITE)]
     try:
-        rule = parse(text)
+        return [parse(text)]
     except ValueError as error:
-        raise ValueError(f"Monitor(alarms=…): {error}") from None
-    if rule is None:
         raise ValueError(
-            f"Monitor(alarms=…): got {text!r}, expected [LAYERS:] MEASURE > NUMBER with one of "
-            f"> >= < <=, such as 'encoder.*: update_ratio > 0.5'; {NON_FINITE!r}; or {PRESET!r}"
-        )
-    return [rule]
+            f"Monitor(alarms=…): {error}; or {PRESET!r}, or a function of a layer's path and "
+            "reading"
+        ) from None
 
 
 def _raised(rule: Rule | Condition, report: StepReport) -> Iterator[Alarm]:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from adiv_monitor import StepReport, audit
-from adiv_monitor.audit.command.terminal import ProgressBars
+from adiv_monitor.audit.command.output import ProgressBars
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import HtmlSink, TableSink

@@ -1,18 +1,20 @@
 """Made records of monitored runs whose loop can't train the model, and of what is meant."""
 
-from collections.abc import Mapping
+import math
 from dataclasses import replace
 
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report import LayerReading, StepReport
+from adiv_monitor.report import StepReport
+from adiv_monitor.report.wording import NO_GRADIENT
 
 OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
 LAYERS = {name: reading() for name in "abc"}
 SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
 FAR = {name: reading(update_ratio=50.0) for name in "abc"}
 CREEPING = tuple(550.0 - 0.4 * step + 1.5 * (-1) ** step for step in range(40))  # by 3 %
+USUAL = {"layers": LAYERS, "unsupported": {}, "optimizer": "SGD", "trainable": 1000}
 UP = (2.3, *(2.3 + 3 * step for step in range(39)))
 UP_AGAIN = (*(2.3 - 0.1 * step for step in range(10)), *(1.4 + 3 * step for step in range(30)))
 
@@ -21,21 +23,26 @@ def run(
     count: int = 6, losses: tuple[float, ...] = WELL, *, every: int = 7, **facts: object
 ) -> Record:
     """A monitored run; a fact that is a list has one value for each report."""
-    layers: Mapping[str, LayerReading] = facts.pop("layers", LAYERS)  # type: ignore[assignment]
     reports = tuple(
         StepReport(
             every * i,
-            layers,
-            {},
-            1.0,
+            coverage=1.0,
             **{
                 name: value[i] if isinstance(value, list) else value
-                for name, value in ({"optimizer": "SGD", "trainable": 1000} | facts).items()
+                for name, value in (USUAL | facts).items()
             },  # type: ignore[arg-type]
         )
         for i in range(count)
     )
     return record(facts=OWN, reports=reports, losses=losses, inputs={}, units={}, chance=None)
+
+
+def without(*steps: str) -> dict[str, object]:
+    """Facts of steps in which no gradient reached some of these modules, of 500 elements each."""
+    return {
+        "unsupported": [dict.fromkeys(paths, NO_GRADIENT) for paths in steps],
+        "unmeasured": [{f"{path}.weight": 500 for path in paths} for paths in steps],
+    }
 
 
 def rates(*values: float) -> list[tuple[float, ...]]:
@@ -45,8 +52,24 @@ def rates(*values: float) -> list[tuple[float, ...]]:
 LONG = LAYERS | {"c": reading(update_ratio=2.0)}
 ONES = (1.0,) * 4
 NOT_ZEROED = {name: reading(earlier_share=0.9) for name in "abc"}
+DEAD = {name: reading(idle_share=1.0, gradient_factor=math.nan) for name in "ab"}
+HEAD = {"c": LAYERS["c"]}
+ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
+TURNED = {name: reading(gradient_cosine=-0.3, update_cosine=-0.3, descent=-0.1) for name in "abc"}
+UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
 HITS = {
     "not-zeroed": run(layers=NOT_ZEROED),
+    "not-zeroed before units die": run(
+        9, STILL, layers=[LAYERS, *[NOT_ZEROED] * 3, LAYERS, *[LAYERS | DEAD] * 4]
+    ),
+    "unreached by a loss that is made anew": run(losses=STILL, layers={}, **without(*["ab"] * 6)),
+    "unreached since it was frozen": run(
+        layers=[LAYERS, LAYERS, *[HEAD] * 4], trainable=[1000, 1000, *[300] * 4]
+    ),
+    "unreached since it was detached": run(
+        layers=[LAYERS, LAYERS, *[HEAD] * 4], **without("", "", *["a"] * 4)
+    ),
+    "unshuffled": run(losses=STILL, layers=ALIKE),
     "not-held": run(not_held=[{}, *[{"a": 900}] * 5]),
     "unreached": run(cut_off={"a": 400, "b": 20}),
     "zeroed-early": run(removed={"a": 600, "b": 300}, layers={}),
@@ -67,15 +90,36 @@ HITS = {
     ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
+    "weights-set-back to new draws, seen by the loss": run(losses=(*WELL[:12],) * 4),
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
+    "gradient-reversed": run(losses=(*UP[:30], *(math.nan,) * 10), layers=TURNED),
+    "gradient-reversed of one layer": run(losses=STILL, layers=LAYERS | {"b": TURNED["b"]}),
+    "other-optimizer": run(changed_by=[(), *[("Adam",)] * 5], layers=UNDONE),
+    "frozen": run(layers=HEAD, trainable=300, frozen={"a": 300, "b": 400}),
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
     "unbounded-loss": run(losses=RISING, loss_gradients=(-1.0,)),
 }
 MEANT = {
     "gradients of other code before the first step": run(
         2, layers={name: reading(earlier_share=0.05) for name in "abc"}
+    ),
+    "a penalty whose gradient comes first now and then": run(
+        layers=[LAYERS, *[NOT_ZEROED, LAYERS, LAYERS] * 2, LAYERS], count=8
+    ),
+    "most of it unused, as the loss falls": run(layers=HEAD, **without(*["ab"] * 6)),
+    "half of it unused": run(losses=STILL, **without(*"aaaaaa")),
+    "a small part is frozen": run(trainable=1000, frozen={"a": 100}),
+    "frozen by turns": run(frozen=[{"a": 300}, {"b": 300}] * 3),
+    "unfrozen step by step": run(
+        layers=[HEAD, HEAD, *[LAYERS] * 4], trainable=[300, 300, *[1000] * 4]
+    ),
+    "frozen at times": run(layers=[LAYERS, HEAD] * 3, trainable=[1000, 300] * 3),
+    "experts by turns": run(losses=STILL, **without(*"ababab")),
+    "samples that agree, as the loss falls": run(layers=ALIKE),
+    "samples that agree, of two players": run(
+        losses=STILL, layers=ALIKE, other_optimizers=("Adam",)
     ),
     "a head that nobody uses": run(not_held=[{}, *[{"a": 9}] * 5]),
     "another network that is trained in turns": run(not_held=[{}, {"a": 900}, {}, *[{"a": 9}] * 3]),
@@ -106,6 +150,20 @@ MEANT = {
     "weights near earlier ones, as the loss falls": run(
         weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
+    "tasks in turn, each from a loss of its own": run(
+        losses=tuple(x + y for y in (0.0, 2.0, 0.0, 2.0) for x in WELL[:12])
+    ),
+    "a loss that jumps up for single batches": run(
+        losses=tuple(2.3 if i in (13, 22, 31) else x for i, x in enumerate(WELL))
+    ),
+    "a step uphill by momentum": run(
+        layers={name: reading(parameter_cosine=-0.1, update_cosine=-0.1) for name in "abc"}
+    ),
+    "sums of earlier gradients that point uphill": run(
+        layers=[LAYERS, LAYERS, *[TURNED] * 2, LAYERS, LAYERS]
+    ),
+    "another optimizer for other weights": run(other_optimizers=("Adam",), layers=UNDONE),
+    "another optimizer that takes over": run(changed_by=[(), ("Adam",), *[()] * 4]),
     "a mean of micro-batches": run(losses=RISING, layers=LONG, loss_gradients=(0.25,) * 4),
     "a sum of micro-batches that trains": run(layers=LONG, loss_gradients=ONES),
     "a sum of micro-batches in short steps": run(losses=RISING, loss_gradients=ONES),

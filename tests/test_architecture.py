@@ -29,7 +29,7 @@ STANDS_ON: Mapping[str, Sequence[str]] = {
 # The modules of the audit, from bottom to top.
 IN_THE_AUDIT = (
     *("training", "experiments", "trials", "report", "arguments", "run", "audit", "__init__"),
-    *("options", "sources", "command"),
+    "command",
 )
 # Optional packages of the audit, which importing the package must not import.
 LATE = {"jinja2", "matplotlib", "rich", "safetensors", "timm", "torchvision"}

@@ -12,7 +12,7 @@ import pytest
 from example_audits import made_up
 from example_reports import attention, reading, report
 
-from adiv_monitor.audit.command import terminal
+from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.diagnosis.finding import Advice, Finding
 from adiv_monitor.diagnosis.record import Record
@@ -130,7 +130,7 @@ def test_nothing_that_steers_is_in_what_the_audit_prints(
     made = made_up([name, "b"], 2)
     made = replace(made, findings=(found(name),), record=replace(made.record, notes=(name,)))
     file = io.StringIO()
-    terminal.show(made, Console(file=file))
+    output.show(made, Console(file=file))
     assert not steers(file.getvalue())
     main(["--config", name])
     assert main(["compare", name, name]) == 2

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parents[1] / "adiv_monitor"
 # Part: its folders and files, and the most code lines that it may have. A ceiling only goes down.
 CEILINGS: dict[str, tuple[Sequence[str], int]] = {
     "audit and diagnosis": (("audit", "diagnosis"), 9_900),
-    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_900),
-    "max_lr": (("max_lr",), 1_600),
-    "core": (("alignment", "capture", "features", "maths", "rerun", "step"), 16_600),
+    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_760),
+    "max_lr": (("max_lr",), 1_300),
+    "core": (("alignment", "capture", "features", "maths", "rerun", "step"), 15_800),
     "report and top level": ((), 2_300),  # the rest
 }
 NO_CODE = {

@@ -2,9 +2,8 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,15 @@ from torch import Tensor, nn
 
 from adiv_monitor.alignment.layers import AlignedLayer, is_matrix, with_roles
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.snapshot import Seen, Snapshot, look, present
-from adiv_monitor.alignment.sums import ROUTED, Sums, layer_sums, table_sums
-from adiv_monitor.capture.selection import trainable
+from adiv_monitor.alignment.seen import Seen, look
+from adiv_monitor.alignment.sums import reading_of, sums_of
+from adiv_monitor.alignment.weights import Weight
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import AlignmentReading
+
+# A reference point: under "rows" z₀ by layer, under "weights" copies of W₀ by name of the weight.
+Point: TypeAlias = dict[str, dict[str, Tensor]]
+T = TypeVar("T")
 
 
 class Alignment:
@@ -60,11 +63,8 @@ class Alignment:
         self.layers: tuple[AlignedLayer, ...] = with_roles(
             [layer.aligned(path) for path, layer in seen.items()], probe.roles
         )
-        self._snapshots: deque[Snapshot] = deque(maxlen=probe.window or 1)
-        if probe.reference is None:
-            self._snapshots.append(Snapshot.of(seen))
-        else:
-            self._regenerated()  # fail early if it can't be
+        # The first is the reference point.
+        self._points: deque[Point] = deque([_point(seen)], maxlen=probe.window or 1)
 
     @property
     def unmeasured(self) -> list[str]:
@@ -76,54 +76,45 @@ class Alignment:
             if p.requires_grad and is_matrix(p) and id(p) not in used
         ]
 
+    @torch.inference_mode(False)
     def read(self) -> dict[str, AlignmentReading]:
         """Return the present readings by layer.
 
         Raises:
             AdivError: the model's calls of its layers differ from those at the reference point.
         """
-        with torch.inference_mode(False):
-            return self._read()
-
-    def _read(self) -> dict[str, AlignmentReading]:
-        seen = self._look(self._model)
-        self._check(seen)
-        reference = self._regenerated() if self._probe.reference else self._snapshots[0]
-        weights = {layer.weight.key: layer.weight for layer in seen.values()}
+        seen = look(self._model, self._probe)[0]
+        shapes = {path: layer.shapes for path, layer in seen.items()}
+        if paths := _differing(shapes, self._shapes):
+            raise AdivError(
+                f"Alignment: '{paths[0]}' was called with rows {shapes.get(paths[0])}, expected "
+                f"{self._shapes.get(paths[0])} as at the reference point: z − z₀ has to be of the "
+                "same samples"
+            )
+        point, of_layers = self._points[0], []
 
         @lru_cache(maxsize=1)  # holds one unsharded weight at a time
-        def whole(key: str) -> tuple[Tensor, Tensor]:
+        def pair(weight: Weight) -> tuple[Tensor, Tensor]:
             """Return (W₀, W)."""
-            device = weights[key].value.device
-            return reference.weights[key].whole(device), present(weights[key])
+            return weight.whole(point["weights"][weight.full_name]), weight.present()
 
-        of_layers = []
-        for path in (layer.path for layer in self.layers):
-            layer, z0 = seen[path], reference.rows[path]
-            pair = whole(layer.weight.key)
-            of_layers.append(_sums(layer, z0, *pair, spectral=self._probe.spectral))
+        for path, layer in seen.items():
+            z0 = point["rows"][path].to(layer.rows.device)
+            spectral = self._probe.spectral
+            of_layers.append(sums_of(layer, z0, *pair(layer.weight), spectral=spectral))
         sums = torch.stack(of_layers)
         if self._probe.process_group is not None:
             dist.all_reduce(sums, group=self._probe.process_group)
         if self._probe.window is not None:
-            self._snapshots.append(Snapshot.of(seen))
+            self._points.append(_point(seen))
         return {
-            layer.path: Sums(*of_layer).reading(layer)
+            layer.path: reading_of(layer, of_layer)
             for layer, of_layer in zip(self.layers, sums.tolist(), strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference point, for a resumed run."""
-        return {
-            "probe": self._probe.fingerprint,
-            "snapshots": [
-                {
-                    "rows": {path: rows.cpu() for path, rows in snapshot.rows.items()},
-                    "weights": {name: kept.values for name, kept in snapshot.weights.items()},
-                }
-                for snapshot in self._snapshots
-            ],
-        }
+        return {"probe": self._probe.fingerprint, "snapshots": [*self._points]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use the saved reference point from now on.
@@ -137,66 +128,27 @@ class Alignment:
                 "expected the same batch, seed and max_rows: z − z₀ of different samples is no "
                 "change"
             )
-        device = next(trainable(self._model)).device
-        kept = self._snapshots[0].weights if self._snapshots else {}
-        loaded = []
-        for saved in state["snapshots"]:
-            if saved["rows"].keys() != self._shapes.keys():
+        for point in state["snapshots"]:
+            own, saved = (
+                {p: z.shape for p, z in x["rows"].items()} for x in (self._points[0], point)
+            )
+            if paths := _differing(own, saved):
                 raise ValueError(
-                    "Alignment.load_state_dict: the saved reference point has the layers "
-                    f"{list(saved['rows'])}, expected {list(self._shapes)}"
+                    "Alignment.load_state_dict: the saved reference point has inputs of shape "
+                    f"{saved.get(paths[0])} in {paths[0]!r}, expected {own.get(paths[0])}: the "
+                    "layers of the same model at the same width"
                 )
-            own = self._snapshots[0].rows if self._snapshots else {}
-            for path, rows in own.items():
-                if rows.shape != saved["rows"][path].shape:
-                    raise ValueError(
-                        "Alignment.load_state_dict: the saved reference point has inputs of shape "
-                        f"{tuple(saved['rows'][path].shape)} in {path!r}, expected "
-                        f"{tuple(rows.shape)}: that of a model of the same width"
-                    )
-            loaded.append(
-                Snapshot(
-                    {path: rows.to(device) for path, rows in saved["rows"].items()},
-                    {n: replace(kept[n], values=values) for n, values in saved["weights"].items()},
-                )
-            )
-        self._snapshots.clear()
-        self._snapshots.extend(loaded)
-
-    def _look(self, model: nn.Module) -> dict[str, Seen]:
-        return look(model, self._probe)[0]
-
-    def _regenerated(self) -> Snapshot:
-        assert self._probe.reference is not None
-        parameter = next(trainable(self._model))
-        with torch.random.fork_rng(devices=_devices(self._model)):
-            model = self._probe.reference()
-        seen = self._look(model.to(parameter.device))
-        self._check(seen)
-        return Snapshot.of(seen)
-
-    def _check(self, seen: Mapping[str, Seen]) -> None:
-        shapes = {path: layer.shapes for path, layer in seen.items()}
-        if shapes != self._shapes:
-            paths = {**shapes, **self._shapes}
-            path = next(p for p in paths if shapes.get(p) != self._shapes.get(p))
-            raise AdivError(
-                f"Alignment: '{path}' was called with rows {shapes.get(path)}, expected "
-                f"{self._shapes.get(path)} as at the reference point: z − z₀ has to be of the same "
-                "samples"
-            )
+        self._points = deque(state["snapshots"], self._points.maxlen)
 
 
-def _sums(seen: Seen, z0: Tensor, before: Tensor, now: Tensor, *, spectral: bool) -> Tensor:
-    with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
-        W0, W = map(seen.matrices.matrices, (before, now))
-        if seen.is_table:
-            return table_sums(W0[0], W[0], seen.features)
-        if seen.kind == ROUTED:
-            return layer_sums(W, W, seen.rows, seen.rows, seen.block, spectral=spectral)
-        return layer_sums(W0, W, z0, seen.rows, seen.block, spectral=spectral)
+def _point(seen: Mapping[str, Seen]) -> Point:
+    weights = dict.fromkeys(layer.weight for layer in seen.values())
+    return {
+        "rows": {path: layer.rows for path, layer in seen.items()},
+        "weights": {weight.full_name: weight.kept() for weight in weights},
+    }
 
 
-def _devices(model: nn.Module) -> list[torch.device]:
-    devices = {p.device for p in model.parameters()}
-    return [device for device in devices if device.type == "cuda"]
+def _differing(one: Mapping[str, T], other: Mapping[str, T]) -> list[str]:
+    """Return the keys whose values differ, or that only one of the two has."""
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]

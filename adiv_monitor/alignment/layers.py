@@ -4,7 +4,6 @@ An embedding has no predecessor, a readout has no successor, and hidden layers l
 Layers with so few inputs that a logarithm to that base is meaningless are excluded.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -30,12 +29,11 @@ class AlignedLayer:
         fan_out: number of outputs; of an embedding or a table, its width.
         module: the module that holds the weight.
         name: name of the weight in the module.
-        weights: the parameter that is the weight, or the parameters from which it is computed.
+        weights: the parameter that is the weight, or those that a parametrization of torch's takes.
         predecessors: paths of the layers whose outputs make up its input.
         entrywise: parameters that are added to, or scale, values computed from its output, entry by
             entry, such as its bias and the next norm's gain.
         is_table: whether rows of the weight are looked up instead of multiplied.
-        is_made: whether the forward pass computes the weight, so that the module does not hold it.
         groups: number of matrices in the weight: groups of a convolution, heads or experts.
         role: the layer's role for the solver.
     """
@@ -50,7 +48,6 @@ class AlignedLayer:
     predecessors: tuple[str, ...]
     entrywise: tuple[nn.Parameter, ...] = ()
     is_table: bool = False
-    is_made: bool = False
     groups: int = 1
     role: Role = "hidden"
 
@@ -63,16 +60,6 @@ class AlignedLayer:
     def width(self) -> int:
         """The width whose power is the learning rate: fan-in, or fan-out of an embedding."""
         return self.fan_out if self.role == "embedding" else self.fan_in
-
-    @property
-    def slot(self) -> "AlignedLayer":
-        """Deprecated: returns self; use the layer's own `kind`, `fan_in` and `fan_out`."""
-        warnings.warn(
-            "AlignedLayer.slot is deprecated: kind, fan_in and fan_out are attributes of the layer",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self
 
 
 def is_matrix(parameter: Tensor) -> bool:
@@ -124,11 +111,9 @@ def _role(layer: AlignedLayer, fed: bool, feeds: bool, given: Role | None) -> Ro
     alone = not fed and not feeds
     if alone or (fed and layer.fan_in < LEAST_FAN_IN):
         inferred = "excluded"
-    if given == "hidden" and not (fed and feeds):
+    if (given == "hidden" and not (fed and feeds)) or (given == "readout" and not fed):
         raise ValueError(
-            f"Probe(roles=…): '{layer.path}' can't be hidden, because it "
+            f"Probe(roles=…): '{layer.path}' can't be {given}, because it "
             f"{'feeds' if fed else 'is fed by'} no other layer"
         )
-    if given == "readout" and not fed:
-        raise ValueError(f"Probe(roles=…): '{layer.path}' can't be a readout: no layer feeds it")
     return given or inferred

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from adiv_monitor.alignment.weights import Weights
 from adiv_monitor.capture.weights.tape import memory_of, whole_of
 
 Sources = frozenset[str]  # paths of layers
@@ -16,16 +17,18 @@ class Lineage:
 
     Args:
         model: the model with its parameters and buffers, which are not data.
+        weights: its weights.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        self._weights = weights
         held = [*model.parameters(), *model.buffers()]
         self._memory = {memory_of(tensor) for tensor in held if type(tensor.data) is Tensor}
         self._made = WeakTensorKeyDictionary()  # tensor → its sources; None: from the model alone
 
     def of_model(self, value: object) -> bool:
         """Whether a value is no data: parameter, buffer, constant, or computed from these alone."""
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or self._weights.of(value) is not None:
             return True
         if value in self._made:
             return self._made[value] is None

@@ -1,16 +1,17 @@
 """The probe's forward pass, free of side effects on the run, and all uses of weights in it."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain, count
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from adiv_monitor.alignment.layers import is_matrix
 from adiv_monitor.alignment.lineage import NONE, Lineage, Sources
 from adiv_monitor.alignment.weights import Weight, Weights
 from adiv_monitor.capture.forwards import Forwards, FunctionToCall, Watcher
@@ -18,70 +19,35 @@ from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.hook import has_data
 from adiv_monitor.capture.selection import inside_wrappers, named_modules
 from adiv_monitor.capture.watching import OPENED
-from adiv_monitor.capture.weights.pieces import Strides
-from adiv_monitor.capture.weights.tape import is_in_place, whole_of
-from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.capture.weights.tape import is_in_place
 from adiv_monitor.features.functions.linear import affine, part_of
 from adiv_monitor.features.recurrent import RECURRENT, maps_of, read_call, uses_of
 from adiv_monitor.features.registry import Rule, find_rule, use_of
-from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, Use, name_of, uses_in
 from adiv_monitor.rerun.kept import is_writable, may_be_written
 from adiv_monitor.rerun.surroundings import is_plain, untouched
 from adiv_monitor.rerun.thread import surely
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+# Gets a layer at each of its calls: its path in reports, the use of its weight (its kind is "table"
+# where the weight is indexed or added), the weight, the shape of the result without its channels,
+# and the layers from whose outputs the input was computed. A use must not be kept.
+See: TypeAlias = Callable[[str, Use, Weight, tuple[int, ...], Sources], None]
+# Gets a parameter that is added to, or scales, the outputs of layers entry by entry.
+Act: TypeAlias = Callable[[nn.Parameter, Sources], None]
 _EMBEDDINGS = ("", "embedding", "embedding_bag")
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """A layer at one of its calls; it refers to activations and must not be kept.
-
-    Attributes:
-        path: name of the layer in reports.
-        use: the use of its weight; its kind is "table" where the weight is indexed or added.
-        weight: the present weight.
-        shape: shape of the result, without its channels.
-        sources: the layers from whose outputs the input was computed.
-    """
-
-    path: str
-    use: Use
-    weight: Weight
-    shape: tuple[int, ...]
-    sources: Sources
-
-
-@dataclass(frozen=True, eq=False)
-class Entrywise:
-    """A parameter that is added to layers' outputs, or scales them, entry by entry.
-
-    Attributes:
-        parameter: the parameter.
-        sources: the layers.
-    """
-
-    parameter: nn.Parameter
-    sources: Sources
-
-
-def run_probe(
-    model: nn.Module,
-    arguments: Arguments,
-    found: Callable[[Found], None],
-    entrywise: Callable[[Entrywise], None],
-) -> dict[str, str]:
+def run_probe(model: nn.Module, arguments: Arguments, see: See, act: Act) -> dict[str, str]:
     """Run a forward pass in evaluation mode, without gradients or autocast.
 
-    `found` gets every layer at each call, `entrywise` every parameter that acts entry by entry.
     Random numbers, buffers, modes and attributes of modules are restored afterwards.
 
     Returns:
         By name of a weight that the pass uses, why it is not measured.
     """
     modules = list(model.modules())
-    devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     others = {device for device in devices if device.type not in ("cpu", "meta")}
 
     def run() -> dict[str, str]:
@@ -93,17 +59,20 @@ def run_probe(
             # `parametrize.cached()`, left by an interrupt, would count down once more when it dies.
             parametrize._cache_enabled = 1
             _evaluating(modules)
-            seeing = stack.enter_context(_seeing(model, found, entrywise))
+            watcher = _UsesOfWeights(model, see, act)
+            stack.callback(watcher.forwards.remove)
+            watcher.forwards.watch(watcher)
             # The model may change its arguments in place.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, arguments)
             try:
                 inside_wrappers(model)(*args, **kwargs)
             finally:
+                watcher.forwards.remove()  # again at the end, in case an interrupt hits this call
                 for module in modules:
                     reshard = getattr(module, "reshard", None)
                     if callable(reshard):  # FSDP2 would keep the root's weights unsharded
                         reshard()
-            return seeing.refused
+            return watcher.refused
 
     # The forward may write to parameters: the average of a teacher, a codebook, a clamp.
     kept = {p: (p.data, p.data.clone()) for p in model.parameters() if _is_kept(p)}
@@ -135,60 +104,32 @@ def _evaluating(modules: list[nn.Module]) -> None:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
-@contextmanager
-def _seeing(
-    model: nn.Module,
-    found: Callable[[Found], None],
-    entrywise: Callable[[Entrywise], None],
-) -> Iterator["_Seeing"]:
-    paths = {
-        module: path
-        for path, module in named_modules(model)
-        if not isinstance(module, torch.jit.ScriptModule)
-    }
-    forwards = Forwards(paths, Guard(), repeated=True)
-    seeing = _Seeing(model, paths, forwards, found, entrywise)
-    try:
-        forwards.watch(seeing)
-        yield seeing
-        forwards.remove()
-    finally:  # once more, in case an interrupt hit the first call
-        forwards.remove()
-
-
-class _Seeing(Watcher):
+class _UsesOfWeights(Watcher):
     """Watcher that reports the uses of weights in a forward pass; see `forwards.Watcher`.
 
     Args:
         model: the model.
-        paths: of its modules.
-        forwards: the forwards that run.
-        found: gets every layer at each of its calls.
-        entrywise: gets parameters that act entry by entry.
+        see: gets every layer at each of its calls.
+        act: gets every parameter that acts entry by entry.
 
     Attributes:
+        forwards: the forwards that it watches.
         refused: by name of a weight, why a use of it is not measured.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        paths: dict[nn.Module, str],
-        forwards: Forwards,
-        found: Callable[[Found], None],
-        entrywise: Callable[[Entrywise], None],
-    ) -> None:
+    def __init__(self, model: nn.Module, see: See, act: Act) -> None:
         self.refused: dict[str, str] = {}
-        self._paths = paths
-        self._forwards = forwards
-        self._found = found
-        self._entrywise = entrywise
+        self._paths = {
+            module: path
+            for path, module in named_modules(model)
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
+        self.forwards = Forwards(self._paths, Guard(), repeated=True)
+        self._see, self._act = see, act
         self._weights = Weights(model)
-        self._lineage = Lineage(model)
-        self._rules = {m: rule for m in paths if isinstance(rule := find_rule(m), Rule)}
+        self._lineage = Lineage(model, self._weights)
+        self._rules = {m: rule for m in self._paths if isinstance(rule := find_rule(m), Rule)}
         self._names: dict[object, str] = {}  # by weight, kind of use, and position in the weight
-
-    # --- modules ---------------------------------------------------------------------------------
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -198,51 +139,52 @@ class _Seeing(Watcher):
         rule = self._rules.get(module)
         if rule is not None and isinstance(output, Tensor):
             use = use_of(rule, module, args, kwargs)
-            self._is_used([use], output, self._lineage.sources(inputs))
+            weights = self._weights_among([t for t in (use.weight, use.bias) if t is not None])
+            sources = self._lineage.sources(inputs)
+            self._lineage.is_made((output,), self._used([use], output, weights, sources))
         self._lineage.ends(outputs, inputs)
-
-    # --- functions -------------------------------------------------------------------------------
 
     def called(self, call: FunctionToCall) -> Any:
         """Call a torch function, report the weights it uses, and return its result."""
-        function, args, kwargs = call.function, call.args, call.kwargs
-        name = getattr(function, "__name__", "")
+        args, name = call.args, getattr(call.function, "__name__", "")
+        tensors = _tensors((args, call.kwargs))
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            held = self._weights_among([t for t in _tensors((args, kwargs)) if has_data(t)])
+            held = self._weights_among([t for t in tensors if has_data(t)])
             self._refuse(held.values(), "a transform of torch.func, which hides rows, uses it")
             return call()
         if name in OPENED:
-            return self._forwards.opened(call)
-        tensors = _tensors((args, kwargs))
+            return self.forwards.opened(call)
         weights = self._weights_among(tensors)
-        data = [t for t in tensors if id(t) not in weights and not self._lineage.of_model(t)]
+        data = [t for t in tensors if not self._lineage.of_model(t)]
         sources = self._lineage.sources(data)
         result = call()
-        if self._forwards.innermost in self._rules:
+        if self.forwards.innermost in self._rules:
             weights = {}  # the module's rule covers them
-        uses: Sequence[Use] | None = ()
-        if function in RECURRENT and weights:
-            self._recurrent(call, weights, sources, result)
+        results = _tensors(result)
+        if call.function in RECURRENT and weights:
+            self._lineage.is_made(results, self._recurrent(call, weights, sources, results[0]))
             return result
         made = args[0] if name == "__setitem__" else result
+        written = made is not result or is_in_place(name)
+        uses: Sequence[Use] | None = ()
         if weights and isinstance(made, Tensor):
             uses = self._uses(call, made, weights)
-        if uses and self._is_used(uses, made, sources, of=name):
-            return result
-        results = _tensors(result)
-        if data and args and (is_in_place(name) or made is not result):
+            if uses and self._weights.of(made) is None:  # else it is only a view of a weight
+                sources = self._used(uses, made, weights, sources, of=name)
+                data, results = [made], [made]
+        if data and args and written:
             self._lineage.is_written(args[0], sources)
         elif data or uses is None:
             self._lineage.is_made(results, sources)
         else:
             self._lineage.is_made((t for t in results if id(t) not in weights), None)
-            if weights and len(results) == 1:
-                self._weights.is_made(results[0], list(weights.values()))
+            if any(is_matrix(t) and self._weights.of(t) is None for t in results):
+                self._refuse(weights.values(), "the forward pass computes a weight from it")
         return result
 
     @property
     def _running(self) -> str:
-        return self._paths.get(self._forwards.innermost, "")
+        return self._paths.get(self.forwards.innermost, "")
 
     def _weights_among(self, tensors: Sequence[Tensor]) -> dict[int, Weight]:
         """Return, by id of a tensor, the weight that it is or is a view of."""
@@ -252,34 +194,16 @@ class _Seeing(Watcher):
         of = ((id(tensor), self._weights.of(tensor, running)) for tensor in tensors)
         return {key: weight for key, weight in of if weight is not None}
 
-    def _given(self, call: FunctionToCall, weights: dict[int, Weight]) -> Arguments:
-        """Return a function's arguments with stand-ins for weights."""
-
-        def stand_in(tensor: Tensor) -> Tensor:
-            weight = weights.get(id(tensor))
-            return tensor if weight is None else weight.view(tensor)
-
-        args, kwargs = tree_map_only(Tensor, stand_in, (call.args, call.kwargs))
-        return args, kwargs
-
     def _uses(
         self, call: FunctionToCall, made: Tensor, weights: dict[int, Weight]
     ) -> Sequence[Use] | None:
         """Return the uses in a call by the monitor's rules; None if a rule refuses it."""
-        stand_ins = {id(weight.stand_in) for weight in weights.values()}
-
-        def of_model(value: object) -> bool:
-            if isinstance(value, Tensor) and id(whole_of(value)) in stand_ins:
-                return True
-            return self._lineage.of_model(value)
-
-        args, kwargs = self._given(call, weights)
-        described = FunctionCall(made, of_model, self._forwards.inside, trains=False)
-        name = name_of(call.function)
+        of_model, inside = self._lineage.of_model, self.forwards.inside
+        described = FunctionCall(made, of_model, inside, trains=False)
         try:
             if made.is_nested:
                 raise Refused(NESTED)
-            return uses_in(name, described, args, kwargs)
+            return uses_in(name_of(call.function), described, call.args, call.kwargs)
         except Refused as refusal:
             self._refuse(weights.values(), str(refusal))
             return None
@@ -287,86 +211,75 @@ class _Seeing(Watcher):
     def _refuse(self, weights: Collection[Weight], reason: str) -> None:
         self.refused |= {weight.full_name: reason for weight in weights}
 
-    def _is_used(
-        self, uses: Sequence[Use], made: Tensor, sources: Sources, *, of: str = ""
-    ) -> bool:
-        """Report uses; return False if the result is only a view of a weight.
+    def _used(
+        self,
+        uses: Sequence[Use],
+        made: Tensor,
+        weights: dict[int, Weight],
+        sources: Sources,
+        *,
+        of: str = "",
+    ) -> Sources:
+        """Report uses, and return the sources of their result.
 
         Args:
             uses: the uses.
             made: the result of the function or the module.
+            weights: the weights that it uses, by id of an argument.
             sources: the layers from whose outputs its inputs were computed.
             of: name of the function.
         """
-        if self._weights.of(made) is not None:
-            return False
-        maps, tables, vectors = set[str](), set[str](), list[nn.Parameter]()
+        maps, tables, others = set[str](), set[str](), dict.fromkeys(weights.values())
         for use in uses:
             weight = self._weight(use.weight)
-            if weight is None or _is_entrywise(use, made):
-                held = (weight, self._weight(use.bias))
-                vectors += [p for w in held if w is not None for p in w.parameters]
+            if weight is None or _is_entrywise(use):
                 continue
+            others.pop(weight, None)
             is_added = use.kind == "offset"
-            is_table = is_added or (use.kind == "embedding" and of not in _EMBEDDINGS)
-            use = replace(use, kind="table") if is_table else use
-            path = self._name(use, weight)
-            self._hand_on(path, use, weight, made, NONE if is_added else sources)
+            if is_added or (use.kind == "embedding" and of not in _EMBEDDINGS):
+                use = replace(use, kind="table")
+            path, shape = self._name(use, weight), tuple(use.layout(made).shape[:-1])
+            self._see(path, use, weight, shape, NONE if is_added else sources)
             (tables if is_added else maps).add(path)
         whence = (frozenset(maps) or sources) | tables
-        for parameter in vectors:
-            self._entrywise(Entrywise(parameter, whence))
-        if is_in_place(of):
-            self._lineage.is_written(made, whence)
-        else:
-            self._lineage.is_made((made,), whence)
-        return True
+        self._act_all(others, whence)
+        return whence
 
-    def _hand_on(self, path: str, use: Use, weight: Weight, made: Tensor, sources: Sources) -> None:
-        shape = tuple(use.layout(made).shape[:-1])
-        self._found(Found(path, use, weight, shape, sources))
-        bias = self._weight(use.bias)
-        for parameter in () if bias is None else bias.parameters:
-            self._entrywise(Entrywise(parameter, frozenset((path,))))
+    def _act_all(self, weights: Collection[Weight], sources: Sources) -> None:
+        for parameter in (p for weight in weights for p in weight.parameters):
+            self._act(parameter, sources)
 
     def _weight(self, tensor: Tensor | None) -> Weight | None:
         return None if tensor is None else self._weights.of(tensor, self._running)
 
     def _recurrent(
-        self, to_call: FunctionToCall, weights: dict[int, Weight], sources: Sources, result: Any
-    ) -> None:
-        """Report the linear maps in a recurrent call, after the call."""
-        call = read_call(to_call.function, *self._given(to_call, weights))
-        outputs = _tensors(result)
-        if call.draws:
-            self._refuse(
-                weights.values(), "it draws random numbers in evaluation, which are drawn anew"
-            )
-            self._lineage.is_made(outputs, sources)
-            return
-        rows = maps_of(call, outputs[0].dtype)
-        uses, names = {use.part: use for use in uses_of(call)}, dict[str, str]()
-        held = {part: self._weight(use.weight) for part, use in uses.items()}
-        for part, weight in held.items():
-            if weight is not None:
-                names[part] = self._name(uses[part], weight)
-        fed = sources
+        self, to_call: FunctionToCall, weights: dict[int, Weight], sources: Sources, output: Tensor
+    ) -> Sources:
+        """Report the linear maps in a recurrent call, and return the sources of its results."""
+        call = read_call(to_call.function, to_call.args, to_call.kwargs)
+        found = {use.part: self._weight(use.weight) for use in uses_of(call)}
+        held = {part: weight for part, weight in found.items() if weight is not None}
+        if call.draws or len(held) < len(found):
+            self._refuse(weights.values(), "it draws random numbers, or some weights are computed")
+            return sources
+        rows = maps_of(call, output.dtype)
+        names = {use.part: self._name(use, held[use.part]) for use in uses_of(call)}
         for first in range(0, len(call.maps), call.directions):
             gave = NONE
-            for of_direction in call.maps[first : first + call.directions]:
-                parts = [use.part for use in of_direction]
-                state = frozenset(names[part] for part in parts[2:] or parts if part in names)
-                inner = frozenset(names[part] for part in parts[:2] if part in names)
+            for uses in call.maps[first : first + call.directions]:
+                paths = [names[use.part] for use in uses]
+                state = frozenset(paths[2:] or paths)
                 # The input map gets the layer's input, the other maps its state.
-                for part, into in zip(parts, (fed, sources | state, inner), strict=False):
-                    weight, x = held[part], rows[part][0]
-                    if weight is not None:
-                        features = affine(x, weight.stand_in, None).features
-                        use = replace(uses[part], features=features)
-                        self._hand_on(names[part], use, weight, x, into)
+                into = sources, sources | state, frozenset(paths[:2])
+                for use, path, whence in zip(uses, paths, into, strict=False):
+                    x = rows[use.part][0]
+                    use = replace(use, features=affine(x, use.weight, None).features)
+                    self._see(path, use, held[use.part], tuple(x.shape[:-1]), whence)
+                    bias = self._weight(use.bias)
+                    self._act_all(() if bias is None else (bias,), frozenset((path,)))
                 gave |= state
-            fed = gave or fed
-        self._lineage.is_made(outputs, fed)
+            sources = gave
+        return sources
 
     def _name(self, use: Use, weight: Weight) -> str:
         """Return the layer's path; a second use of a weight adds the module that makes it."""
@@ -377,25 +290,21 @@ class _Seeing(Watcher):
         elif weight.name == "weight":
             path = weight.path
         assert use.weight is not None
-        shaped = use.shaped(use.weight.detach())
-        lies = Strides.between(use.weight, weight.value), Strides.between(shaped, weight.value)
-        key = path, weight.key, use.kind, use.form, lies
+        places = (weight.place(x) for x in (use.weight, use.shaped(use.weight.detach())))
+        key = path, weight.full_name, use.kind, use.form, *places
         if key not in self._names:
             taken, user = set(self._names.values()), f"{path}@{self._running or use.kind}"
-            names = (path, user, *(f"{user}#{i}" for i in range(2, len(taken) + 3)))
+            names = chain((path, user), (f"{user}#{i}" for i in count(2)))
             self._names[key] = next(name for name in names if name not in taken)
         return self._names[key]
 
 
-def _is_entrywise(use: Use, made: Tensor) -> bool:
+def _is_entrywise(use: Use) -> bool:
     """Whether a use acts entry by entry, as neither a linear map nor a table."""
-    if use.kind != "offset" or use.weight is None:
-        return use.kind in ("gain", "offset")
+    assert use.weight is not None
     sizes = zip(use.weight.shape, use.weight.stride(), strict=True)
-    if sum(size > 1 and stride != 0 for size, stride in sizes) < 2:
-        return True
-    none = Rows(tuple(use.layout(made).shape[:-1]), np.empty(0, np.int64), made.device)
-    return isinstance(use.features(none), DenseFeatures)
+    is_vector = sum(size > 1 and step != 0 for size, step in sizes) < 2
+    return use.kind == "gain" or (use.kind == "offset" and is_vector)
 
 
 def _tensors(values: object) -> list[Tensor]:

@@ -1,16 +1,15 @@
-"""`Probe`: the fixed batch on which alignment is measured, and the choice of a reference point."""
+"""`Probe`: the fixed batch on which alignment is measured, and what it is compared with."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from adiv_monitor.alignment.layers import Role
-from adiv_monitor.alignment.passes import Arguments
 from adiv_monitor.capture.selection import LayerChoice
 
 DEFAULT_MAX_ROWS = 128
@@ -23,10 +22,8 @@ class Probe:
     Attributes:
         batch: the model's arguments: a tensor, a tuple of arguments, or a dict of named arguments.
             32 to 512 rows are enough; the positions of a sequence or an image count as rows.
-        reference: source of W₀ and z₀. None: the model when it is attached; a copy of the measured
-            weights is kept on the host. Otherwise a function that returns the model as it was, for
-            example by the same seed; it is called at each reading, and nothing is kept.
-        window: compare with the reading this many readings ago; the weights at each are kept.
+        window: the reference point is the reading this many readings ago, and a copy of the weights
+            of each is kept on the host; None: it is the model when it is attached.
         max_rows: number of sampled inputs per layer and call, chosen once; None: all.
         layers: glob patterns over paths of layers, or a predicate (path, module) → bool.
         roles: pattern over paths → role, in place of the inferred role.
@@ -37,12 +34,11 @@ class Probe:
         seed: seed for the choice of rows.
 
     Raises:
-        TypeError: the batch holds no tensor, or the reference can't be called.
-        ValueError: max_rows or window is below 1, or a reference is given with a window.
+        TypeError: the batch holds no tensor.
+        ValueError: max_rows or window is no integer above 0.
     """
 
     batch: Any
-    reference: Callable[[], nn.Module] | None = None
     window: int | None = None
     max_rows: int | None = DEFAULT_MAX_ROWS
     layers: LayerChoice = None
@@ -61,23 +57,16 @@ class Probe:
                 f"Probe(batch=…): got {type(self.batch).__name__}, expected what the model is "
                 "called with: a tensor, a tuple of arguments or a dict of named arguments"
             )
-        if self.reference is not None and not callable(self.reference):
-            raise TypeError(
-                f"Probe(reference=…): got {type(self.reference).__name__}, expected a function "
-                "that makes the model as it was, or None"
-            )
         for name in ("max_rows", "window"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if value is not None and not whole:
                 raise ValueError(f"Probe({name}=…): got {value!r}, expected an integer above 0")
-        if self.reference is not None and self.window is not None:
-            raise ValueError("Probe: got a reference and a window, expected one of them at most")
         copied = tree_map_only(Tensor, lambda t: t.detach().clone(), self.batch)
         object.__setattr__(self, "batch", copied)
 
     @property
-    def arguments(self) -> Arguments:
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the named arguments with which the model is called."""
         if isinstance(self.batch, Mapping):
             return (), dict(self.batch)
@@ -95,8 +84,7 @@ class Probe:
         for leaf in tree_leaves(self.batch):
             if isinstance(leaf, Tensor):
                 found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-                dense = leaf.detach() if leaf.layout is torch.strided else leaf.detach().to_dense()
-                data = dense.cpu().contiguous().reshape(-1)
+                data = leaf.detach().to_dense().cpu().contiguous().reshape(-1)
                 found.update(data.view(torch.uint8).numpy().tobytes())
             else:
                 found.update(repr(leaf).encode())

@@ -1,6 +1,6 @@
 """The sums of squares from which all measures of a layer are computed; they add up over ranks."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -14,124 +14,100 @@ from adiv_monitor.alignment.ratio import (
     log_ratio,
     root_ratio,
 )
-from adiv_monitor.features.features import BlockFeatures, Features
+from adiv_monitor.alignment.seen import Seen
+from adiv_monitor.features.features import BlockFeatures
 from adiv_monitor.report import AlignmentReading
 
-ROUTED = "experts"  # a layer of this kind has its rows in another order in each pass
+_TERMS = ("alpha", "omega", "u", "cumulative")  # dW z₀, W₀ dz, dW dz, W z
+_ROUTED = "experts"  # a layer of this kind has its rows in another order in each pass
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums of one layer over a probe's rows; z₀, W₀ the reference, dz = z − z₀, dW = W − W₀.
+def sums_of(
+    seen: Seen, z0: Tensor, before: Tensor, now: Tensor, *, spectral: bool
+) -> Float[Tensor, "5 3"]:
+    """Return the sums of one layer over a probe's rows, in float64 if the device supports it.
 
-    A numerator sums the mean square of the outputs, a bound the mean square of the weight times
-    that of the inputs, a spectral bound the mean square that outputs have at most. All are by
-    group of the weight, so that no ratio exceeds 1.
+    The first line has the number of rows, the sum of the mean square of W z − W₀ z₀, and the bound
+    of W₀ z₀. Each other line belongs to one product, such as dW z₀: the sum of its rows' mean
+    squares, their bound (mean square of the weight times that of the inputs), and the bound by
+    largest singular values, 0 unless it is requested. Bounds are by group of the weight, so that
+    no ratio exceeds 1. A table, whose rows are looked up, has no bounds.
+
+    Args:
+        seen: the layer.
+        z0: its inputs at the reference point.
+        before: W₀, laid out as the weight is.
+        now: W.
+        spectral: compute the last bounds.
     """
-
-    rows: float
-    scale: float  # the denominator of W₀ z₀
-    alpha: float  # dW z₀
-    alpha_bound: float
-    omega: float  # W₀ dz
-    omega_bound: float
-    u: float  # dW dz
-    u_bound: float
-    cumulative: float  # W z
-    cumulative_bound: float
-    change: float  # W z − W₀ z₀
-    alpha_spectral: float  # the spectral bounds: 0 unless they are requested
-    omega_spectral: float
-    u_spectral: float
-    cumulative_spectral: float
-
-    def reading(self, layer: AlignedLayer) -> AlignmentReading:
-        """Return the reading of a layer.
-
-        Tables, whose rows are looked up, have no alignment. Experts have no change of the output,
-        since their rows are routed anew in each pass.
-        """
-        fan_in = layer.fan_in
-        base = 0 if layer.is_table else fan_in
-        ratios = {
-            name: log_ratio(getattr(self, name), getattr(self, f"{name}_bound"), base, self.scale)
-            for name in _RATIOS
-        }
-        spectral = {
-            f"spectral_{name}": root_ratio(
-                getattr(self, name), getattr(self, f"{name}_spectral"), self.scale
-            )
-            for name in _RATIOS
-        }
-        return AlignmentReading(
-            role=layer.role,
-            kind=layer.kind,
-            fan_in=fan_in,
-            fan_out=layer.fan_out,
-            predecessors=layer.predecessors,
-            rows=round(self.rows),
-            **ratios,
-            **{f"kappa_{name}": kappa(ratio, fan_in) for name, ratio in ratios.items()},
-            **spectral,
-            effective_rank=effective_rank(ratios["cumulative"], fan_in),
-            output_rms=_root_mean(self.cumulative, self.rows),
-            output_change_rms=None if layer.kind == ROUTED else _root_mean(self.change, self.rows),
-        )
+    with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
+        W0, W, z = seen.matrices(before), seen.matrices(now), seen.rows
+        if seen.is_table:
+            y0, y = (seen.features.by_weight(table[0]) for table in (W0, W))
+            assert y0 is not None and y is not None
+            sums = _wide(y).new_zeros(5, 3)
+            sums[0, 0], sums[0, 1] = len(y), _mean_square(y - y0).sum()
+            sums[4, 0] = _mean_square(y).sum()
+            return sums
+        if seen.use.kind == _ROUTED:
+            W0, z0 = W, z
+        return _layer_sums(W0.to(z.dtype), W.to(z.dtype), z0, z, seen.block, spectral=spectral)
 
 
-_RATIOS = ("alpha", "omega", "u", "cumulative")
-COUNT = len(fields(Sums))
-
-
-def layer_sums(
+def _layer_sums(
     W0: Float[Tensor, "groups out n"],
     W: Float[Tensor, "groups out n"],
     z0: Float[Tensor, "rows groups n"],
     z: Float[Tensor, "rows groups n"],
-    block: Int[Tensor, " rows"] | None = None,
+    block: Int[Tensor, " rows"] | None,
     *,
-    spectral: bool = False,
-) -> Float[Tensor, " sums"]:
-    """Return `Sums` of a layer that multiplies its rows, in float64 if the device supports it.
-
-    Args:
-        W0: the matrices of groups or blocks at the reference point.
-        W: the present matrices.
-        z0: the rows at the reference point; (rows, 1, n) with blocks.
-        z: the present rows.
-        block: index of the block that every row uses; None: every row uses all groups.
-        spectral: compute the spectral bounds too.
-    """
-    W0, W = (weight.to(z.dtype) for weight in (W0, W))
+    spectral: bool,
+) -> Float[Tensor, "5 3"]:
+    """Return the sums; with blocks, of which each row uses one, rows are (rows, 1, n)."""
     dW, dz = W - W0, z - z0
     terms = (dW, z0), (W0, dz), (dW, dz), (W, z)
     products = [_product(*term, block) for term in terms]
-    change = sum(products[1:3], products[0])
-    measured = [_of_rows(_mean_squares(W0), z0, block)]
-    for product, (weight, rows) in zip(products, terms, strict=True):
-        measured += [_mean_square(product).sum(), _of_rows(_mean_squares(weight), rows, block)]
-    measured.append(_mean_square(change).sum())
-    if spectral:
-        of_weights = {id(weight): _largest_squares(weight) for weight, _ in terms}
-        measured += [_of_rows(of_weights[id(weight)], rows, block) for weight, rows in terms]
-    else:
-        measured += [torch.zeros_like(measured[0])] * len(terms)
-    rows = torch.tensor(float(len(z)), dtype=measured[0].dtype, device=z.device)
-    return torch.stack([rows, *measured])
+    scale = _of_rows(_mean_squares(W0), z0, block)
+    none = torch.zeros_like(scale)
+    largest = {id(w): _largest_squares(w) for w in (dW, W0, W)} if spectral else {}
+    lines = [
+        torch.stack(
+            [
+                _mean_square(product).sum(),
+                _of_rows(_mean_squares(weight), rows, block),
+                _of_rows(largest[id(weight)], rows, block) if spectral else none,
+            ]
+        )
+        for product, (weight, rows) in zip(products, terms, strict=True)
+    ]
+    change = _mean_square(sum(products[1:3], products[0])).sum()
+    return torch.stack([torch.stack([none + len(z), change, scale]), *lines])
 
 
-def table_sums(
-    W0: Float[Tensor, "entries n"], W: Float[Tensor, "entries n"], features: Features
-) -> Float[Tensor, " sums"]:
-    """Return `Sums` of a table, with the sums of its outputs only."""
-    before, now = features.by_weight(W0), features.by_weight(W)
-    assert before is not None
-    assert now is not None
-    sums = _wide(now).new_zeros(COUNT)
-    sums[0] = len(now)
-    sums[8] = _wide(now).square().mean(1).sum()
-    sums[10] = _wide(now - before).square().mean(1).sum()
-    return sums
+def reading_of(layer: AlignedLayer, sums: Sequence[Sequence[float]]) -> AlignmentReading:
+    """Return the reading of a layer from `sums_of`.
+
+    Tables have no alignment. Experts have no change of the output, since their rows are routed anew
+    in each pass.
+    """
+    (rows, change, scale), *lines = sums
+    fan_in, ratios = layer.fan_in, dict[str, float | None]()
+    for name, (square, bound, spectral) in zip(_TERMS, lines, strict=True):
+        ratio = None if layer.is_table else log_ratio(square, bound, fan_in, scale)
+        ratios[name], ratios[f"kappa_{name}"] = ratio, kappa(ratio, fan_in)
+        ratios[f"spectral_{name}"] = root_ratio(square, spectral, scale)
+    return AlignmentReading(
+        role=layer.role,
+        kind=layer.kind,
+        fan_in=fan_in,
+        fan_out=layer.fan_out,
+        predecessors=layer.predecessors,
+        rows=round(rows),
+        **ratios,
+        effective_rank=effective_rank(ratios["cumulative"], fan_in),
+        output_rms=(lines[3][0] / rows) ** 0.5 if rows else None,
+        output_change_rms=(change / rows) ** 0.5 if rows and layer.kind != _ROUTED else None,
+    )
 
 
 def _product(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
@@ -145,8 +121,7 @@ def _product(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
 
 def _mean_squares(weight: Tensor) -> Tensor:
     """Return the mean square of every group, (groups,)."""
-    wide = torch.float32 if weight.device.type == "mps" else torch.float64
-    norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=wide)
+    norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=_wide(weight[:0]).dtype)
     squares: Tensor = norms.square() / weight[0].numel()
     return squares
 
@@ -156,9 +131,7 @@ def _largest_squares(weight: Tensor) -> Tensor:
 
     Both squares are means, over n inputs and m outputs.
     """
-    exact = weight.cpu().double() if weight.device.type == "mps" else weight.double()
-    squares = largest_singular(exact).square() * weight.shape[2] / weight.shape[1]
-    return squares.to(weight.device, _wide(weight).dtype)
+    return largest_singular(_wide(weight)).square() * weight.shape[2] / weight.shape[1]
 
 
 def _of_rows(of_groups: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
@@ -180,7 +153,3 @@ def _mean_square(product: Tensor) -> Tensor:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "mps" else tensor.double()
-
-
-def _root_mean(total: float, rows: float) -> float | None:
-    return (total / rows) ** 0.5 if rows else None

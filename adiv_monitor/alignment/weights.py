@@ -1,37 +1,28 @@
-"""The weights of a model in one forward pass, and the positions of layers' matrices in them."""
+"""The weights of a model in one forward pass, found by the memory in which they lie."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from adiv_monitor.capture.selection import named_modules
-from adiv_monitor.capture.weights.pieces import Strides
-from adiv_monitor.capture.weights.shards import Standing
+from adiv_monitor.capture.weights.shards import Standing, is_shard, part_of, sharded_as
 from adiv_monitor.capture.weights.tape import memory_of, whole_of
-from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features
-from adiv_monitor.features.uses import Use
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter, or a tensor that a parametrization or a forward pass computes from parameters.
+    """A parameter, or a tensor that a parametrization of torch's computes from parameters.
 
     Attributes:
         path: path of the module that holds it.
         module: the module.
-        name: name of its attribute in the module; if the forward pass computes the weight, that of
-            its largest parameter.
-        value: the present value.
+        name: name of its attribute in the module.
+        value: the present value, unsharded.
         parameters: the parameter that is the weight, or those from which it is computed.
-        number: number, from 1, among the weights of one name that a forward pass computes; 0 for
-            all other weights.
     """
 
     path: str
@@ -39,29 +30,41 @@ class Weight:
     name: str
     value: Tensor
     parameters: tuple[nn.Parameter, ...]
-    number: int = 0
 
     @property
     def full_name(self) -> str:
         """The weight's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
+    def place(self, view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return the position of a view in the weight: size, stride, offset."""
+        offset = int(view.storage_offset()) - int(self.value.storage_offset())
+        return tuple(view.size()), view.stride(), offset
+
     @property
-    def key(self) -> str:
-        """Unique name of the weight, also in saved states."""
-        return f"{self.full_name}~{self.number}" if self.number else self.full_name
+    def _sharded(self) -> Tensor | None:
+        parameter = self.module._parameters.get(self.name)
+        return parameter if is_shard(parameter) else None
 
-    @cached_property
-    def stand_in(self) -> Tensor:
-        """The weight for use in rules: it requires a gradient, even if the pass runs without."""
-        return self.value.detach().requires_grad_()
+    def present(self) -> Tensor:
+        """Return the present value; a sharded weight is all-gathered."""
+        if self._sharded is None:
+            return self.value.detach()
+        whole: Tensor = self._sharded.detach().full_tensor()  # type: ignore[attr-defined]
+        return whole
 
-    def view(self, tensor: Tensor) -> Tensor:
-        """Return the view of the stand-in that corresponds to a view of the weight."""
-        if tensor is self.value:
-            return self.stand_in
-        with torch.enable_grad():  # so that autograd knows it as a view of a trained tensor
-            return self.stand_in.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    def kept(self) -> Tensor:
+        """Return a copy on the host of the weight, or of this rank's part of a sharded weight."""
+        value = self.value.detach() if self._sharded is None else part_of(self._sharded)
+        return value.to("cpu", copy=True)
+
+    def whole(self, kept: Tensor) -> Tensor:
+        """Return a copy unsharded, on the weight's device; for a part, all ranks have to call."""
+        copied = kept.to(self.value.device, non_blocking=True)
+        if self._sharded is None:
+            return copied
+        whole: Tensor = sharded_as(copied, self._sharded).full_tensor()
+        return whole
 
 
 class Weights:
@@ -75,7 +78,6 @@ class Weights:
         self._by_memory: dict[int, list[Weight]] = defaultdict(list)
         self._sharded: dict[int, Weight] = {}  # by id of the parameter
         self._standing = Standing(model)
-        self._made: dict[str, list[Tensor]] = defaultdict(list)  # distinct values by name
         for path, module in named_modules(model):
             for weight in _own_weights(path, module):
                 if type(weight.value.data) is Tensor:
@@ -104,21 +106,6 @@ class Weights:
             self._by_memory[memory_of(whole)] += found
         return next((weight for weight in found if weight.path == running), found[0])
 
-    def is_made(self, value: Tensor, of: Sequence[Weight]) -> None:
-        """Record a tensor that the forward pass computed from weights and constants alone."""
-        if not value.is_floating_point() or self.of(value) is not None:
-            return
-        lead = max(of, key=lambda weight: weight.value.numel())
-        parameters = dict.fromkeys(p for weight in of for p in weight.parameters)
-        made = self._made[lead.full_name]
-        alike = (i for i, other in enumerate(made, 1) if torch.equal(other, value))
-        number = next(alike, len(made) + 1)  # a module called again computes the same value
-        if number > len(made):
-            made.append(value)
-        self._by_memory[memory_of(value)].append(
-            Weight(lead.path, lead.module, lead.name, value, tuple(parameters), number=number)
-        )
-
 
 def _own_weights(path: str, module: nn.Module) -> Iterator[Weight]:
     if isinstance(module, parametrize.ParametrizationList):
@@ -136,70 +123,3 @@ def _holds(weight: Tensor, tensor: Tensor) -> bool:
     """Whether a tensor begins within a weight, given that they share storage."""
     within = int(tensor.storage_offset()) - int(weight.storage_offset())
     return tensor.dtype == weight.dtype and 0 <= within < max(1, weight.numel())
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """The matrices of a layer in a weight: all of it, a part, or its entries in another order.
-
-    Attributes:
-        strides: the view of the weight that holds the matrices.
-        count: number of matrices: groups, or blocks of which each row uses one.
-        fan_in: n, number of features of a row.
-        transposed: the view is (fan-in, outputs).
-        entries: positions of the matrices' entries in the view; None: in its order.
-    """
-
-    strides: Strides
-    count: int
-    fan_in: int
-    transposed: bool = False
-    entries: Tensor | None = field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, use: Use, features: Features, weight: Tensor) -> "Matrices":
-        """Return the matrices by which a use multiplies its features.
-
-        Args:
-            use: the use.
-            features: the features of some of its rows.
-            weight: the weight in whose memory `use.weight` lies.
-        """
-        assert use.weight is not None
-        shaped, entries = use.shaped(use.weight.detach()), None
-        strides = Strides.between(shaped, weight)
-        if memory_of(shaped) != memory_of(weight):
-            # Numbered from 1, since `shaped` may change the sign.
-            places = torch.arange(1, use.weight.numel() + 1, dtype=torch.float64)
-            entries = use.shaped(places.view(use.weight.shape)).abs().long().reshape(-1) - 1
-            strides = Strides.between(use.weight, weight)
-        transposed = isinstance(features, DenseFeatures) and features.transposed
-        if isinstance(features, DenseFeatures):
-            assert features.phi is not None
-            _, count, fan_in = features.phi.shape
-        elif isinstance(features, BlockFeatures):
-            count, fan_in = features.count, features.phi.shape[1]
-        else:  # a table: a matrix whose rows are looked up
-            count, fan_in = 1, shaped.numel() // len(shaped)
-        return cls(strides, count, fan_in, transposed, entries)
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs of all groups and blocks together."""
-        return prod(self.strides.size) // self.fan_in
-
-    @property
-    def lines(self) -> int:
-        """Number of rows of `fan_in` numbers; broadcast ones count once."""
-        sizes = zip(self.strides.size, self.strides.stride, strict=True)
-        return prod(size for size, stride in sizes if stride or size == 1) // self.fan_in
-
-    def matrices(self, weight: Tensor) -> Tensor:
-        """Return (count, outputs, fan-in) from a tensor with the weight's memory layout."""
-        size, stride, offset = self.strides.size, self.strides.stride, self.strides.offset
-        view = weight.as_strided(size, stride, weight.storage_offset() + offset)
-        if self.entries is not None:
-            view = view.reshape(-1)[self.entries.to(weight.device)]
-        if self.transposed:
-            return view.t()[None]
-        return view.reshape(self.count, -1, self.fan_in)

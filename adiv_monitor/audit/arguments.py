@@ -1,6 +1,7 @@
-"""Checks of the arguments of `audit`; their errors say what is expected."""
+"""Checks of the arguments of `audit`, and of options; their errors say what is expected."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,12 +14,28 @@ from adiv_monitor.audit.training.target_loss import takes_outputs
 _COUNT = (int, lambda x: x >= 1, "an integer of at least 1")
 _NUMBER = (int, float)
 _NUMBERS: dict[str, Any] = {
-    **dict.fromkeys(("steps", "every_n_steps", "max_rows"), _COUNT),
+    **dict.fromkeys(("steps", "every_n_steps", "max_rows", "batch_size", "num_classes"), _COUNT),
     "seed": (int, lambda x: x >= 0, "an integer of at least 0"),
     "clip_norm": (_NUMBER, lambda x: 0 < x < math.inf, "a number above 0, or None not to clip"),
     "try_seconds": (_NUMBER, lambda x: x >= 0, "a number of at least 0"),
 }
-_OPTIONAL = ("every_n_steps", "max_rows", "clip_norm")
+_OPTIONAL = ("steps", "every_n_steps", "max_rows", "num_classes", "clip_norm")
+
+
+def check_numbers(
+    given: Mapping[str, Any], named: Callable[[str], str] = "audit({}=…)".format
+) -> None:
+    """Raise ValueError if a numeric argument, or an option, is out of its range.
+
+    Args:
+        given: values by name, of which those that are not in the table are not checked.
+        named: function of a name that returns how the user knows it.
+    """
+    for name in given.keys() & _NUMBERS.keys():
+        value, (kinds, is_right, words) = given[name], _NUMBERS[name]
+        is_number = isinstance(value, kinds) and not isinstance(value, bool) and is_right(value)
+        if not is_number and not (value is None and name in _OPTIONAL):
+            raise ValueError(f"{named(name)}: got {value!r}, expected {words}")
 
 
 def check_training(model: object, loss: object, optimizer: object) -> None:
@@ -35,20 +52,11 @@ def check_training(model: object, loss: object, optimizer: object) -> None:
             f"audit(loss=…): got {type(loss).__name__}, expected a function (model, batch) → loss "
             "or (output, target) → loss, or None where the model gives its own"
         )
-    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+    if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
         raise TypeError(
             f"audit(optimizer=…): got {type(optimizer).__name__}, expected a torch.optim.Optimizer "
             "over the model's parameters, or a function model → optimizer"
         )
-
-
-def check_numbers(**given: Any) -> None:
-    """Raise ValueError if a numeric argument is out of its range."""
-    for name, value in given.items():
-        kinds, is_right, words = _NUMBERS[name]
-        is_number = isinstance(value, kinds) and not isinstance(value, bool) and is_right(value)
-        if not is_number and not (value is None and name in _OPTIONAL):
-            raise ValueError(f"audit({name}=…): got {value!r}, expected {words}")
 
 
 def check_model(model: object) -> None:

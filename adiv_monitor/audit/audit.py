@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.audit.arguments import check_numbers, check_training
 
 if TYPE_CHECKING:
     from adiv_monitor.audit.report import AuditReport
@@ -21,7 +22,7 @@ def audit(
     *,
     loss: "Loss | None" = None,
     optimizer: "Optimizer | OptimizerFactory | None" = None,
-    steps: int = 60,
+    steps: int | None = None,
     every_n_steps: int | None = None,
     max_rows: int | None = DEFAULT_MAX_ROWS,
     clip_norm: float | None = None,
@@ -50,9 +51,11 @@ def audit(
             `model(batch)`.
         optimizer: optimizer of the model's parameters, with the learning rates to test, or a
             function that makes one for a model. None: AdamW with learning rate 1e-3.
-        steps: number of training steps, at least 1.
+        steps: number of training steps, at least 1; None: 60, or fewer if a step is costly, but at
+            least 24 (what a step costs is counted in operators and sizes, so it is the same on all
+            machines).
         every_n_steps: each step whose number is a multiple of this is measured; None: a tenth of
-            the steps.
+            the given steps, or 6.
         max_rows: number of rows to sample per layer and step; None: all of them.
         clip_norm: largest norm of the gradient; None: it is not clipped.
         realised: whether to also measure the actual change of the activations in each step.
@@ -73,6 +76,8 @@ def audit(
         TypeError, ValueError: an argument is not as expected; the message says what is expected.
     """
     given = dict(locals())
+    check_training(model, loss, optimizer)
+    check_numbers(given)
     # Rules and trials are loaded by an audit, not by who imports the package for its monitor.
     from adiv_monitor.audit.run import run
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.audit import trials
-from adiv_monitor.audit.arguments import check_numbers, check_training
 from adiv_monitor.audit.experiments.observe import observe
+from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.batches import (
     DEFAULT_SIZE,
@@ -22,13 +22,18 @@ from adiv_monitor.audit.training.batches import (
     loader_of,
     taken,
 )
-from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, differentiates, seeded
+from adiv_monitor.audit.training.setup import COSTLY, Loss, OptimizerFactory, Setup, seeded
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
-from adiv_monitor.audit.training.train import Progress, each_warning_once
+from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.course import compared, course, end, start
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.own_run import compared
 from adiv_monitor.diagnosis.record import Record
+
+# Without a given number of steps, a run has as many as cost no more than `MOST_STEPS` steps that
+# are not costly; and a step whose number is a multiple of `EVERY` is measured.
+FEWEST_STEPS, MOST_STEPS, EVERY = 24, 60, 6
+LEARNT = 0.1  # of the first loss, or of a constant prediction's: no learning rate hinders this run
 
 
 def run(
@@ -37,30 +42,18 @@ def run(
     *,
     loss: Loss | None,
     optimizer: Optimizer | OptimizerFactory | None,
-    steps: int,
+    steps: int | None,
     every_n_steps: int | None,
-    max_rows: int | None,
     clip_norm: float | None,
-    realised: bool,
-    attention: bool,
-    alignment: bool,
     try_fixes: bool,
     try_seconds: float,
     seed: int,
     own_losses: Mapping[int, float] | Sequence[float] | None,
     progress: Progress | None,
     _facts: Mapping[str, str] | None,
+    **measured: Any,
 ) -> AuditReport:
-    """Run an audit; see `audit`."""
-    check_training(model, loss, optimizer)
-    check_numbers(
-        steps=steps,
-        every_n_steps=every_n_steps,
-        max_rows=max_rows,
-        clip_norm=clip_norm,
-        seed=seed,
-        try_seconds=try_seconds,
-    )
+    """Run an audit; see `audit`. `measured` says what else of a step is measured."""
     name = "" if loss is None else name_of(loss)
     facts: dict[str, Any] = {"data": in_words(batches), "loss": name, **(_facts or {})}
     if loss is not None and takes_outputs(loss):
@@ -72,19 +65,22 @@ def run(
                      "for batches as your loop has them.")  # fmt: skip
     with each_warning_once(), seeded(seed):
         with as_drawn(batches):
-            kept = taken(batches, steps, next(model.parameters()).device)
-        setup = Setup(
-            model, optimizer or adamw, loss or loss_of_output, kept, steps, clip_norm, seed
-        )
-        setup = replace(setup, differentiates=differentiates(setup))
+            kept = taken(batches, steps or MOST_STEPS, next(model.parameters()).device)
+        setup = Setup(model, optimizer or adamw, loss or loss_of_output, kept, steps or MOST_STEPS,
+                      clip_norm, seed)  # fmt: skip
+        cost, differentiates = counted(setup)
+        if steps is None:
+            affordable = int(MOST_STEPS * min(1.0, COSTLY / cost))
+            setup = replace(setup, steps=max(FEWEST_STEPS, affordable))
+            if setup.steps < MOST_STEPS:
+                notes.append(f"A step is costly, so the copy took {setup.steps} of them instead of "
+                             f"{MOST_STEPS}: give a number of steps for more.")  # fmt: skip
+        setup = replace(setup, cost=cost, differentiates=differentiates)
         record = observe(
             setup,
-            every_n_steps=every_n_steps or max(1, steps // 10),
-            max_rows=max_rows,
-            realised=realised,
-            attention=attention,
-            alignment=alignment,
-            progress=progress,
+            every_n_steps=every_n_steps or (EVERY if steps is None else max(1, steps // 10)),
+            progress=progress or silent,
+            **measured,
         )
         record = replace(
             record,
@@ -94,7 +90,7 @@ def run(
         )
         record = _beside(record, own_losses, drawn_anew=is_drawn_anew(batches))
         cap = trials.Cap(try_seconds) if try_fixes and try_seconds > 0 else None
-        return _report(setup, record, cap, progress or trials.silent)
+        return _report(setup, record, cap, progress or silent)
 
 
 def _beside(
@@ -122,7 +118,9 @@ def _report(
     findings: tuple[Finding, ...] = ()
     compares = record.repeats and not record.moving_targets
     try:
-        if cap is not None and compares and not record.interrupted:
+        if cap is not None and compares and _is_settled(setup, record):
+            findings = trials.untried(diagnose(record), "the loss is learnt, and steps are costly")
+        elif cap is not None and compares and not record.interrupted:
             rates = trials.rate_trials(setup, record, cap=cap, progress=progress)
             record = replace(record, rates=rates)
             record = replace(record, overfit=trials.overfit(setup, record, cap=cap))
@@ -139,9 +137,18 @@ def _report(
     return AuditReport(findings or diagnose(record), record)
 
 
+def _is_settled(setup: Setup, record: Record) -> bool:
+    """Return whether steps are costly, and there is nothing that a learning rate could explain."""
+    learnt = course(record) == "falls" and 0 <= end(record) < LEARNT * start(record)
+    return setup.is_costly and learnt and all(f.strength == "note" for f in diagnose(record))
+
+
 def adamw(model: nn.Module) -> Optimizer:
     """Return the default optimizer for a model."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # The fused step takes a sixth of the time of a processor; it takes no complex numbers.
+    fused = all(p.is_floating_point() for p in trained) or None
+    return torch.optim.AdamW(trained, lr=1e-3, fused=fused)
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
@@ -150,20 +157,18 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         TypeError: the model's output has no loss, or the model does not accept the batch.
     """
-    name = type(model).__name__
+    where = f"audit(loss=None): {type(model).__name__}"
+    told = (
+        "expected a model that gives its own loss, as the `loss` of an object or a dict: give "
+        "audit a loss, (model, batch) → number, or batches that hold what the model computes its "
+        "loss from, such as labels"
+    )
     try:
         output = called(model, batch)
     except TypeError as error:
-        raise TypeError(
-            f"audit(loss=None): {name} can't take the whole batch ({error}), expected a model that "
-            "gives its own loss: give audit a loss, (model, batch) → number"
-        ) from error
+        raise TypeError(f"{where} can't take the whole batch ({error}), {told}") from error
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")
-        raise TypeError(
-            f"audit(loss=None): {name} gave {got}, expected an object with the loss as its `loss`, "
-            "or a dict with it: give audit a loss, (model, batch) → number, or batches that hold "
-            "what the model computes its loss from, such as labels"
-        )
+        raise TypeError(f"{where} gave {got}, {told}")
     return loss

@@ -30,6 +30,7 @@ from adiv_monitor.capture.weights.pieces import Pieces
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.capture.world import world_size
+from adiv_monitor.report.wording import NO_GRADIENT
 
 _REMOVED = (
     "its gradient was removed after the backward pass (`zero_grad()`, `.grad = None`, a step that "
@@ -272,7 +273,7 @@ class Capture:
         kind = type(place.module)
         rule = self.selection.rules.get(place.module)
         if key in (self._without_gradient or ()):
-            return "no gradient reached it in this step"
+            return NO_GRADIENT
         if key in self._frozen:
             return FROZEN
         if key in self._watching.refused:
@@ -335,7 +336,7 @@ def _has_none(layer: Layer) -> bool:
 
 def _why_unreached(layer: Layer) -> str:
     if _has_none(layer):
-        return "no gradient reached it in this step"
+        return NO_GRADIENT
     return (
         "its parameters have a gradient, but none came through the output of its forward pass: it "
         "is zero, set by hand, or of an earlier step or attempt; or it comes from a use of the "

@@ -1,10 +1,12 @@
-"""The course of the loss, which a rule must check before it says "act"."""
+"""What the loss does, which a rule must check before it says "act"; and what it did in your run."""
 
 import math
 from dataclasses import replace
 from itertools import takewhile
 from statistics import fmean, median
 from typing import Literal
+
+import numpy as np
 
 from adiv_monitor.diagnosis.record import Record
 
@@ -18,6 +20,11 @@ OPPOSED = 0.9
 FAR_BELOW = 100.0  # times the first loss, or times 1 if that is larger
 FEWEST = 12  # fewest steps of a run whose loss can be judged
 PEAK = 3.0  # times the first loss
+OF_HALF = 4  # losses of one half of the steps that both know, two of which have an error
+# Limits of the mean difference over a half of the steps: in standard errors, as a share of the
+# larger mean, and as a share of the first loss. None of 108 pairs of healthy runs with differently
+# ordered batches exceeds all three; without the last limit four pairs would.
+ERRORS, SHARE, OF_THE_FIRST = 4.0, 0.25, 0.2
 
 Course = Literal["rises", "falls", "does not fall", "unknown"]
 
@@ -55,7 +62,7 @@ def is_measure(record: Record) -> bool:
     alone = not any(report.other_optimizers for report in record.reports)
     fresh = bool(record.reports) and record.reports[0].step == 0
     falls = not any(report.maximize for report in record.reports)
-    return alone and fresh and falls and min(record.losses) > 0
+    return alone and fresh and falls and min(record.losses) >= 0
 
 
 def smoothed(record: Record) -> list[float]:
@@ -187,3 +194,47 @@ def _moved(record: Record, way: float, of: int = 1) -> bool:
         return False
     error = noise(record) * math.sqrt(1 / of + 1 / _quarter(record))
     return way > max(2 * error, STILL * abs(record.losses[0]))
+
+
+def difference(record: Record) -> str:
+    """Return the words for the common steps whose losses differ; "" if they agree, or are too few.
+
+    The steps are judged in two halves, and the first half that differs is returned:
+
+    mean(d) > max(4 std(d)/√n, max(means)/4, first/5) of the n paired differences d of a half.
+    """
+    steps = common_steps(record)
+    middle = len(steps) // 2
+    for half in (steps[:middle], steps[middle:]) if middle >= OF_HALF else ():
+        own, copy = (np.array([x[s] for s in half]) for x in (record.own_losses, record.losses))
+        finite = np.isfinite(own).all(), np.isfinite(copy).all()
+        differs = finite[0] != finite[1]
+        if all(finite):
+            error = ERRORS * (own - copy).std(ddof=1) / math.sqrt(len(half))
+            larger = SHARE * max(abs(own.mean()), abs(copy.mean()))
+            least = max(error, larger, OF_THE_FIRST * abs(record.losses[0]))
+            differs = abs((own - copy).mean()) > least
+        if differs:
+            return (
+                f"over the steps {half[0]} to {half[-1]}, its mean loss is {copy.mean():.3g}, and "
+                f"yours was {own.mean():.3g}"
+            )
+    return ""
+
+
+def common_steps(record: Record) -> list[int]:
+    """Return the steps whose loss is known in both runs."""
+    return sorted(step for step in record.own_losses if 0 <= step < len(record.losses))
+
+
+def compared(record: Record) -> str:
+    """Return a note on the comparison of losses; "" if the user gave no losses, or they differ."""
+    count = len(common_steps(record))
+    if not record.own_losses or difference(record):
+        return ""
+    if count < 2 * OF_HALF:
+        return (
+            f"Only {count} of your run's losses belong to steps that the copy took, and a "
+            f"comparison needs {2 * OF_HALF}. Log every step, or raise --steps."
+        )
+    return f"The copy's losses agree with those of your run over {count} steps."

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.diagnose import fault_of, follows
+from adiv_monitor.diagnosis.course import difference
+from adiv_monitor.diagnosis.diagnose import fault_of, follows, running_headline
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.verdict import running_headline
 from adiv_monitor.report.written import read
 
 _D = TypeVar("_D", bound="Diagnosis")
@@ -43,13 +42,15 @@ class Diagnosis:
         if not self.record.is_audited:
             return f"{running_headline(self.findings, self.record)}."
         act = [f for f in self.findings if f.strength == "act"]
-        said = own_run.said(self.record) + (_cause(act, self.findings) if act else self._nothing())
-        if self.record.hurried:
-            said += (
-                " The time for trials (try_seconds) was short: this result depends on the clock."
+        said = _cause(act, self.findings) if act else self._nothing()
+        if differs := difference(self.record):
+            said = (
+                f"The copy does not train as your run did: {differs}. The copy lacks the cause of "
+                f"this difference, which may be the fault of your run. About the copy: {said}"
             )
-        lost = "; ".join(self.record.lost)
-        return f"{said} The copy differs from your run: {lost}." if lost else said
+        hurried = " The time for trials (try_seconds) was short: this result depends on the clock."
+        lost = f" The copy differs from your run: {'; '.join(self.record.lost)}."
+        return said + hurried * self.record.hurried + lost * bool(self.record.lost)
 
     @property
     def hurried(self) -> bool:
@@ -59,17 +60,16 @@ class Diagnosis:
     def _nothing(self) -> str:
         """Return the verdict without findings to act on, unless the loss contradicts it."""
         rest = f" {_count(len(self.findings), 'weaker finding')} below." * bool(self.findings)
-        stuck = next((f for f in self.findings if f.name == "loss-stuck"), None)
-        if stuck is not None:
-            return f"{stuck.summary} The audit did not find the cause.{rest}"
-        untried = " Other learning rates were not tried." * (not self.record.rates)
+        rest = " Other learning rates were not tried." * (not self.record.rates) + rest
+        if stuck := next((f.summary for f in self.findings if f.name == "loss-stuck"), ""):
+            return f"{stuck} The audit did not find the cause.{rest}"
         if (better := _best([f for f in self.findings if f.strength == "watch"])) is not None:
             short = "; so short a run favours high learning rates" * (better.fix in HIGHER_RATES)
             return (
                 "The audit found nothing to act on, but a fix that it tried lowers the loss: "
-                f"{better}{short}.{untried}{rest}"
+                f"{better}{short}.{rest}"
             )
-        return f"The audit found nothing that hinders this training.{untried}{rest}"
+        return f"The audit found nothing that hinders this training.{rest}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as nested plain data; docs/report-schema.md describes the fields."""
@@ -129,10 +129,9 @@ def _fixed(act: Sequence[Finding]) -> str:
     # A certain fault is one whatever the result of a short run.
     if fault_of(act[0]).certain or not tried:
         return f" What to do: {first.text if tried else first}."
-    if (best := _best(act[1:])) is not None:
-        return f" None of its fixes helped in a trial; a fix of another finding did: {best}."
-    to_try = f"; to try next: {first}" * (first.trial is None)
-    return f" None of its fixes helped in a trial{to_try}."
+    best, to_try = _best(act[1:]), f"; to try next: {first}" * (first.trial is None)
+    other = to_try if best is None else f"; a fix of another finding did: {best}"
+    return f" None of its fixes helped in a trial{other}."
 
 
 def _best(findings: Sequence[Finding]) -> Advice | None:

@@ -115,12 +115,7 @@ class Trial:
         without the fix was so noisy that it exceeds `error_by_rate`. If that run diverged, only the
         2 % count.
         """
-        if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
-            return math.isfinite(self.loss)
-        error = 0.0 if math.isnan(self.error) else self.error
-        if self.error_by_rate < error:
-            error = self.error_by_rate
-        return self.loss_by_rate - self.loss > max(2 * error, _LEAST * abs(self.loss_by_rate))
+        return self._is_below(self.loss_by_rate, 2 * min(self.error, self.error_by_rate))
 
     @property
     def beats_constant(self) -> bool:
@@ -129,10 +124,13 @@ class Trial:
         It must be lower by 2 %, and by more than the standard error of `loss`, if it is known: the
         run itself is beaten by two of them, and a constant prediction is no run with noise.
         """
-        if self.constant is None:
+        return self._is_below(self.constant, self.loss_error)
+
+    def _is_below(self, other: float | None, error: float) -> bool:
+        if other is None or not math.isfinite(other):
             return math.isfinite(self.loss)
-        error = 0.0 if math.isnan(self.loss_error) else self.loss_error
-        return self.constant - self.loss > max(error, _LEAST * abs(self.constant))
+        error = 0.0 if math.isnan(error) else error  # not known
+        return other - self.loss > max(error, _LEAST * abs(other))
 
     @property
     def helps(self) -> bool:

@@ -1,8 +1,9 @@
-"""Values of measures in healthy networks, which determine the colours of pictures."""
+"""What measures are called, how they are read, and their values in healthy networks."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ class Health:
     """The colouring of a measure.
 
     Attributes:
-        short: short title, above a narrow picture; the full one is `titles.measure_title`.
+        short: short title, above a narrow picture; the full one is `measure_title`.
         reads: how to read the measure, in one line.
         logarithmic: whether values are compared by their ratios.
         knots: (value, level), values rising: level −1 is far too little, −0.5 to 0.5 the range of
@@ -118,12 +119,16 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
         norms = gradients(record, report)
         last = next(reversed(norms.values()), 0.0)
         return {path: norm / last for path, norm in norms.items()} if last > 0 else {}
-    no_maps = {path for path, reading in report.layers.items() if reading.kind in NO_MAPS}
+    return _values(report, measure)
+
+
+def _values(report: StepReport, measure: str) -> dict[str, float]:
+    of_maps = measure in HEALTH and HEALTH[measure].of_maps
     return {
         path: value
         for path, reading in report.readings(measure).items()
         if (value := getattr(reading, measure)) is not None
-        and not (measure in HEALTH and HEALTH[measure].of_maps and path in no_maps)
+        and not (of_maps and report.layers[path].kind in NO_MAPS)
     }
 
 
@@ -140,23 +145,15 @@ def worst_layers(report: StepReport) -> dict[str, tuple[str, ...]]:
         if measure in ends and ends[measure].min_layers != ends[measure].max_layers  # of several
         and (path := ends[measure].min_layer if bad == "min" else ends[measure].max_layer)
     }  # fmt: skip
-    maps = [
-        (reading.update_ratio, reading.standard_error.get("update_ratio", 0.0), path)
-        for path, reading in report.layers.items()
-        if reading.kind not in NO_MAPS and reading.update_ratio is not None
-        and not math.isnan(reading.update_ratio)
-    ]  # fmt: skip
-    if len(maps) > 1:
-        errors = {path: error for _, error, path in maps}
+    moves = {p: x for p, x in _values(report, "update_ratio").items() if not math.isnan(x)}
+    errors = {p: report.layers[p].standard_error.get("update_ratio", 0.0) for p in moves}
+    if len(moves) > 1:
         low, high = HEALTH["update_ratio"].healthy
-        least = smallest(maps)
-        most = smallest((-value, error, path) for value, error, path in maps)
-        outside = [
-            end.layers[0]
-            for end, limit in ((least, low), (most, -high))
-            if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit
-        ]
-        worst["update_ratio"] = tuple(outside)
+        worst["update_ratio"] = ()
+        for sign, limit in ((1, low), (-1, -high)):
+            end = smallest((sign * move, errors[path], path) for path, move in moves.items())
+            if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit:
+                worst["update_ratio"] += end.layers
     return worst
 
 
@@ -167,3 +164,101 @@ def is_told(measure: str, values: NDArray[np.float64]) -> bool:
     return bool(
         np.isfinite(values).any() and not math.isclose(np.nanmin(values), np.nanmax(values))
     )
+
+
+class Title(NamedTuple):
+    """A measure in plain words: a short title, and its formula with how to read it."""
+
+    title: str
+    reads: str
+
+
+_MEASURES = {  # title, and formula with how to read it
+    "update_cosine": ("Cosine of the step", "cos(d, G): 1 where the step moved them downhill"),
+    "gradient_cosine": ("Cosine of a plain gradient step", "cos(e, G): the step without optimizer"),
+    "diagonal_cosine": ("Cosine with the scales alone", "cos(D G, G): 1 if rows are equally long"),
+    "attainable_cosine": ("Ceiling of the cosine", "‖P G‖ / ‖G‖: the most that any step can reach"),
+    "interference_ratio": ("Interference", "‖e − D G‖ / ‖D G‖: a row's move by others, to its own"),
+    "scale_cv": ("Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows"),
+    "scale_mean": ("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows"),
+    "common_share": ("Share of the mean feature", "‖mean φ‖² / mean ‖φ‖²: 0 if inputs are centred"),
+    "effective_lr": ("Effective learning rate", "⟨d, G⟩ / ‖G‖²: how fast activations go downhill"),
+    "update_ratio": ("Move of the activations", "‖Δz‖ / ‖z‖: how far they move in one step"),
+    GRADIENT: ("Gradient that arrives", "‖∂L/∂z‖ of the layer over that of the last layer"),
+    "harmed_fraction": ("Harmed rows", "share of rows with d_r·g_r < 0: their own loss rises"),
+    "idle_share": ("Zero-gradient rows", "share of rows with g_r = 0: padding, masks, dead units"),
+    "bias_share": ("Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"),
+    "descent": ("Descent", "−⟨∂L/∂Θ, ΔΘ⟩: first-order decrease of the loss by this layer"),
+    "parameter_cosine": ("Cosine of the parameters' step", "cos(u, −γ): of update and gradient"),
+    "projection_cosine": ("Cosine of the projection", "cos(a, u): what remains of the update"),
+    "applied_cosine": ("Cosine of the applied change", "cos(a, −γ): of what remains and gradient"),
+    "realised_cosine": ("Realised cosine", "cos(r, G): the actual change, with all layers moved"),
+    "single_layer_share": ("Share of the layer's own step", "cos(r, d): of the actual change"),
+    "first_order_error": ("Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: 0 where it is linear"),
+    "scale_max": ("Row scale, largest", "largest ‖φ‖² of the rows"),
+    "row_cosine_mean": ("Cosine of rows, mean", "mean of cos(d_r, g_r)"),
+    "attention_cosine": ("Cosine of the scores", "cos(−ΔY, G) of the attention scores"),
+    "attention_gradient_cosine": ("Cosine of the scores, plain gradient step", "without optimizer"),
+    "attention_scale_mean": ("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
+    "attention_scale_cv": ("Spread of the attention scales", "std / mean of ‖∂Y/∂Θ‖²"),
+    "alpha": ("α, update on old features", "log_n of RMS(dW z₀) / (RMS(dW) RMS(z₀))"),
+    "omega": ("ω, old weights on the change", "log_n of RMS(W₀ dz) / (RMS(W₀) RMS(dz))"),
+    "u": ("u, update on the change", "log_n of RMS(dW dz) / (RMS(dW) RMS(dz))"),
+    "cumulative": ("Alignment of W and z", "log_n of RMS(W z) / (RMS(W) RMS(z))"),
+    "effective_rank": ("Effective rank", "directions over which weights and inputs spread alike"),
+    "output_rms": ("RMS of W z", "rms of the outputs without the bias"),
+    "output_change_rms": ("RMS of the change of W z", "rms of W z − W₀ z₀"),
+    **{
+        f"{of}_{place}": (f"{words}, {nth} percentile", "over the rows")
+        for of, words in (("scale", "Row scale"), ("row_cosine", "Cosine of rows"))
+        for place, nth in (("p05", "5th"), ("p50", "50th"), ("p95", "95th"))
+    },
+    **{
+        f"{of}_{name}": (f"{title} {letter}", reads.format(letter))
+        for of, title, reads in (
+            ("kappa", "κ of", "n^({} − 1): the share of full alignment"),
+            ("spectral", "Spectral", "with spectral norms of matrices"),
+        )
+        for name, letter in (("alpha", "α"), ("omega", "ω"), ("u", "u"), ("cumulative", "A"))
+    },
+    "row_cosine_p50": ("Cosine of the median row", "median of cos(d_r, g_r): how one sample fares"),
+}
+MEASURE_TITLES: Mapping[str, Title] = {name: Title(*said) for name, said in _MEASURES.items()}
+
+
+def measure_title(measure: str) -> str:
+    """Return the title of a measure, or of another recorded number."""
+    known = MEASURE_TITLES.get(measure)
+    return sentence(measure) if known is None else known.title
+
+
+def how_to_read(measure: str) -> str:
+    """Return how to read a measure in `MEASURE_TITLES`, with the healthy range if it is known."""
+    known = HEALTH.get(measure)
+    return f"{MEASURE_TITLES[measure].reads}." if known is None else known.reads
+
+
+def chart_text(tag: str) -> str:
+    """Return the description of a scalar's chart by its tag; "" if none is known.
+
+    >>> chart_text("adiv.summary/update_ratio_min").partition(".")[0]
+    'Move of the activations: ‖Δz‖ / ‖z‖'
+    """
+    group, _, name = tag.partition("/")
+    measure = group.removeprefix("adiv.")
+    if measure.partition(".")[0] == "summary":
+        measure = name.rpartition("_")[0]
+    return f"{measure_title(measure)}: {how_to_read(measure)}" if measure in HEALTH else ""
+
+
+def fix_title(fix: str) -> str:
+    """Return the title of a fix."""
+    if fix.endswith("-like"):  # names of maps are kept
+        return fix
+    return fix.replace("rate*", "learning rate × ").replace("-", " ")
+
+
+def sentence(name: str) -> str:
+    """Return a name as the beginning of a sentence: "rate-too-low" as "Rate too low"."""
+    words = name.replace("_", " ").replace("-", " ").strip()
+    return words[:1].upper() + words[1:]

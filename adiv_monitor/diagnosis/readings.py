@@ -123,14 +123,11 @@ def heard(record: Record, report: StepReport) -> dict[str, float]:
     zero. Other maps before them get a gradient from the start. If none does, the only path leads
     through them, and they count.
     """
-    norms = gradients(record, report)
-    began = gradients(record, record.reports[0])
-    later = [other.layers for other in record.reports[1:]]
-    late = [
-        path
-        for path, norm in began.items()
-        if norm == 0 and any(path in of and _gradient(of[path]) for of in later)
-    ]
+    norms, began = gradients(record, report), gradients(record, record.reports[0])
+    later = {
+        p for of in record.reports[1:] for p, reading in of.layers.items() if _gradient(reading)
+    }
+    late = [path for path, norm in began.items() if norm == 0 and path in later]
     before = takewhile(lambda path: path != late[-1], began) if late else ()
     if not any(began[path] > 0 for path in before):
         return norms
@@ -171,14 +168,11 @@ def entering(record: Record) -> tuple[str, Typical] | None:
     Return None if the first layer is not a plain map, for example after a look-up table or a
     normalisation: then it does not read the inputs.
     """
-    for report in record.reports:
-        path, first = next(iter(report.layers.items()), ("", None))
-        if first is not None and first.kind in PLAIN and first.features:
-            break
-    else:
-        return None
-    found = entries(record, path)
-    return None if found is None else (path, found)
+    firsts = (pair for report in record.reports for pair in [*report.layers.items()][:1])
+    for path, first in firsts:
+        if first.kind in PLAIN and first.features:
+            return None if (found := entries(record, path)) is None else (path, found)
+    return None
 
 
 def entries(record: Record, path: str) -> Typical | None:
@@ -226,8 +220,6 @@ def decayed_since(reports: Sequence[StepReport]) -> int | None:
     """Return the measured step since which the learning rate is below half its peak, or None."""
     rates = [learning_rate(report) or 0.0 for report in reports]
     largest = max(rates, default=0.0)
-    low = [rate < PEAK * largest for rate in rates]
-    if not low or not low[-1]:
-        return None
-    first = len(low) - next((i for i, is_low in enumerate(reversed(low)) if not is_low), len(low))
-    return reports[first].step
+    pairs = [*zip(reports, rates, strict=True)]
+    low = [r.step for r, _ in takewhile(lambda pair: pair[1] < PEAK * largest, reversed(pairs))]
+    return min(low, default=None)

@@ -49,14 +49,15 @@ class Running:
     """
 
     def __init__(self) -> None:
+        self.count = 0  # of reports, or of rounds of them, that were added
         self._kept: list[tuple[int, StepReport]] = []  # with the index of the report
-        self._count = 0
         self._stride = 1
         self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
         self._losses = Losses()
-        self._broken: tuple[int, str] | None = None  # step and place of the first non-finite value
+        # Step and place of the first value that is not finite; None: all examined are finite.
+        self.first_non_finite: tuple[int, str] | None = None
         self._skipped: tuple[int, int] | None = None  # first step, and number, of passing ones
-        self._passing = 0  # losses that are not finite since `_broken`
+        self._passing = 0  # losses that are not finite since `first_non_finite`
 
     def add(self, report: StepReport) -> None:
         """Add the report of one more step.
@@ -67,19 +68,19 @@ class Running:
         if self._kept and report.step < self.last.step:
             self._go_back_to(report.step)
         self.add_losses({step: x for step, x in report.losses.items() if step < report.step})
-        if self._broken is None and (first := report.first_non_finite) is not None:
-            self._broken = report.step, non_finite_words(report, *first)
+        if self.first_non_finite is None and (first := report.first_non_finite) is not None:
+            self.first_non_finite = report.step, non_finite_words(report, *first)
         self.add_losses({step: x for step, x in report.losses.items() if step >= report.step})
         newest = report
         if self._kept:
             number, before = self._kept.pop()
             round_, turn = before.turn, report.turn
             if round_ and turn and (turn.of, turn.first) == (round_.of, round_.last + 1):
-                newest, self._count = _together(before, report), number
+                newest, self.count = _together(before, report), number
             elif self._stays(number):
                 self._kept.append((number, before.lean))
-        self._kept.append((self._count, newest))
-        self._count += 1
+        self._kept.append((self.count, newest))
+        self.count += 1
         for alarm in report.alarms:
             key = alarm.rule, alarm.layer
             raised = self._raised.setdefault(key, Raised(alarm, report.step, report.step))
@@ -91,12 +92,12 @@ class Running:
 
     def _go_back_to(self, step: int) -> None:
         self._kept = [pair for pair in self._kept if pair[1].step < step]
-        self._count = self._kept[-1][0] + 1 if self._kept else 0
+        self.count = self._kept[-1][0] + 1 if self._kept else 0
         # How often the others held before this step is not known.
         self._raised = {key: raised for key, raised in self._raised.items() if raised.last < step}
         self._losses.go_back_to(step)
-        if self._broken is not None and self._broken[0] >= step:
-            self._broken = None
+        if self.first_non_finite is not None and self.first_non_finite[0] >= step:
+            self.first_non_finite = None
         if self._skipped is not None and self._skipped[0] >= step:
             self._skipped = None
 
@@ -104,22 +105,17 @@ class Running:
         """Add the losses of further steps, with or without reports."""
         self._losses.add(losses)
         for step, loss in losses.items():
-            if self._broken is None and not isfinite(loss):
-                self._broken, self._passing = (step, "the loss"), 0
-            if self._broken is not None and self._broken[1] == "the loss":
+            if self.first_non_finite is None and not isfinite(loss):
+                self.first_non_finite, self._passing = (step, "the loss"), 0
+            if self.first_non_finite is not None and self.first_non_finite[1] == "the loss":
                 if not isfinite(loss):
                     self._passing += 1
                 else:  # weights were not reached: the step was skipped
-                    first, count = self._skipped or (self._broken[0], 0)
-                    self._skipped, self._broken = (first, count + self._passing), None
+                    first, count = self._skipped or (self.first_non_finite[0], 0)
+                    self._skipped, self.first_non_finite = (first, count + self._passing), None
 
     def _stays(self, number: int) -> bool:
         return number < 2 or number % self._stride == 0
-
-    @property
-    def count(self) -> int:
-        """Number of reports, or of rounds of them, that were added."""
-        return self._count
 
     @property
     def last(self) -> StepReport:
@@ -132,22 +128,16 @@ class Running:
         return tuple(sorted(self._raised.values(), key=lambda raised: -raised.last))
 
     @property
-    def first_non_finite(self) -> tuple[int, str] | None:
-        """Step and place of the first value that is not finite; None: all examined are finite."""
-        return self._broken
-
-    @property
     def reports(self) -> tuple[StepReport, ...]:
         """The kept reports, oldest first; the last one with its distributions."""
         return tuple(report for _, report in self._kept)
 
     def record(self) -> Record:
         """Return the record for the audit's rules; facts outside the reports are unknown in it."""
-        unknown = Facts("", 0, 0, "", {}, 0, 0, 0, 1, 0, "", "", nan)
         reports, losses = self.reports, self._losses.course()
-        step, place = self._broken or (None, None)
+        step, place = self.first_non_finite or (None, None)
         return Record(
-            unknown,
+            Facts("", 0, 0, "", {}, 0, 0, 0, 1, 0, "", "", nan),  # unknown
             losses=tuple(losses.values()),
             loss_steps=tuple(losses),
             gradient_norms=(),
@@ -192,8 +182,10 @@ class Losses:
 
     def go_back_to(self, step: int) -> None:
         """Forget the losses from this step on."""
-        self._kept = {number: loss for number, loss in self._kept.items() if number < step}
-        self._last = {number: loss for number, loss in self._last.items() if number < step}
+        self._kept, self._last = (
+            {number: loss for number, loss in losses.items() if number < step}
+            for losses in (self._kept, self._last)
+        )
         if not self._kept:
             self._count, self._stride = 0, 1
 
@@ -204,8 +196,7 @@ class Losses:
         """
         kept = list((self._kept | self._last).items())
         after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
-        finite = {step: loss for step, loss in kept[:after] if isfinite(loss)}
-        return finite | dict(kept[after : after + 1])
+        return {s: loss for s, loss in kept[:after] if isfinite(loss)} | dict(kept[after:][:1])
 
 
 def _together(report: StepReport, later: StepReport) -> StepReport:

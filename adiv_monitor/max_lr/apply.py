@@ -52,8 +52,8 @@ def parametrize_model(
 
     Raises:
         ValueError: `scale` names no layer, the parametrization is unstable, the model or the base
-            has multipliers already, the base has other layers, a layer's weight is computed in the
-            forward pass, or one weight of one module needs two multipliers.
+            has multipliers already, the base has other layers, or one weight of one module needs
+            two multipliers.
     """
     if any(isinstance(module, Multiplier) for module in model.modules()):
         raise ValueError(
@@ -72,12 +72,6 @@ def parametrize_model(
         )
     exponents = zip(network.layers, network.a, network.b, strict=True)
     chosen = [(layer, a, b) for layer, a, b in exponents if layer.role != "excluded"]
-    if made := [layer.path for layer, *_ in chosen if layer.is_made]:
-        raise ValueError(
-            f"parametrize_model: the weight of {made[0]!r} is made in the forward pass, where "
-            "neither its size nor a multiplier can be set: expected it to be a parameter or a "
-            f"parametrization of torch's, or Probe(roles={{{made[0]!r}: 'excluded'}})"
-        )
     known = Base.of(layers, base)
     _multiply([(layer, known.ratio(layer), a) for layer, a, _ in chosen], parametrization)
     begun: set[int] = set()

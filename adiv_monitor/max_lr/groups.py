@@ -1,7 +1,7 @@
 """Parameter groups of an optimizer, with the learning rates of a parametrization."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, SupportsFloat, get_args
 
 from torch import nn
@@ -11,15 +11,14 @@ from adiv_monitor.max_lr.base import Base, checked_layers
 from adiv_monitor.max_lr.exponents import Parametrization
 from adiv_monitor.max_lr.model import ModelNetwork, clipped, ratios_of
 from adiv_monitor.max_lr.multiplier import multiplier_of
-from adiv_monitor.max_lr.network import Network
 from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, couples_decay, update_rule
 from adiv_monitor.max_lr.solver import MaxLRSolution
-from adiv_monitor.max_lr.stability import feature_gradient_exponent
 from adiv_monitor.report import AlignmentReading
 
 Kind = Literal["input", "hidden", "readout", "vector"]
 _LAYER_KINDS: tuple[Kind, ...] = ("input", "hidden", "readout")
-# Without a base: the width at which a vector learns as fast as hidden weights do.
+# Without a base: the width at which a vector learns as fast as hidden weights do. Under full
+# alignment, multiplier × update of hidden weights is 1/n of η, the update of a vector of features.
 _VECTOR_WIDTH = 64
 Group = dict[str, Any]
 
@@ -86,14 +85,20 @@ def optimizer_groups(
     _check_number("lr", lr)
     for argument, decay in (("eps", eps), ("weight_decay", weight_decay)):
         _check_number(argument, decay or 0, zero=True)
+    kinds, gains, rates = kinds or {}, gains or {}, rates or {}
     for argument, given in (("kinds", kinds), ("gains", gains), ("rates", rates)):
-        for name, value in (given or {}).items():
+        for name, value in given.items():
             _check_number(f"{argument}[{name!r}]", value)
-    parameters = _named(model, layers, gains or {}, rates or {}, alignments or {})
-    if unknown := [kind for kind in kinds or {} if kind not in get_args(Kind)]:
+    parameters = dict(model.named_parameters())
+    theirs = {id(p) for p in parameters.values()}
+    if strange := [x.path for x in layers if not theirs.issuperset(map(id, x.parameters))]:
         raise ValueError(
-            f"optimizer_groups(kinds=…): got {unknown[0]!r}, expected {', '.join(get_args(Kind))}"
+            f"optimizer_groups(layers=…): {strange[0]!r} trains what {type(model).__name__} does "
+            "not hold, expected layers of this very model"
         )
+    _check_names("kinds", kinds, get_args(Kind))
+    _check_names("rates", rates, parameters)
+    _check_names("alignments", alignments or {}, [layer.path for layer in layers])
     if weight_decay is not None and couples_decay(optimizer):
         raise ValueError(
             "optimizer_groups(weight_decay=…): the decay of this optimizer is part of the gradient "
@@ -104,51 +109,61 @@ def optimizer_groups(
     solution = network.solve(clipped(ratios_of(alignments or {})))
     if solution.status != "optimal":
         raise ValueError(f"optimizer_groups: {solution.status}: {solution.message}")
-    known = Base.of(layers, base)
-    _check_ratios(layers, known)
+    at_base = Base.of(layers, base)
+    _check_ratios(layers, at_base)
     groups: list[Group] = [
         {"params": [parameters[name]], "lr": rate, "name": name, "kind": "given"}
-        for name, rate in (rates or {}).items()
+        for name, rate in rates.items()
     ]
-    groups += _of_layers(network, solution, known, groups, eps)
-    groups += _of_vectors(parameters, layers, network, solution, known, groups, eps)
-    factors = _factors(layers, gains or {})
+    # The exponent of the features' gradients.
+    first = network.kinds.index(0)  # an embedding, where g = a + G
+    G = solution.gradients[first] - network.a[first]
+    groups += _of_layers(network, solution, at_base, groups, G)
+    groups += _of_vectors(parameters, layers, rule, at_base, groups, G)
+    factors = factors_of("optimizer_groups", layers, gains)
     for group in groups:
         group["rule"] = rule.name
+        shrinks = group.pop("shrinks", 1.0)
         if group["kind"] != "given":
             factor = factors.get(id(group["params"][0]), 1.0)
-            group["lr"] *= lr * factor * (kinds or {}).get(group["kind"], 1.0)
+            group["lr"] *= lr * factor * kinds.get(group["kind"], 1.0)
+            if eps is not None:
+                group["eps"] = eps * shrinks
         if weight_decay is not None:
             group["weight_decay"] = weight_decay * lr / group["lr"]
     return groups
 
 
-def _factors(layers: Sequence[AlignedLayer], gains: Mapping[str, float]) -> dict[int, float]:
-    """Return the factor of each parameter's learning rate, by its id."""
+def factors_of(
+    where: str, layers: Sequence[AlignedLayer], gains: Mapping[str, float]
+) -> dict[int, float]:
+    """Return the factor of each parameter's learning rate, by its id.
+
+    Raises:
+        ValueError: there is no such layer, or layers that share a parameter have unlike factors.
+    """
+    _check_names("gains", gains, [layer.path for layer in layers], where=where)
     found: dict[int, tuple[float, str]] = {}
     for layer in layers:
         for p in layer.parameters if layer.path in gains else ():
             gain, path = found.setdefault(id(p), (gains[layer.path], layer.path))
             if gain != gains[layer.path]:
                 raise ValueError(
-                    f"optimizer_groups(gains=…): got {gain:g} for {path!r} and "
-                    f"{gains[layer.path]:g} for {layer.path!r}, which share a parameter: expected "
-                    "the same factor"
+                    f"{where}(gains=…): got {gain:g} for {path!r} and {gains[layer.path]:g} for "
+                    f"{layer.path!r}, which share a parameter: expected the same factor"
                 )
     return {key: gain for key, (gain, _) in found.items()}
 
 
 def _of_layers(
-    network: ModelNetwork,
-    solution: MaxLRSolution,
-    base: Base,
-    groups: Sequence[Group],
-    eps: float | None,
+    network: ModelNetwork, solution: MaxLRSolution, base: Base, groups: Sequence[Group], G: float
 ) -> list[Group]:
-    """Return a group for each layer with parameters of its own, with rates for η = 1."""
+    """Return a group for each layer with parameters of its own, with rates for η = 1.
+
+    "shrinks" is by how much the gradient is smaller than at the base width.
+    """
     held = {id(p) for group in groups for p in group["params"]}
     found = []
-    features = _features_gradient(network, solution.c)
     terms = zip(network.layers, network.kinds, solution.c, solution.gradients, strict=True)
     for layer, kind, c, g in terms:
         new = [p for p in dict.fromkeys(layer.parameters) if id(p) not in held]
@@ -157,25 +172,22 @@ def _of_layers(
         held.update(map(id, new))
         ratio = base.ratio(layer)
         # c and g are exponents of the fan-in; gradients of features shrink with the width.
-        shrinks = base.ratio_of_groups(layer) ** -features if kind == 1 else 1.0
+        shrinks = base.ratio_of_groups(layer) ** -G if kind == 1 else 1.0
         rate = ratio**-c / (shrinks if network.rule.follows_gradient else 1.0)
         group = {"params": new, "lr": rate, "name": layer.path, "kind": _LAYER_KINDS[kind]}
-        if eps is not None:
-            group["eps"] = eps * ratio**-g * shrinks
-        found.append(group)
+        found.append({**group, "shrinks": ratio**-g * shrinks})
     return found
 
 
 def _of_vectors(
     parameters: Mapping[str, nn.Parameter],
     layers: Sequence[AlignedLayer],
-    network: ModelNetwork,
-    solution: MaxLRSolution,
+    rule: UpdateRule,
     base: Base,
     groups: Sequence[Group],
-    eps: float | None,
+    G: float,
 ) -> list[Group]:
-    """Return a group for each parameter that acts entry by entry, with rates for η = 1."""
+    """Return a group for each parameter that acts entry by entry, as `_of_layers` does."""
     held = {id(p) for group in groups for p in group["params"]}
     learning = {name: p for name, p in parameters.items() if p.requires_grad and id(p) not in held}
     readouts, others = (
@@ -189,33 +201,17 @@ def _of_vectors(
             "not show (Alignment.refused may say why), so their width is not known: expected "
             "rates={name: learning rate} for them, or that they don't learn"
         )
-    features = _features_gradient(network, solution.c)
     found = []
     for name, parameter in learning.items():
-        G = 0.0 if id(parameter) in readouts - others else features
+        # Gradients of outputs do not shrink as those of features do.
+        g = 0.0 if id(parameter) in readouts - others else G
         ratio = base.ratio_of_vector(id(parameter), parameter.numel())
-        factor = ratio**G if network.rule.follows_gradient else 1.0
+        rate = ratio**g if rule.follows_gradient else 1.0
         if not base.layers:
-            factor *= _at_vector_width(network.rule, features - G)
-        group = {"params": [parameter], "lr": factor, "name": name, "kind": "vector"}
-        if eps is not None:
-            group["eps"] = eps * ratio**-G
-        found.append(group)
+            rate *= _VECTOR_WIDTH ** ((G - g if rule.follows_gradient else 0.0) - 1)
+        group = {"params": [parameter], "lr": rate, "name": name, "kind": "vector"}
+        found.append({**group, "shrinks": ratio**-g})
     return found
-
-
-def _at_vector_width(rule: UpdateRule, missing: float) -> float:
-    """Return the factor with which a vector learns as fast as hidden weights at a width of 64.
-
-    It applies to absolute rates. Under full alignment, multiplier × update of hidden weights is 1/n
-    of η, the update of a vector of features. Gradients of outputs do not shrink as those of
-    features do.
-
-    Args:
-        rule: the optimizer's rule.
-        missing: exponent by which the vector's gradient shrinks less than those of features.
-    """
-    return float(_VECTOR_WIDTH ** ((missing if rule.follows_gradient else 0.0) - 1))
 
 
 def _check_number(argument: str, value: object, *, zero: bool = False) -> None:
@@ -242,38 +238,10 @@ def _check_ratios(layers: Sequence[AlignedLayer], base: Base) -> None:
             )
 
 
-def _named(
-    model: nn.Module,
-    layers: Sequence[AlignedLayer],
-    gains: Mapping[str, float],
-    rates: Mapping[str, float],
-    alignments: Mapping[str, AlignmentReading],
-) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by name; check that what is given by name belongs to it."""
-    parameters = dict(model.named_parameters())
-    theirs = {id(p) for p in parameters.values()}
-    strange = [x.path for x in layers if not theirs.issuperset(map(id, x.parameters))]
-    if strange:
+def _check_names(
+    argument: str, given: Iterable[str], known: Iterable[str], where: str = "optimizer_groups"
+) -> None:
+    if unknown := [name for name in given if name not in known]:
         raise ValueError(
-            f"optimizer_groups(layers=…): {strange[0]!r} trains what {type(model).__name__} does "
-            "not hold, expected layers of this very model"
+            f"{where}({argument}=…): got {unknown[0]!r}, expected names among {', '.join(known)}"
         )
-    paths = [layer.path for layer in layers]
-    for argument, given, known in (
-        ("gains", gains, paths),
-        ("rates", rates, [*parameters]),
-        ("alignments", alignments, paths),
-    ):
-        if unknown := [name for name in given if name not in known]:
-            raise ValueError(
-                f"optimizer_groups({argument}=…): got {unknown[0]!r}, expected names among "
-                f"{', '.join(known)}"
-            )
-    return parameters
-
-
-def _features_gradient(network: ModelNetwork, c: Sequence[float]) -> float:
-    """Return G, the exponent of the features' gradients."""
-    places = {path: i for i, path in enumerate(network.paths)}
-    before = tuple(tuple(places[p] for p in x.predecessors) for x in network.layers)
-    return feature_gradient_exponent(Network(network.a, network.b, network.rule, before), c)

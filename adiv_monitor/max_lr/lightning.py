@@ -19,7 +19,7 @@ class MaxLRCallback(Callback):
     `see_loss`. The state of the `MaxLRScheduler` is part of the Trainer's checkpoints.
 
     Args:
-        probe: see `MaxLRScheduler`; moved to the model's device. None with mode="static".
+        probe: see `MaxLRScheduler`; moved to the model's device.
         options: further arguments of `MaxLRScheduler`.
 
     Raises:
@@ -31,7 +31,7 @@ class MaxLRCallback(Callback):
         scheduler: scheduler of the current or last fit; None before the first.
     """
 
-    def __init__(self, probe: Probe | None, **options: Any) -> None:
+    def __init__(self, probe: Probe, **options: Any) -> None:
         self._probe = probe
         self._options = options
         self._restored: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class MaxLRCallback(Callback):
             raise ValueError(
                 f"MaxLRCallback: got a fit with {len(trainer.optimizers)} optimizers, expected one"
             )
-        probe = None if self._probe is None else self._probe.to(pl_module.device)
+        probe = self._probe.to(pl_module.device)
         optimizer = trainer.optimizers[0]
         self.scheduler = MaxLRScheduler(optimizer, pl_module, probe, **self._options)
         if self._restored is not None:

@@ -7,8 +7,6 @@ from functools import cached_property
 from adiv_monitor.max_lr.exponents import Exponents
 from adiv_monitor.max_lr.optimizers import UpdateRule
 
-FULL_ALPHA, FULL_OMEGA, FULL_U = 1.0, 0.5, 1.0  # "full alignment", after some training
-
 
 @dataclass(frozen=True)
 class Network:
@@ -74,7 +72,7 @@ class Alignments:
 
 def full_alignment(layers: int) -> Alignments:
     """Return (1, ½, 1) for every layer: aligned updates, independent initial weights."""
-    return Alignments(*((value,) * layers for value in (FULL_ALPHA, FULL_OMEGA, FULL_U)))
+    return Alignments((1.0,) * layers, (0.5,) * layers, (1.0,) * layers)
 
 
 def chain(layers: int) -> tuple[tuple[int, ...], ...]:

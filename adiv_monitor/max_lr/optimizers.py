@@ -55,14 +55,14 @@ def update_rule(given: AnyRule) -> UpdateRule:
     """Return the rule for the name, class or instance of an optimizer, or for exponents h.
 
     Raises:
-        ValueError: `given` is none of these.
+        ValueError: `given` is none of these, or an optimizer whose rule is not known.
     """
     if isinstance(given, UpdateRule):
         return given
     if isinstance(given, str) and given.lower() in _BY_CLASS:
         return _BY_CLASS[given.lower()]
     if isinstance(given, type) or hasattr(given, "param_groups"):
-        return rule_of(given)
+        return _rule_of(given)
     if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 3:
         return UpdateRule("updates", h=(float(given[0]), float(given[1]), float(given[2])))
     raise ValueError(
@@ -72,42 +72,21 @@ def update_rule(given: AnyRule) -> UpdateRule:
     )
 
 
-def rule_of(optimizer: object) -> UpdateRule:
-    """Return the update rule of a torch optimizer, of its class, or of one with the same name.
-
-    Raises:
-        ValueError: the rule is not known.
-    """
+def _rule_of(optimizer: object) -> UpdateRule:
+    """Return the rule of a torch optimizer, of its class, or of one with the same name."""
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    for base in kind.__mro__:
-        if base.__name__ == "Muon":
-            groups = getattr(optimizer, "param_groups", ())
-            adjusted = {group.get("adjust_lr_fn") for group in groups}
-            return ADAM if adjusted == {"match_rms_adamw"} else MUON
-        if base.__name__ == "Adafactor" and _is_absolute(optimizer):
+    first: Mapping[str, Any] = next(iter(getattr(optimizer, "param_groups", ())), {})
+    for name in (base.__name__.lower() for base in kind.__mro__):
+        if name == "muon" and first.get("adjust_lr_fn") == "match_rms_adamw":
             return ADAM
-        if base.__name__.lower() in _BY_CLASS:
-            return _BY_CLASS[base.__name__.lower()]
+        if name == "adafactor" and not first.get("scale_parameter", True):
+            return ADAM  # its rates are absolute, as those of Hugging Face's may be
+        if name in _BY_CLASS:
+            return _BY_CLASS[name]
     raise ValueError(
         f"rule=None: how updates of {kind.__name__} grow with width is not known, "
         "expected its rule: 'sgd', 'adam', 'adafactor', 'muon', an UpdateRule, or three exponents"
     )
-
-
-def _is_absolute(adafactor: object) -> bool:
-    """Whether an Adafactor's rates are absolute, as Hugging Face's may be, and not relative.
-
-    Raises:
-        ValueError: those of some groups are absolute, and those of others relative.
-    """
-    groups = getattr(adafactor, "param_groups", ())
-    relative = {bool(group.get("scale_parameter", True)) for group in groups}
-    if len(relative) > 1:
-        raise ValueError(
-            "Adafactor: got groups with scale_parameter=True and others with False, expected "
-            "one of them: updates of both grow with width each in its own way"
-        )
-    return relative == {False}
 
 
 # These add weight decay to the gradient, unless a group says otherwise.

@@ -22,132 +22,86 @@ class Program:
         network: the layers.
         alignments: alignments of the layers.
         c_full: c under full alignment; None while it is computed.
+
+    Attributes:
+        G: column of G.
+        t: column of t, which is at least c − c_full of every layer whose c is free.
+        bounds: bounds of x (columns, 2).
     """
 
     def __init__(
         self, network: Network, alignments: Alignments, c_full: Exponents | None = None
     ) -> None:
-        n = len(network)
-        self.network = network
-        self.n = n
+        self.n = n = len(network)
         self.G, self.t = 2 * n, 2 * n + 1
-        self.columns = 2 * n + 2
         self._rows: list[dict[int, float]] = []
         self._limits: list[float] = []
-        self.bounds = np.empty((self.columns, 2))
+        self.bounds = np.empty((2 * n + 2, 2))
         self.bounds[:n] = -C_LIMIT, C_LIMIT
         self.bounds[n : 2 * n] = 0, R_LIMIT
         self.bounds[self.G] = (-4 * C_LIMIT, 4 * C_LIMIT) if network.rule.follows_gradient else 0
         self.bounds[self.t] = -2 * C_LIMIT, 2 * C_LIMIT
-        self._add_stability(alignments)
-        if network.rule.relative:
-            later = [i for i in range(n) if i not in network.sources]
-            self.bounds[later, 0] = 0
-        if c_full is not None:
-            for i in network.fixed | network.frozen:
-                self.bounds[i] = c_full[i]
-            self._add_largest_excess(c_full)
-
-    def r(self, layer: int) -> int:
-        """Return the column of this layer's r."""
-        return self.n + layer
+        for layer in range(n):
+            self._add_layer(network, alignments, layer)
+        for first, *others in network.tied:
+            for layer in others:
+                self.add({layer: 1, first: -1}, 0)
+                self.add({layer: -1, first: 1}, 0)
+        for sink in network.sinks if network.rule.follows_gradient else ():
+            self.add({self.G: 1}, network.a[sink] + network.b[sink])
+            if sink not in network.frozen:
+                self.add({self.G: 1, sink: -1}, network.p[sink])
+        for layer, full in enumerate(c_full or ()):
+            if layer in network.fixed | network.frozen:
+                self.bounds[layer] = full
+            else:
+                self.add({layer: 1, self.t: -1}, full)
 
     def add(self, row: dict[int, float], limit: float) -> None:
         """Add the row Σ coefficient · x ≤ limit."""
         self._rows.append(row)
         self._limits.append(limit)
 
-    @property
-    def matrix(self) -> Array:
-        """The matrix A (rows, columns)."""
-        dense = np.zeros((len(self._rows), self.columns))
-        for i, row in enumerate(self._rows):
-            dense[i, list(row)] = list(row.values())
-        return dense
-
-    @property
-    def limits(self) -> Array:
-        """Upper limits of A x (rows,)."""
-        return np.array(self._limits)
-
-    def cost(self, weights: Exponents, t: float = 0.0) -> Array:
-        """Return the cost Σ weight · c + `t` · t, as coefficients (columns,)."""
-        cost = np.zeros(self.columns)
-        cost[: self.n] = weights
-        cost[self.t] = t
+    def cost(self, of_c: float, of_t: float = 0.0) -> Array:
+        """Return the cost `of_c` · Σ c + `of_t` · t, as coefficients (columns,)."""
+        cost = np.zeros(len(self.bounds))
+        cost[: self.n] = of_c
+        cost[self.t] = of_t
         return cost
 
-    def _add_stability(self, alignments: Alignments) -> None:
-        network = self.network
-        for i, before in enumerate(network.predecessors):
-            for row, limit in self.r_terms(alignments, i, before):
-                self.add(row, limit)
-        for group in network.tied:
-            for i in group[1:]:
-                self.add({i: 1, group[0]: -1}, 0)
-                self.add({i: -1, group[0]: 1}, 0)
-        if network.rule.follows_gradient:
-            for i in network.sinks:
-                for row, limit in self.G_terms(i):
-                    self.add(row, limit)
-
-    def r_terms(
-        self, alignments: Alignments, layer: int, before: tuple[int, ...]
-    ) -> list[tuple[dict[int, float], float]]:
-        """Return rows "r − term ≤ constant", one for each term whose minimum is r."""
-        network, r = self.network, self.r(layer)
-        # r − k ≤ p, with k the exponent of the update
-        moved = {r: 1.0, layer: -1.0, **({self.G: -1.0} if network.s[layer] else {})}
-        learns = layer not in network.frozen
-        if not before:
-            return [(moved, network.p[layer])] if learns else []
-        terms = []
-        if learns:
-            terms.append((moved, network.p[layer] - alignments.alpha[layer]))
-        for j in before:
-            if learns:
-                terms.append(({**moved, self.r(j): -1.0}, network.p[layer] - alignments.u[layer]))
+    def _add_layer(self, network: Network, alignments: Alignments, layer: int) -> None:
+        """Add a row "r − term ≤ constant" for each term whose minimum is the layer's r."""
+        r, p = self.n + layer, network.p[layer]
+        before = network.predecessors[layer]
+        if before and network.rule.relative:
+            self.bounds[layer, 0] = 0
+        if layer not in network.frozen:  # r − k ≤ p − …, with k the exponent of the update
+            moved = {r: 1.0, layer: -1.0, **({self.G: -1.0} if network.s[layer] else {})}
+            self.add(moved, p - alignments.alpha[layer] if before else p)
+            for other in before:
+                self.add({**moved, self.n + other: -1.0}, p - alignments.u[layer])
+        for other in before:
             kept = network.a[layer] + network.b[layer] - alignments.omega[layer]
-            terms.append(({r: 1.0, self.r(j): -1.0}, kept))
-        return terms
+            self.add({r: 1.0, self.n + other: -1.0}, kept)
 
-    def G_terms(self, sink: int) -> list[tuple[dict[int, float], float]]:
-        """Return rows "G − term ≤ constant" of a readout."""
-        network = self.network
-        initial: tuple[dict[int, float], float] = (
-            {self.G: 1.0},
-            network.a[sink] + network.b[sink],
-        )
-        if sink in network.frozen:
-            return [initial]
-        return [initial, ({self.G: 1.0, sink: -1.0}, network.p[sink])]
+    def minimise(
+        self, cost: Array
+    ) -> tuple[Literal["optimal", "infeasible", "failed"], Array, str]:
+        """Return the status, the best x (columns,), and the solver's message.
 
-    def _add_largest_excess(self, c_full: Exponents) -> None:
-        """Add rows t ≥ c − c_full for every layer whose c is free."""
-        for i in range(self.n):
-            if i not in self.network.fixed | self.network.frozen:
-                self.add({i: 1, self.t: -1}, c_full[i])
-
-
-Outcome = tuple[Literal["optimal", "infeasible", "failed"], Array, str]
-
-
-def minimise(program: Program, cost: Array) -> Outcome:
-    """Return the status, the best x (columns,), and the solver's message.
-
-    Raises:
-        ImportError: without scipy.
-    """
-    try:
-        from scipy.optimize import linprog
-    except ImportError as error:
-        raise ImportError(
-            'adiv_monitor.max_lr needs scipy: pip install "adiv-monitor[lr]"'
-        ) from error
-    found = linprog(
-        cost, A_ub=program.matrix, b_ub=program.limits, bounds=program.bounds, method="highs"
-    )
-    if found.status == 0:
-        return "optimal", np.asarray(found.x), ""
-    status: Literal["infeasible", "failed"] = "infeasible" if found.status == 2 else "failed"
-    return status, np.empty(0), str(found.message)
+        Raises:
+            ImportError: without scipy.
+        """
+        try:
+            from scipy.optimize import linprog
+        except ImportError as error:
+            raise ImportError(
+                'adiv_monitor.max_lr needs scipy: pip install "adiv-monitor[lr]"'
+            ) from error
+        matrix = np.zeros((len(self._rows), len(self.bounds)))
+        for i, row in enumerate(self._rows):
+            matrix[i, list(row)] = list(row.values())
+        found = linprog(cost, A_ub=matrix, b_ub=self._limits, bounds=self.bounds, method="highs")
+        if found.status == 0:
+            return "optimal", np.asarray(found.x), ""
+        return "infeasible" if found.status == 2 else "failed", np.empty(0), str(found.message)

@@ -1,14 +1,10 @@
 """`solve_max_lr`: the smallest exponents c, hence the largest learning rates, that are stable."""
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-import numpy as np
-
-from adiv_monitor.max_lr.exact import minimise_exactly
 from adiv_monitor.max_lr.exponents import (
     Exponents,
     Parametrization,
@@ -16,9 +12,6 @@ from adiv_monitor.max_lr.exponents import (
     unstable_at_initialisation,
 )
 from adiv_monitor.max_lr.network import (
-    FULL_ALPHA,
-    FULL_OMEGA,
-    FULL_U,
     Alignments,
     Network,
     checked_layers,
@@ -26,15 +19,14 @@ from adiv_monitor.max_lr.network import (
     full_alignment,
 )
 from adiv_monitor.max_lr.optimizers import AnyRule, update_rule
-from adiv_monitor.max_lr.program import Outcome, Program, minimise
+from adiv_monitor.max_lr.program import Program
 from adiv_monitor.max_lr.stability import feature_change, gradient_exponents
 
 Objective = Literal["pareto", "sum", "max-min"]
-Status = Literal["optimal", "infeasible", "unstable at initialisation", "not finite", "failed"]
+Status = Literal["optimal", "infeasible", "unstable at initialisation", "failed"]
 Given = float | Sequence[float | None] | None
-# One program minimises the sum first and the largest excess second. Unless weights of layers are
-# nearly equal, trading the sum for the excess costs far more than this share, so two programs would
-# give the same result; else the sum is off by this share at most.
+# One program minimises the sum first and the largest excess second. Trading the sum for the excess
+# costs far more than this share, so two programs would give the same result.
 _TIE_BREAK = 1e-4
 _ROUNDING = 1e-3  # a measured alignment may exceed 1 by this much
 
@@ -80,21 +72,17 @@ def solve_max_lr(
     layers: int | None = None,
     predecessors: Sequence[Collection[int]] | None = None,
     objective: Objective = "pareto",
-    epsilon: float = 0.0,
-    weights: Sequence[float] | None = None,
     tied: Sequence[Sequence[int]] = (),
     frozen: Collection[int] = (),
     fixed: Collection[int] = (),
-    feature_learning: bool = False,
-    nontrivial: bool = False,
 ) -> MaxLRSolution:
     """Find the largest learning rates at which no layer's features change by more than order one.
 
     Layers are given in the order in which they run: embedding first, readout last. The solution is
-    that of a linear program in c and r with r ≥ 0 (see `program.py`). "sum" minimises Σ w c, which
-    may slow one layer so that others can be faster. "pareto" does the same with c ≤ c_full +
-    epsilon and omega ≤ a + b: no layer gets slower than under full alignment. "max-min" maximises
-    the smallest gain. Among several optima, the one with the smallest max(c − c_full) is returned.
+    that of a linear program in c and r with r ≥ 0 (see `program.py`). "sum" minimises Σ c, which
+    may slow one layer so that others can be faster. "pareto" does the same with c ≤ c_full and
+    omega ≤ a + b: no layer gets slower than under full alignment. "max-min" maximises the
+    smallest gain. Among several optima, the one with the smallest max(c − c_full) is returned.
 
     Args:
         optimizer: "sgd" (momentum too), "adam" (and others with updates of RMS 1), "adafactor",
@@ -112,13 +100,9 @@ def solve_max_lr(
             concatenated or multiplied); None: each feeds the next. Layers without any are
             embeddings, layers that feed none are readouts.
         objective: "pareto", "sum" or "max-min".
-        epsilon: by how much "pareto" may slow a layer, as an exponent, ≥ 0.
-        weights: w of the sum, one per layer, > 0; None: 1 each.
         tied: groups of layers that share a weight: one c each.
         frozen: layers that don't learn: no updates, c = c_full.
         fixed: layers that keep c = c_full.
-        feature_learning: require r = 0 of the layers that feed readouts.
-        nontrivial: require r = 0 of the readouts.
 
     Returns:
         The solution; if there is none, its status says why.
@@ -132,99 +116,70 @@ def solve_max_lr(
         >>> solve_max_lr(parametrization="mup", optimizer="adam", layers=3).c
         (0.5, 1.0, 0.5)
     """
-    a, b, alpha, omega, u, weights = map(_plain, (a, b, alpha, omega, u, weights))
+    a, b, alpha, omega, u = map(_plain, (a, b, alpha, omega, u))
+    if objective not in get_args(Objective):
+        raise ValueError(f"objective={objective!r}: expected one of {get_args(Objective)}")
     n = _count(layers, a, b, alpha, omega, u, predecessors)
     graph = checked_predecessors(predecessors, n)
+    a, b = _exponents(graph, parametrization, a, b)
     network = Network(
-        a=(),
-        b=(),
+        a=a,
+        b=b,
         rule=update_rule(optimizer),
         predecessors=graph,
         tied=tuple(tuple(sorted(checked_layers("tied", group, n))) for group in tied),
         frozen=checked_layers("frozen", frozen, n),
         fixed=checked_layers("fixed", fixed, n),
     )
-    network = _with_exponents(network, n, parametrization, a, b)
+    full = full_alignment(n)
     alignments = Alignments(
-        _each("alpha", alpha, FULL_ALPHA, n),
-        _each("omega", omega, FULL_OMEGA, n),
-        _each("u", u, FULL_U, n),
+        _each("alpha", alpha, full.alpha),
+        _each("omega", omega, full.omega),
+        _each("u", u, full.u),
     )
-    w = (1.0,) * n if weights is None else tuple(map(float, weights))
-    _check_objective(objective, epsilon, w, n)
-    asked = (*network.sinks,) if nontrivial else ()
-    if feature_learning:
-        asked += tuple({j for i in network.sinks for j in graph[i]})
-    return _solve(network, alignments, objective, epsilon, w, asked)
-
-
-def _solve(
-    network: Network,
-    alignments: Alignments,
-    objective: Objective,
-    epsilon: float,
-    weights: Exponents,
-    changing: tuple[int, ...],
-) -> MaxLRSolution:
-    if wrong := unstable_at_initialisation(network.a, network.b, network.sources, network.sinks):
+    if wrong := unstable_at_initialisation(a, b, network.sources, network.sinks):
         return MaxLRSolution((), (), "unstable at initialisation", message=wrong)
-    used = [i for i, before in enumerate(network.predecessors) if before]
-    kinds = (alignments.alpha, alignments.omega, alignments.u)
-    if not all(math.isfinite(values[i]) for values in kinds for i in used):
-        return MaxLRSolution((), (), "not finite", message=f"got {alignments}")
-    for name, values in zip(("alpha", "omega", "u"), kinds, strict=True):
-        if above := [i for i in used if values[i] > 1 + _ROUNDING]:
-            why = f"{name} of layer {above[0]} is {values[above[0]]:g}: no alignment is above 1"
-            return MaxLRSolution((), (), "infeasible", message=why)
-        if below := [i for i in used if values[i] < -_ROUNDING]:
-            why = f"{name} of layer {below[0]} is {values[below[0]]:g}: expected 0 to 1, clip it"
-            return MaxLRSolution((), (), "infeasible", message=why)
+    for name in ("alpha", "omega", "u"):
+        for i, value in enumerate(getattr(alignments, name)):
+            if graph[i] and not -_ROUNDING <= value <= 1 + _ROUNDING:
+                why = f"{name} of layer {i} is {value:g}, expected 0 to 1: clip it"
+                return MaxLRSolution((), (), "infeasible", message=why)
     c_full, why = _full(replace(network, frozen=frozenset(), fixed=frozenset()))
     if not c_full:
         return MaxLRSolution((), (), "infeasible", message=f"under full alignment: {why}")
     if objective == "pareto":
-        budgets = (x + y for x, y in zip(network.a, network.b, strict=True))
-        clamped = tuple(map(min, alignments.omega, budgets))
-        alignments = Alignments(alignments.alpha, clamped, alignments.u)
+        budgets = (x + y for x, y in zip(a, b, strict=True))
+        alignments = replace(alignments, omega=tuple(map(min, alignments.omega, budgets)))
     program = Program(network, alignments, c_full)
     if objective == "pareto":
-        for i, full in enumerate(c_full):
-            program.bounds[i, 1] = min(program.bounds[i, 1], full + epsilon)
-    status, x, message = _best(program, objective, weights)
-    if status == "optimal" and changing:
-        r = feature_change(network, alignments, tuple(map(float, x[: len(network)])))
-        if max(r[i] for i in changing) > 1e-6:
-            cost = program.cost(weights, _tie_break(weights))
-            status, x, message = minimise_exactly(program, network, alignments, cost, changing)
+        program.bounds[:n, 1] = [
+            min(x, y) for x, y in zip(program.bounds[:n, 1], c_full, strict=True)
+        ]
+    if objective != "max-min":
+        status, x, message = program.minimise(program.cost(1, _TIE_BREAK))
+    else:
+        status, x, message = program.minimise(program.cost(0, 1))
+        if status == "optimal":
+            program.bounds[program.t, 1] = x[program.t]
+            status, x, message = program.minimise(program.cost(1))
     if status != "optimal":
         return MaxLRSolution((), (), status, c_full, message=message)
-    # HiGHS returns -0.0 for zero; adding 0 makes it positive.
-    c = tuple(float(value) + 0.0 for value in x[: len(network)])
+    c = _positive(x[:n])
     r = feature_change(network, alignments, c)
     return MaxLRSolution(c, r, "optimal", c_full, gradient_exponents(network, c))
-
-
-def _best(program: Program, objective: Objective, weights: Exponents) -> Outcome:
-    if objective != "max-min":
-        return minimise(program, program.cost(weights, _tie_break(weights)))
-    first = minimise(program, program.cost((0.0,) * len(weights), 1.0))
-    if first[0] != "optimal":
-        return first
-    program.bounds[program.t, 1] = first[1][program.t]
-    return minimise(program, program.cost(weights))
-
-
-def _tie_break(weights: Exponents) -> float:
-    return _TIE_BREAK * min(weights)
 
 
 @lru_cache(maxsize=256)
 def _full(network: Network) -> tuple[Exponents, str]:
     """Return c under full alignment, and ""; () and the reason if there is no solution."""
     program = Program(network, full_alignment(len(network)))
-    status, x, message = minimise(program, program.cost((1.0,) * len(network)))
-    c = tuple(float(value) + 0.0 for value in np.asarray(x)[: len(network)])
-    return (c, "") if status == "optimal" else ((), message)
+    status, x, message = program.minimise(program.cost(1))
+    return (_positive(x[: len(network)]), "") if status == "optimal" else ((), message)
+
+
+def _positive(c: Iterable[float]) -> Exponents:
+    """Return the exponents with 0.0 for the -0.0 that HiGHS returns for zero."""
+    return tuple(float(value) + 0.0 for value in c)
 
 
 def _plain(given: Any) -> Any:
@@ -247,45 +202,31 @@ def _count(layers: int | None, *given: object) -> int:
     return count
 
 
-def _with_exponents(
-    network: Network,
-    n: int,
+def _exponents(
+    graph: Sequence[Sequence[int]],
     parametrization: str | Parametrization | None,
     a: Sequence[float] | None,
     b: Sequence[float] | None,
-) -> Network:
-    lone = [i for i, before in enumerate(network.predecessors) if not before]
-    feeding = {layer for before in network.predecessors for layer in before}
-    if idle := [i for i in lone if i not in feeding]:
+) -> tuple[Exponents, Exponents]:
+    """Return a and b of every layer, as they are given or those of the parametrization."""
+    feeding = {layer for before in graph for layer in before}
+    if idle := [i for i, before in enumerate(graph) if not before and i not in feeding]:
         raise ValueError(
             f"predecessors: layer {idle[0]} feeds none and is fed by none, expected it to be part "
             "of the network"
         )
     if parametrization is not None and a is None and b is None:
         chosen = parametrization_named(parametrization)
-        kinds = [0 if i in lone else 1 if i in feeding else 2 for i in range(n)]
-        return replace(
-            network,
-            a=tuple(float(chosen.a[kind]) for kind in kinds),
-            b=tuple(float(chosen.b[kind]) for kind in kinds),
-        )
-    if parametrization is not None or a is None or b is None:
+        kinds = [(1 if i in feeding else 2) if before else 0 for i, before in enumerate(graph)]
+        a, b = ([part[kind] for kind in kinds] for part in (chosen.a, chosen.b))
+    elif parametrization is not None or a is None or b is None:
         raise ValueError("solve_max_lr: expected either parametrization=… or both a=… and b=…")
-    return replace(network, a=tuple(map(float, a)), b=tuple(map(float, b)))
+    return tuple(map(float, a)), tuple(map(float, b))
 
 
-def _each(name: str, given: Given, full: float, n: int) -> Exponents:
+def _each(name: str, given: Given, full: Exponents) -> Exponents:
     if given is None or isinstance(given, int | float):
-        return (full if given is None else float(given),) * n
-    if len(given) != n:
-        raise ValueError(f"{name}: got {len(given)} values for {n} layers")
-    return tuple(full if value is None else float(value) for value in given)
-
-
-def _check_objective(objective: str, epsilon: float, weights: Exponents, n: int) -> None:
-    if objective not in get_args(Objective):
-        raise ValueError(f"objective={objective!r}: expected one of {get_args(Objective)}")
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"epsilon={epsilon!r}: expected a finite exponent of at least 0")
-    if len(weights) != n or not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"weights={weights}: expected {n} finite values above 0")
+        return full if given is None else (float(given),) * len(full)
+    if len(given) != len(full):
+        raise ValueError(f"{name}: got {len(given)} values for {len(full)} layers")
+    return tuple(x if value is None else float(value) for value, x in zip(given, full, strict=True))

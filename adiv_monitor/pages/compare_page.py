@@ -2,13 +2,13 @@
 
 import base64
 import math
+from itertools import chain
 from typing import NamedTuple
 
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
-from adiv_monitor.diagnosis.health import GRADIENT
-from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.health import GRADIENT, measure_title
+from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import measure_title
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import NAMED, Cell
 from adiv_monitor.pages.pictures import two_losses
@@ -59,17 +59,14 @@ def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
         ImportError: the package jinja2 or matplotlib is missing.
     """
     first, second = _steps(a, b)
-    of_a = {} if first is None else dict(first.layers)
-    of_b = {} if second is None else dict(second.layers)
+    of_a, of_b = ({} if x is None else dict(x.layers) for x in (first, second))
     shared = [path for path in of_a if path in of_b]
     measures = [
         measure for measure in NAMED if any(getattr(of_a[p], measure) is not None for p in shared)
     ]
     rows = [(p, [_pair(of_a[p], of_b[p], measure) for measure in measures]) for p in shared]
     facts = [_settings(report) for report in (a, b)]
-    names_of_settings = list(dict.fromkeys(name for of_run in facts for name in of_run))
-    unknown = "not known"
-    both = [(n, facts[0].get(n, unknown), facts[1].get(n, unknown)) for n in names_of_settings]
+    both = [(n, *(f.get(n, "not known") for f in facts)) for n in dict.fromkeys(chain(*facts))]
     return render(
         "compare.html",
         title=f"{names[0]} and {names[1]}",
@@ -79,10 +76,7 @@ def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
         measures=measures,
         rows=rows,
         differing={m: sum(pairs[i].differs for _, pairs in rows) for i, m in enumerate(measures)},
-        better={
-            m: sum(pairs[i].verdict == "better" for _, pairs in rows)
-            for i, m in enumerate(measures)
-        },
+        better={m: sum(p[i].verdict == "better" for _, p in rows) for i, m in enumerate(measures)},
         only=([p for p in of_a if p not in of_b], [p for p in of_b if p not in of_a]),
         settings=[row for row in both if row[1] != row[2]],
         same=[name for name, of_a, of_b in both if of_a == of_b],
@@ -143,18 +137,12 @@ def _settings(report: Diagnosis) -> dict[str, str]:
 
     For a training that is known from its reports only, return the facts in these.
     """
-    record = report.record
-    if not record.is_audited:
-        return _facts_of_reports(record)
-    facts = record.facts
-    chosen = settings(record) | {"Optimizer": facts.optimizer}
-    del chosen["Time of a step"]
-    of_optimizer = without_secrets(facts.settings)
-    return chosen | {f"Optimizer: {name}": f"{value}" for name, value in of_optimizer.items()}
-
-
-def _facts_of_reports(record: Record) -> dict[str, str]:
-    reports = record.reports
+    record, reports = report.record, report.record.reports
+    if record.is_audited:
+        chosen = settings(record) | {"Optimizer": record.facts.optimizer}
+        del chosen["Time of a step"]
+        of_optimizer = without_secrets(record.facts.settings)
+        return chosen | {f"Optimizer: {name}": f"{value}" for name, value in of_optimizer.items()}
     found = {"Measured": f"steps {reports[0].step:,} to {reports[-1].step:,}"} if reports else {}
     rates = [", ".join(f"{r:g}" for r in x.learning_rates) for x in reports if x.learning_rates]
     if rates:
@@ -165,14 +153,17 @@ def _facts_of_reports(record: Record) -> dict[str, str]:
 def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:
     x, y = getattr(a, measure), getattr(b, measure)
     errors = [r.standard_error.get(measure, 0.0) for r in (a, b)]
-    if x is None or y is None:
-        return Pair(_cell(x, errors[0]), _cell(y, errors[1]), Cell("", None), False, "")
     error = math.hypot(*errors)
-    differs = abs(y - x) > 2 * error and not math.isclose(x, y, rel_tol=1e-6)
+    difference = None if x is None or y is None else y - x
+    differs = difference is not None and (
+        abs(difference) > 2 * error and not math.isclose(x, y, rel_tol=1e-6)
+    )
     verdict = ""
     if differs and measure in WORST:
         verdict = "better" if (y > x) == (WORST[measure] == "min") else "worse"
-    return Pair(_cell(x, errors[0]), _cell(y, errors[1]), _cell(y - x, error), differs, verdict)
+    return Pair(
+        _cell(x, errors[0]), _cell(y, errors[1]), _cell(difference, error), differs, verdict
+    )
 
 
 def _cell(value: float | None, error: float) -> Cell:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from adiv_monitor.diagnosis.diagnose import follows
+from adiv_monitor.diagnosis.diagnose import finding_title, follows, what_happens
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Evidence, Finding
+from adiv_monitor.diagnosis.health import measure_title
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import finding_title, measure_title
-from adiv_monitor.diagnosis.verdict import what_happens
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.pages.report_page import (
@@ -120,21 +119,19 @@ def _evidence(evidence: Evidence) -> str:
 
 
 def _measured(record: Record) -> list[str]:
-    said = ["## What was measured", ""]
-    last = last_with_direction(record.reports)
-    if last is None:
-        said.append("No step was measured.")
-    else:
-        layers = f"{len(last.layers):,} measured layers"
-        said.append(f"{percent(last.coverage)} of the trained parameters lie in the {layers}.")
+    last, notes = last_with_direction(record.reports), notes_of(record)
+    said, lines = "No step was measured.", list[str]()
+    if last is not None:
+        share, layers = percent(last.coverage), f"{len(last.layers):,} measured layers"
+        said = f"{share} of the trained parameters lie in the {layers}."
+        lines += [f"not measured: {line}" for line in not_measured(last)]
     if record.first_non_finite:
         seen = markdown(record.first_non_finite)
-        said.append(f"\nThe first value that is not finite was seen in {seen}.")
-    lines = [] if last is None else [f"not measured: {line}" for line in not_measured(last)]
-    notes = notes_of(record)
+        said += f"\n\nThe first value that is not finite was seen in {seen}."
     lines += notes[:_MOST_NOTES]
     lines += [f"{len(notes) - _MOST_NOTES} more notes"] if len(notes) > _MOST_NOTES else []
-    return [*said, *([""] if lines else []), *(f"- {markdown(line)}" for line in lines)]
+    said += "\n" * bool(lines)
+    return ["## What was measured", "", said, *(f"- {markdown(line)}" for line in lines)]
 
 
 def _losses(record: Record) -> list[str]:

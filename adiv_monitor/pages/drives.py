@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from adiv_monitor.pages.chain import CHAIN, Block, Part, bar, mean_chain
+from adiv_monitor.pages.chain import CHAIN, Part, bar, mean_chain
 from adiv_monitor.report import LayerReading, StepReport
 from adiv_monitor.report.wording import number
 
@@ -32,45 +32,27 @@ _CAUSES: Mapping[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Drives:
-    """All causes at one step.
+def drives(report: StepReport) -> dict[str, Any] | None:
+    """Return the causes at a step, over the layers that have them separately; None without any.
 
-    Attributes:
-        step: the measured step.
-        layers: number of layers that the means are over.
-        of: number of all layers.
-        sentence: the causes with the largest losses, in words.
-        bar: the means, as a bar.
-        lowest: lower end of the bar's axis.
-        causes: cause, formula, meaning, and mean loss in words; "" if it was not measured.
+    "sentence" names the causes with the largest losses; "causes" has of each its name, formula,
+    meaning and mean loss in words, "" if it was not measured.
     """
-
-    step: int
-    layers: int
-    of: int
-    sentence: str
-    bar: tuple[Block, ...]
-    lowest: float
-    causes: tuple[tuple[str, str, str, str], ...]
-
-
-def drives(report: StepReport) -> Drives | None:
-    """Return the causes at a step; None if no layer has them separately."""
     parts, layers = mean_chain(report.layers)
     if not parts:
         return None
-    taken = {part.causes[0]: number(part.taken, part.error) for part in parts}
+    # Smaller differences are rounding.
+    taken = {p.causes[0]: number(round(p.taken, 6), p.error) for p in parts}
     lowest = min(0.0, parts[-1].after)
-    return Drives(
-        step=report.step,
-        layers=layers,
-        of=len(report.layers),
-        sentence=_sentence(parts, report.layers),
-        bar=bar(parts, lowest),
-        lowest=lowest,
-        causes=tuple((cause, *_CAUSES[cause], taken.get(cause, "")) for cause in CHAIN),
-    )
+    return {
+        "step": report.step,
+        "layers": layers,
+        "of": len(report.layers),
+        "sentence": _sentence(parts, report.layers),
+        "bar": bar(parts, lowest),
+        "lowest": lowest,
+        "causes": [(cause, *_CAUSES[cause], taken.get(cause, "")) for cause in CHAIN],
+    }
 
 
 def _sentence(parts: Sequence[Part], readings: Mapping[str, LayerReading]) -> str:

@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.diagnose import fault_of
+from adiv_monitor.diagnosis.diagnose import fault_of, finding_title, looked_for, until, untold
 from adiv_monitor.diagnosis.faults import FAMILY_NAMES
 from adiv_monitor.diagnosis.finding import STRENGTHS, Evidence, Finding, Trial
+from adiv_monitor.diagnosis.health import measure_title
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import finding_title, measure_title
-from adiv_monitor.diagnosis.verdict import looked_for, until, untold
 
 STRENGTH_WORDS = {
     "act": "it harms the training: fix it",

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.health import GRADIENT, value_of
+from adiv_monitor.diagnosis.health import GRADIENT, how_to_read, measure_title, value_of
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import how_to_read, measure_title
 from adiv_monitor.pictures.colours import bar, is_judged, painted
 from adiv_monitor.pictures.grid import Grid, grids, layers_of, legend
 from adiv_monitor.printable import printable

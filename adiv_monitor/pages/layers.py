@@ -3,13 +3,12 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from adiv_monitor.diagnosis.health import worst_layers
-from adiv_monitor.diagnosis.titles import measure_title
-from adiv_monitor.pages.chain import Block, Part, bar, chain
-from adiv_monitor.report import WORST, LayerReading, StepReport, taken
-from adiv_monitor.report.wording import cell, listed, number
+from adiv_monitor.diagnosis.health import measure_title, worst_layers
+from adiv_monitor.pages.chain import Part, bar, chain
+from adiv_monitor.report import WORST, StepReport, taken
+from adiv_monitor.report.wording import cell, listed, number, rows_words
 
 COLUMNS = (
     *("update_cosine", "gradient_cosine", "attainable_cosine", "realised_cosine", "scale_cv"),
@@ -43,37 +42,6 @@ class Cell:
         return "\u2007" * (3 - len(decimals)) + "\u2008" * (not point)
 
 
-class Row(NamedTuple):
-    """A layer's row of the table.
-
-    Attributes:
-        path: path of the layer.
-        about: its kind and its rows, in words.
-        bar: the remaining cosine as blocks of a bar; empty without a direction.
-        words: the bar in words.
-        share: the remaining cosine; None without a direction.
-        ceiling: the largest cosine that any step of the layer could keep; None: not measured.
-        cells: the measures.
-    """
-
-    path: str
-    about: str
-    bar: tuple[Block, ...]
-    words: str
-    share: float | None
-    ceiling: float | None
-    cells: tuple[Cell, ...]
-
-
-class Layers(NamedTuple):
-    """The table of layers."""
-
-    step: int
-    measures: tuple[str, ...]
-    rows: tuple[Row, ...]
-    lowest: float
-
-
 class End(NamedTuple):
     """The bad end of a measure, or one of both ends if neither is bad.
 
@@ -88,20 +56,34 @@ class End(NamedTuple):
     layers: tuple[str, ...]
 
 
-def layer_table(report: StepReport) -> Layers:
-    """Return the table of the layers of a report."""
+def layer_table(report: StepReport) -> dict[str, Any]:
+    """Return the table of the layers of a report.
+
+    A row has the remaining cosine ("share") with its causes as blocks of a bar, empty without a
+    direction, and in words; and the largest cosine that any step of the layer could keep
+    ("ceiling"), None if it was not measured.
+    """
     measures = taken(report, COLUMNS)
     chains = {path: chain(reading) for path, reading in report.layers.items()}
     lowest = min((p.after for parts in chains.values() for p in parts), default=0.0)
     lowest = max(min(lowest, 0.0), -1.0)
     worst = worst_layers(report)
-    rows = tuple(
-        _row(path, reading, chains[path], lowest)._replace(
-            cells=tuple(_cell(reading, m, path in worst.get(m, ())) for m in measures)
-        )
+    rows = [
+        {
+            "path": path,
+            "about": f"{reading.kind} · {rows_words(reading)} rows",
+            "bar": bar(chains[path], lowest),
+            "words": _bar_words(chains[path]),
+            "share": chains[path][-1].after if chains[path] else None,
+            "ceiling": _finite(reading.attainable_cosine),
+            "cells": [
+                Cell(cell(reading, m), _finite(getattr(reading, m)), path in worst.get(m, ()))
+                for m in measures
+            ],
+        }
         for path, reading in report.layers.items()
-    )
-    return Layers(report.step, measures, rows, lowest)
+    ]
+    return {"step": report.step, "measures": measures, "rows": rows, "lowest": lowest}
 
 
 def worst(report: StepReport, measures: Collection[str] = NAMED) -> Iterator[End]:
@@ -109,21 +91,16 @@ def worst(report: StepReport, measures: Collection[str] = NAMED) -> Iterator[End
     for measure, summary in report.summary().items():
         if measure not in measures or summary.min_layers == summary.max_layers:
             continue
-        bad, title = WORST.get(measure), measure_title(measure)
-        if bad != "max" and not (bad and summary.min > 1 - 1e-3):
-            which = title if bad else f"{title}, lowest"
-            yield _end(which, report, measure, summary.min_layers, summary.min)
-        if bad != "min" and not (bad and summary.max == 0):
-            which = title if bad else f"{title}, highest"
-            yield _end(which, report, measure, summary.max_layers, summary.max)
-
-
-def _end(
-    title: str, report: StepReport, measure: str, layers: tuple[str, ...], value: float
-) -> End:
-    readings = report.readings(measure)
-    error = min(readings[path].standard_error.get(measure, 0.0) for path in layers)
-    return End(title, number(value, error), layers)
+        bad, readings = WORST.get(measure), report.readings(measure)
+        ends = (
+            ("min", "lowest", summary.min, summary.min_layers, summary.min > 1 - 1e-3),
+            ("max", "highest", summary.max, summary.max_layers, summary.max == 0),
+        )
+        for end, which, value, layers, is_ideal in ends:
+            if bad is None or (bad == end and not is_ideal):
+                title = measure_title(measure) + f", {which}" * (bad is None)
+                error = min(readings[path].standard_error.get(measure, 0.0) for path in layers)
+                yield End(title, number(value, error), layers)
 
 
 def worst_lines(report: StepReport, measures: Collection[str] = NAMED) -> list[str]:
@@ -133,22 +110,6 @@ def worst_lines(report: StepReport, measures: Collection[str] = NAMED) -> list[s
         + listed(list(end.layers), as_code=True)
         for end in worst(report, measures)
     ]
-
-
-def _row(path: str, reading: LayerReading, parts: tuple[Part, ...], lowest: float) -> Row:
-    seen, total = reading.rows_seen, reading.rows_total
-    rows = f"{total:,}" if seen == total else f"{seen:,} of {total:,}"
-    share = parts[-1].after if parts else None
-    ceiling = _finite(reading.attainable_cosine)
-    about = f"{reading.kind} · {rows} rows"
-    return Row(path, about, bar(parts, lowest), _bar_words(parts), share, ceiling, ())
-
-
-def _cell(reading: LayerReading, measure: str, worst: bool) -> Cell:
-    value = getattr(reading, measure)
-    if value is None:
-        return Cell("", None)
-    return Cell(cell(reading, measure), _finite(value), worst)
 
 
 def _finite(value: float | None) -> float | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.health import fix_title
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import fix_title
 from adiv_monitor.printable import printable
 
 if TYPE_CHECKING:
@@ -129,23 +129,10 @@ def _draw_losses(axes: "Axes", steps: Sequence[int], losses: Sequence[float], co
     if finite:
         axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)
     if losses and not _is_drawn(losses[-1]):
-        axes.plot(
-            [steps[-1]],
-            [0.94],
-            transform=axes.get_xaxis_transform(),
-            marker="x",
-            color=_COLOURS["ink"],
-            markersize=8,
-            markeredgewidth=2,
-        )
-        axes.text(
-            steps[-1] - 0.5,
-            0.9,
-            "not finite " if not math.isfinite(losses[-1]) else "too large ",
-            transform=axes.get_xaxis_transform(),
-            ha="right",
-            fontsize=12,
-        )
+        words = "not finite" if not math.isfinite(losses[-1]) else "too large"
+        mark: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "color": _COLOURS["ink"]}
+        axes.plot([steps[-1]], [0.94], marker="x", markersize=8, markeredgewidth=2, **mark)
+        axes.text(steps[-1] - 0.5, 0.9, f"{words} ", ha="right", fontsize=12, **mark)
 
 
 def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
@@ -184,20 +171,14 @@ def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> Non
         (min(max(to_axes.transform((0, value))[1], 0.0), 1.0) if _is_drawn(value) else 1.0, i)
         for i, (value, _, _) in enumerate(labels)
     )
-    gap = 0.08
-    shown: list[float] = []
-    for y, _ in placed:
-        shown.append(max(y, shown[-1] + gap) if shown else y)
-    highest = 1.0
-    for i in reversed(range(len(shown))):
-        shown[i] = min(shown[i], highest)
-        highest = shown[i] - gap
-    for (y, i), shown_at in zip(placed, shown, strict=True):
+    gap, at = 0.08, -math.inf
+    for below, (y, i) in enumerate(placed, 1):
+        at = min(max(y, at + gap), 1 - (len(placed) - below) * gap)
         _, text, colour = labels[i]
         axes.annotate(
             text,
             xy=(1.0, y),
-            xytext=(1.03, shown_at),
+            xytext=(1.03, at),
             xycoords="axes fraction",
             textcoords="axes fraction",
             va="center",

@@ -8,19 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adiv_monitor.diagnosis.titles import (
-    MEASURE_TITLES,
-    SHORT_TITLES,
-    finding_title,
-    fix_title,
-    measure_title,
-)
+from adiv_monitor.diagnosis.diagnose import finding_title
+from adiv_monitor.diagnosis.health import MEASURE_TITLES, fix_title, measure_title
 from adiv_monitor.pages.chain import HEIGHT, WIDTH
-from adiv_monitor.pages.findings import (
-    STRENGTH_WORDS,
-    evidence_rows,
-    significant,
-)
+from adiv_monitor.pages.findings import STRENGTH_WORDS, evidence_rows, significant
 from adiv_monitor.pictures.colours import HEALTHY, NOT_FINITE, TOO_LITTLE, TOO_MUCH
 from adiv_monitor.printable import printable
 from adiv_monitor.report.wording import number, percent
@@ -58,7 +49,6 @@ _WORDS: dict[str, Any] = {
     "measure_title": measure_title,
     "fix_title": fix_title,
     "measure_titles": MEASURE_TITLES,
-    "short_titles": SHORT_TITLES,
     "strength_words": STRENGTH_WORDS,
     "evidence_rows": evidence_rows,
     "significant": significant,

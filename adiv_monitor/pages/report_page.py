@@ -5,24 +5,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from adiv_monitor.diagnosis import own_run
-from adiv_monitor.diagnosis.diagnose import follows
+from adiv_monitor.diagnosis.course import difference
+from adiv_monitor.diagnosis.diagnose import follows, running_headline, what_happens
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.verdict import running_headline, what_happens
 from adiv_monitor.pages.drives import drives
-from adiv_monitor.pages.findings import (
-    all_trials,
-    checks,
-)
+from adiv_monitor.pages.findings import all_trials, checks
 from adiv_monitor.pages.heat import heat_map, heat_measures
 from adiv_monitor.pages.layers import layer_table, worst
 from adiv_monitor.pages.pictures import loss_picture
 from adiv_monitor.pages.render import render
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
-from adiv_monitor.report.wording import cell, not_measured
+from adiv_monitor.report.wording import cell, not_measured, rows_words
 
 
 def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] = ()) -> str:
@@ -66,8 +62,8 @@ def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] =
         heat=heat_map(record, heat_measures(record, findings)),
         layers=layer_table(last) if last else None,
         anchors={path: i for i, path in enumerate(last.layers)} if last else {},
-        attention=attention_table(last) if last else None,
-        alignment=alignment_table(last) if last else None,
+        attention=_attention_table(last) if last and last.attention else None,
+        alignment=_alignment_table(last) if last and last.alignment else None,
         settings=settings(record),
     )
 
@@ -87,17 +83,17 @@ def headline(findings: Sequence[Finding], record: Record) -> str:
     """
     if not record.is_audited:
         return running_headline(findings, record)
-    differs = "the copy does not train as your run did" if own_run.difference(record) else ""
-    counts = Counter(finding.strength for finding in findings)
-    act, watch = (
-        "one thing" if counts[strength] == 1 else f"{counts[strength]} things"
-        for strength in ("act", "watch")
-    )
-    if counts["act"]:
-        said = f"{act} to fix" + f", and {differs}" * bool(differs)
+    differs = "the copy does not train as your run did" if difference(record) else ""
+    acts, watches = (sum(f.strength == which for f in findings) for which in ("act", "watch"))
+    if acts:
+        said = f"{_things(acts)} to fix" + f", and {differs}" * bool(differs)
     else:
-        said = differs or "nothing to fix" + f", {watch} to watch" * bool(counts["watch"])
+        said = differs or "nothing to fix" + f", {_things(watches)} to watch" * bool(watches)
     return said[0].upper() + said[1:]
+
+
+def _things(count: int) -> str:
+    return "one thing" if count == 1 else f"{count} things"
 
 
 def settings(record: Record) -> dict[str, str]:
@@ -169,24 +165,25 @@ def notes_of(record: Record) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def attention_table(report: StepReport) -> dict[str, Any] | None:
-    """Return a table with a row per attention module; None if none was measured."""
+def _attention_table(report: StepReport) -> dict[str, Any]:
+    """Return a table with a row per attention module."""
     measures = taken(report, ATTENTION_MEASURES)
     rows = [
-        (path, f"{r.samples_seen:,} of {r.samples_total:,}", [cell(r, name) for name in measures])
+        (path, rows_words(r), [cell(r, name) for name in measures])
         for path, r in report.attention.items()
     ]
-    return {"measures": measures, "rows": rows} if rows else None
+    return {"measures": measures, "rows": rows}
 
 
-def alignment_table(report: StepReport) -> dict[str, Any] | None:
-    """Return a table with a row per layer of the probe; None if no probe was requested."""
+def _alignment_table(report: StepReport) -> dict[str, Any]:
+    """Return a table with a row per layer of the probe."""
+    measures = taken(report, ALIGNMENT_MEASURES)
     rows = [
         (
             path,
-            f"{reading.role}, {reading.kind}, {reading.fan_in:,} → {reading.fan_out:,}",
-            [getattr(reading, measure) for measure in ALIGNMENT_MEASURES],
+            f"{r.role}, {r.kind}, {r.fan_in:,} → {r.fan_out:,}",
+            [getattr(r, measure) for measure in measures],
         )
-        for path, reading in report.alignment.items()
+        for path, r in report.alignment.items()
     ]
-    return {"measures": ALIGNMENT_MEASURES, "rows": rows} if rows else None
+    return {"measures": measures, "rows": rows}

@@ -114,21 +114,12 @@ def bar(measure: str) -> Bar:
             limits = dict(zip((first, last), scale.healthy, strict=True))
             healthy = first, last
     ends = min(at), max(at)
-    least, most = _bounds(measure)
-    below = "≤ " if at[ends[0]] > least else ""
-    above = "≥ " if at[ends[1]] < most else ""
+    below = "≤ " if at[ends[0]] > 0 or measure in _SIGNED else ""
+    above = "≥ " if at[ends[1]] != 1 else ""
     ticks = {place: _shortly(value) for place, value in limits.items()}
     ticks[ends[0]] = below + _shortly(at[ends[0]])
     ticks[ends[1]] = above + _shortly(at[ends[1]])
     return Bar(*ends, ticks, healthy)
-
-
-def _bounds(measure: str) -> tuple[float, float]:
-    """Return the smallest and the largest possible value of the measure."""
-    least = -1.0 if measure in _SIGNED else 0.0
-    is_share = measure not in SCALES and not is_judged(measure)
-    is_share |= measure.endswith(("_cosine", "_share"))
-    return least, 1.0 if is_share else math.inf
 
 
 def painted(measure: str, places: NDArray[np.float64]) -> NDArray[np.uint8]:

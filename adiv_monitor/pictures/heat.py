@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.diagnosis.titles import how_to_read, measure_title
+from adiv_monitor.diagnosis.health import HEALTH, how_to_read, measure_title
 from adiv_monitor.pictures.colours import (
     HEALTHY,
     NO_VALUE,
@@ -139,10 +138,10 @@ def _panels(
     losses: Sequence[float | None] = (),
 ) -> None:
     """Draw grids of the same layers side by side, `rows` pixels high, with names and legend."""
-    groups = _named(grids[0].layers, style.most_names)
     font = style.small._replace(colour=INK)
-    most = style.names * _WIDTH
-    names = [font.shortened(name, most) for name in _short(groups)]
+    groups = _groups(grids[0].layers, style.most_names)
+    names = [font.shortened(name, style.names * _WIDTH) for name, _ in groups]
+    sizes = [len(block) for _, block in groups]
     has_losses = any(loss is not None for loss in losses)
     beside = [*names, "loss"] if has_losses else names
     left = _MARGIN + max(font._replace(bold=True).width(name) for name in beside) + 8
@@ -161,17 +160,22 @@ def _panels(
         top += _STRIP + _BELOW_STRIP
     for i, found in enumerate(grids):
         begin = left + i * (each + _GAP)
-        picture.pixels(begin, top, _cells(found, rows, each, groups))
+        picture.pixels(begin, top, _cells(found, rows, each, sizes))
         _steps(picture, begin, top + rows + 3, each, found.steps, style.small)
         _bar(picture, begin, top + rows + style.small.line + 12, each, found.measure, style)
-    _name_rows(picture, top, rows, groups, names, named, font)
+    ends, placed = np.cumsum(sizes), list[float]()
+    middles = (ends - np.array(sizes) / 2) * rows / ends[-1]
+    marked = [any(path in named for path in block) for _, block in groups]
+    for i in sorted(range(len(groups)), key=lambda i: not marked[i]):  # red names take precedence
+        if all(abs(middles[i] - other) >= font.line - 1 for other in placed):
+            placed.append(middles[i])
+            own = font._replace(bold=True, colour=BAD) if marked[i] else font
+            picture.text(_MARGIN, top + middles[i] - font.line / 2, names[i], own)
     below = top + rows + 2 * style.small.line + style.bar + 32
     _legend(picture, below, grids, style.small)
 
 
-def _cells(
-    found: Grid, rows: int, columns: int, groups: dict[str, tuple[str, ...]]
-) -> NDArray[np.uint8]:
+def _cells(found: Grid, rows: int, columns: int, sizes: Sequence[int]) -> NDArray[np.uint8]:
     """Return the pixels of a grid, with white lines between blocks if blocks are named."""
     levels, not_finite = _pooled(found, most=rows // 2)
     layers, steps = levels.shape
@@ -180,9 +184,8 @@ def _cells(
     pixels = painted(found.measure, levels)[cells]
     stripe(pixels, np.isnan(levels)[cells], NO_VALUE)
     stripe(pixels, not_finite[cells], NOT_FINITE)
-    if len(groups) < len(found.layers):
-        ends = np.cumsum([len(block) for block in groups.values()])[:-1]
-        pixels[ends * rows // len(found.layers)] = 255
+    if len(sizes) < len(found.layers):
+        pixels[np.cumsum(sizes)[:-1] * rows // len(found.layers)] = 255
     return pixels
 
 
@@ -219,41 +222,17 @@ def _pooled(found: Grid, most: int) -> tuple[NDArray[np.float64], NDArray[np.boo
     return levels[chosen], found.not_finite[chosen]
 
 
-def _named(layers: tuple[str, ...], most: int) -> dict[str, tuple[str, ...]]:
-    """Return name → layers: single layers, or blocks of neighbours if there are too many."""
-    if len(layers) <= most:
-        return {path: (path,) for path in layers}
-    return blocks(layers, most=min(most, _MOST_BLOCKS))
+def _groups(layers: tuple[str, ...], most: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Return names and layers: single layers, or blocks of neighbours if there are too many.
 
-
-def _short(groups: dict[str, tuple[str, ...]]) -> list[str]:
-    """Return the groups' names without the common prefix of all paths."""
-    stem = printable(common_stem(path for block in groups.values() for path in block))
-    names = [printable(name) for name in groups]
-    return [name.removeprefix(stem) or name for name in names]
-
-
-def _name_rows(
-    picture: Picture,
-    top: float,
-    rows: int,
-    groups: dict[str, tuple[str, ...]],
-    names: list[str],
-    named: Collection[str],
-    font: Font,
-) -> None:
-    """Draw names; of overlapping ones, keep those that a finding names."""
-    sizes = [len(block) for block in groups.values()]
-    ends = np.cumsum(sizes)
-    middles = [(end - size / 2) * rows / ends[-1] for end, size in zip(ends, sizes, strict=True)]
-    marked = [any(path in named for path in block) for block in groups.values()]
-    kept: list[float] = []
-    for i in sorted(range(len(groups)), key=lambda i: not marked[i]):
-        if any(abs(middles[i] - other) < font.line - 1 for other in kept):
-            continue
-        kept.append(middles[i])
-        own = font._replace(bold=True, colour=BAD) if marked[i] else font
-        picture.text(_MARGIN, top + middles[i] - font.line / 2, names[i], own)
+    Names are without the common prefix of all paths.
+    """
+    found: dict[str, tuple[str, ...]] = {path: (path,) for path in layers}
+    if len(layers) > most:
+        found = blocks(layers, most=min(most, _MOST_BLOCKS))
+    stem = printable(common_stem(layers))
+    names = map(printable, found)
+    return list(zip((n.removeprefix(stem) or n for n in names), found.values(), strict=True))
 
 
 def _steps(

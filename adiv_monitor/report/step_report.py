@@ -110,7 +110,10 @@ class StepReport:
         maximize: whether the optimizer raises the loss, by `maximize=True` in all its groups.
         other_optimizers: class names of other optimizers that stepped between this optimizer's last
             step and this one.
+        changed_by: class names of those of them that changed parameters of the measured layers.
         trainable: number of elements of all trainable parameters of the model; 0: not counted.
+        frozen: module path → elements of its parameters, for the outermost modules that hold frozen
+            parameters alone (`requires_grad` is False, and no gradient).
         not_held: module path → elements of its trainable parameters that have a gradient, but that
             this optimizer does not hold, and that nothing has changed since the last measured step.
         cut_off: module path → elements of its trained parameters that no gradient reached, although
@@ -155,7 +158,9 @@ class StepReport:
     optimizer: str = ""
     maximize: bool = False
     other_optimizers: tuple[str, ...] = ()
+    changed_by: tuple[str, ...] = ()
     trainable: int = 0
+    frozen: Mapping[str, int] = field(default_factory=dict)
     not_held: Mapping[str, int] = field(default_factory=dict)
     cut_off: Mapping[str, int] = field(default_factory=dict)
     removed: Mapping[str, int] = field(default_factory=dict)
@@ -271,7 +276,9 @@ class StepReport:
             "optimizer": self.optimizer,
             "maximize": self.maximize,
             "other_optimizers": list(self.other_optimizers),
+            "changed_by": list(self.changed_by),
             "trainable": self.trainable,
+            "frozen": dict(self.frozen),
             "not_held": dict(self.not_held),
             "cut_off": dict(self.cut_off),
             "removed": dict(self.removed),

@@ -8,6 +8,7 @@ from adiv_monitor.report import AlignmentReading, AttentionReading, LayerReading
 
 _MOST_LINES = 12
 NOT_FINITE = "NaN"  # shown for a reading of a layer with values that are not finite
+NO_GRADIENT = "no gradient reached it in this step"  # why a module was not measured
 IDLE = "idle"  # shown for a reading of a layer of which no sampled row has a gradient
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine")
 
@@ -51,6 +52,17 @@ def cell(reading: LayerReading | AttentionReading | AlignmentReading, measure: s
         ):
             return IDLE
     return number(value, reading.standard_error.get(measure, 0.0))
+
+
+def rows_words(reading: LayerReading | AttentionReading | AlignmentReading) -> str:
+    """Return the number of rows, or samples, that were examined, in words."""
+    if isinstance(reading, AttentionReading):
+        seen, total = reading.samples_seen, reading.samples_total
+    elif isinstance(reading, AlignmentReading):
+        seen = total = reading.rows
+    else:
+        seen, total = reading.rows_seen, reading.rows_total
+    return f"{total:,}" if seen == total else f"{seen:,} of {total:,}"
 
 
 def percent(share: float) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from adiv_monitor.diagnosis.diagnose import finding_title, running_headline, untold
 from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.health import HEALTH, OVERVIEW, is_told
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.running import Raised, Running
-from adiv_monitor.diagnosis.titles import finding_title
-from adiv_monitor.diagnosis.verdict import running_headline, untold
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pages.digest import finding_lines, named
 from adiv_monitor.pictures.grid import Grid, grids
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
@@ -45,26 +44,30 @@ class Board:
 
     Args:
         owner: name of the class that warns if pictures can't be drawn.
+
+    Attributes:
+        draws: whether pictures can be drawn.
+        running: the training so far.
     """
 
     def __init__(self, owner: str) -> None:
         self.draws = find_spec("matplotlib") is not None
         if not self.draws:
             warnings.warn(f"{owner}: {NO_PICTURES}", stacklevel=3)
-        self._running = Running()
+        self.running = Running()
         self._budget = Budget(_FIRST)
         self._count = 0
         self._shown = 0
 
     def add(self, report: StepReport) -> bool:
         """Add a report; return whether pictures and findings are due."""
-        self._running.add(report)
+        self.running.add(report)
         self._count += 1
         return self._budget.allows() and self._count > self._shown * _GROWTH
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of the steps after the last report."""
-        self._running.add_losses(losses)
+        self.running.add_losses(losses)
         self._count += bool(self._count)  # the pictures do not show these losses yet
 
     @property
@@ -79,25 +82,6 @@ class Board:
             yield
         self._shown = self._count
 
-    @property
-    def last(self) -> StepReport:
-        """The last report; with layers in turn, the merged reports of the last round."""
-        return self._running.last
-
-    @property
-    def alarms(self) -> tuple[Raised, ...]:
-        """The alarms that rules of the user's have raised so far."""
-        return self._running.alarms
-
-    @property
-    def record(self) -> Record:
-        """The record of the training, as known from its reports."""
-        return self._running.record()
-
-    def findings(self) -> tuple[Finding, ...]:
-        """Return the findings of the audit's rules in the reports, strongest first."""
-        return self._running.findings()
-
     def pictures(self, findings: Iterable[Finding], name: str = "") -> dict[str, bytes]:
         """Draw pictures, tag → PNG: `adiv/overview` and informative `adiv/per_layer/<measure>`.
 
@@ -106,11 +90,10 @@ class Board:
             name: distinguishes several monitors of one run: `adiv/overview/<name>` and so on, so
                 that all overviews come first.
         """
-        record = self._running.record()
+        record = self.running.record()
         shown = grids(record, HEALTH)
         found = tuple(findings)
-        red = red_layers(found)
-        end = f"/{name}" if name else ""
+        red, end = red_layers(found), f"/{name}" if name else ""
         pictures = {
             f"adiv/per_layer/{measure}{end}": heat_picture(found_there, red).png()
             for measure, found_there in shown.items()

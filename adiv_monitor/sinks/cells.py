@@ -24,6 +24,7 @@ from adiv_monitor.report.wording import (
     not_measured,
     number,
     percent,
+    rows_words,
     trained,
 )
 
@@ -114,10 +115,11 @@ def shown(
     """
     columns = taken(report, measures)
     of_kinds = [tuple(measure for measure in columns if measure in kind) for kind in _KINDS]
+    tables = tuple(_table(report, of_kind, rows) for of_kind in of_kinds if of_kind)
     return Shown(
         _head(report),
-        tuple(_table(report, of_kind, rows) for of_kind in of_kinds if of_kind),
-        tuple(_legend(report, columns)),
+        tables,
+        tuple(_legend(tables)),
         _realised_words(report),
         tuple(f"not measured: {line}" for line in not_measured(report)),
         (*_some(report.alarms, "alarm", lines), *_some(report.notes, "note", lines)),
@@ -126,17 +128,20 @@ def shown(
 
 def _table(report: StepReport, measures: tuple[str, ...], most: int | None) -> Table:
     readings, worst = report.readings(measures[0]), worst_layers(report)
+    picked = _picked(readings, measures, len(readings) if most is None else most)
     rows = tuple(
         Row(
             path,
-            _rows_words(readings[path]),
-            tuple(_cell(readings[path], m, path in worst.get(m, ())) for m in measures),
+            rows_words(readings[path]),
+            tuple(cell(readings[path], m) + "*" * (path in worst.get(m, ())) for m in measures),
         )
-        for path in _picked(report, measures, most)
+        for path in picked
     )
     attends = measures[0] in ATTENTION_MEASURES
     titles = ("attention", "samples") if attends else ("layer", "rows")
-    return Table(titles, measures, rows, _more_words(report, measures, most))
+    more, shown = f"… {len(readings) - len(picked):,} more of {len(readings):,}", "shown are those"
+    more = "" if picked == [*readings] else f"{more}: {shown} at the bad ends of the measures"
+    return Table(titles, measures, rows, more)
 
 
 def _head(report: StepReport) -> str:
@@ -153,47 +158,22 @@ def _realised_words(report: StepReport) -> str:
     return f"the batch's loss changed by {real}; the first-order prediction is {expected}"
 
 
-def _cell(reading: Reading, measure: str, starred: bool) -> str:
-    """Format a value and its mark; "" if it was not taken."""
-    return cell(reading, measure) + "*" * starred
-
-
-def _rows_words(reading: Reading) -> str:
-    """Return the number of rows, or samples, that were examined, in words."""
-    if isinstance(reading, AttentionReading):
-        seen, total = reading.samples_seen, reading.samples_total
-    elif isinstance(reading, AlignmentReading):
-        seen = total = reading.rows
-    else:
-        seen, total = reading.rows_seen, reading.rows_total
-    return f"{total:,}" if seen == total else f"{seen:,} of {total:,}"
-
-
-def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
-    """Yield the meanings of the marks in the report's tables."""
-    worst = worst_layers(report)
-    cells = [
-        _cell(reading, measure, path in worst.get(measure, ()))
-        for measure in measures
-        for path, reading in report.readings(measure).items()
-    ]
+def _legend(tables: Iterable[Table]) -> Iterator[str]:
+    """Yield the meanings of the marks in the tables."""
+    cells = [text for table in tables for row in table.rows for text in row.cells]
     for mark, meaning in MARKS.items():
         if any(text == mark if mark in ("–", IDLE, NOT_FINITE) else mark in text for text in cells):
             yield f"{mark}: {meaning}"
 
 
-def _picked(report: StepReport, measures: Iterable[str], most: int | None) -> list[str]:
+def _picked(readings: Mapping[str, Reading], measures: Iterable[str], most: int) -> list[str]:
     """Choose at most `most` rows of a table of these measures, in the network's order.
 
     Rows with values that are not finite have priority, then the worst row of each measure that has
     a bad end, then the second worst of each, and so on.
     """
-    chosen = tuple(measures)
-    readings = report.readings(chosen[0])
-    if most is None or len(readings) <= most:
-        return list(readings)
     broken = [path for path, reading in readings.items() if getattr(reading, "non_finite", ())]
-    ranks = [_worst_first(readings, measure) for measure in chosen if measure in WORST]
+    ranks = [_worst_first(readings, measure) for measure in measures if measure in WORST]
     by_rank = [path for paths in zip_longest(*ranks) for path in paths if path is not None]
     kept = set(list(dict.fromkeys(chain(broken, by_rank, readings)))[:most])
     return [path for path in readings if path in kept]
@@ -203,16 +183,6 @@ def _worst_first(readings: Mapping[str, Reading], measure: str) -> list[str]:
     values = {path: getattr(reading, measure) for path, reading in readings.items()}
     known = [path for path, value in values.items() if value is not None and value == value]
     return sorted(known, key=lambda path: values[path], reverse=WORST[measure] == "max")
-
-
-def _more_words(report: StepReport, measures: Iterable[str], most: int | None) -> str:
-    """Return a line with the number of rows that a table leaves out; "" if it has all."""
-    chosen = tuple(measures)
-    readings = report.readings(chosen[0])
-    left = len(readings) - len(_picked(report, chosen, most))
-    if not left:
-        return ""
-    return f"… {left:,} more of {len(readings):,}: shown are those at the bad ends of the measures"
 
 
 def _some(lines: Iterable[object], what: str, most: int | None) -> list[str]:

@@ -4,11 +4,10 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 
+from adiv_monitor.diagnosis.diagnose import LOSS_UNKNOWN, finding_title, running_headline
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.diagnosis.titles import finding_title
-from adiv_monitor.diagnosis.verdict import LOSS_UNKNOWN, running_headline
 from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report.wording import listed
 

@@ -86,27 +86,22 @@ def _continued(path: Path) -> BinaryIO:
 
 
 def _torn(path: Path) -> bytes:
-    """Return the bytes after the last whole line.
+    """Return the bytes after the last whole line: a killed run leaves the beginning of a line.
 
-    A killed run leaves the beginning of a line. A crash of the machine leaves NUL bytes in place of
-    data that had not reached the disk, before or after other data.
+    A crash of the machine leaves NUL bytes in place of data that had not reached the disk.
     """
     if not path.is_file():  # a pipe or a device has no last line
         return b""
-    torn: list[bytes] = []
-    is_ours = False
+    torn = b""
     with path.open("rb") as file:
-        for i, line in enumerate(file):
-            is_ours |= i == 0 and line.startswith(_LINE_START)
-            if line.endswith(b"\n") and b"\0" not in line:
-                torn = []
-            else:
-                torn.append(line)
-    found = b"".join(torn)
-    begun = found.replace(b"\0", b"").lstrip(b"\n")
-    if begun[: len(_LINE_START)] == _LINE_START[: len(begun)] or (is_ours and b"\0" in found):
-        return found
+        is_ours = file.read(len(_LINE_START)) == _LINE_START
+        file.seek(0)
+        for line in file:
+            torn = b"" if line.endswith(b"\n") and b"\0" not in line else torn + line
+    begun = torn.replace(b"\0", b"").lstrip(b"\n")
+    if begun[: len(_LINE_START)] == _LINE_START[: len(begun)] or (is_ours and b"\0" in torn):
+        return torn
     raise ValueError(
-        f"{path}: got a file that ends in the unfinished line {found[:40]!r}; expected lines "
+        f"{path}: got a file that ends in the unfinished line {torn[:40]!r}; expected lines "
         'that begin with {"step": …. Give the sink a file of its own.'
     )

@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from adiv_monitor.diagnosis.finding import red_layers
-from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.diagnosis.health import HEALTH, MEASURE_TITLES
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.diagnosis.titles import MEASURE_TITLES
 from adiv_monitor.pictures.grid import grid, grids
 from adiv_monitor.pictures.heat import heat_picture, step_picture
 from adiv_monitor.pictures.picture import Picture

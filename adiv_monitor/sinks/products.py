@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.board import Board, alarms_text, findings_text
+from adiv_monitor.sinks.scalars import summary_group
 
 
 class Product(NamedTuple):
@@ -24,15 +25,13 @@ def product_of_logger(logger: Any) -> Product | None:
     """Return the product of a Lightning logger: its own methods (W&B) or its client's (MLflow)."""
     client: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
+
+        def log_table(key: str, text: str, step: int) -> None:
+            logger.log_text(key, columns=["step", "findings"], data=[[step, text]])
+
         return Product(
             lambda key, picture, step: logger.log_image(key, [picture], step=step),
-            (
-                lambda key, text, step: logger.log_text(
-                    key, columns=["step", "findings"], data=[[step, text]]
-                )
-            )
-            if hasattr(logger, "log_text")
-            else None,
+            log_table if hasattr(logger, "log_text") else None,
         )
     if not hasattr(client, "log_image"):
         return None
@@ -63,26 +62,22 @@ def product_of_callback(callback: Any) -> Product | None:
         return None
     # The callback logs figures in another thread. Logging a file starts by reading the run, which
     # fails while figures are being written.
-    wait = getattr(mlflow, "flush_async_logging", _no_wait)
+    wait = getattr(mlflow, "flush_async_logging", None)
     return _mlflow(mlflow.MlflowClient(), run.info.run_id, wait)
 
 
-def _no_wait() -> None:
-    """Do nothing: this version of MLflow writes synchronously."""
-
-
-def _mlflow(client: Any, run: str, wait: Callable[[], None] = _no_wait) -> Product:
+def _mlflow(client: Any, run: str, wait: Callable[[], None] | None = None) -> Product:
     """Return a product that writes files of the run, each replacing the last one."""
 
-    def log_picture(key: str, picture: Any, step: int) -> None:
-        wait()
-        client.log_image(run, picture, artifact_file=f"{key}.png")
+    def log(write: Callable[..., object], content: object, file: str) -> None:
+        if wait is not None:
+            wait()
+        write(run, content, artifact_file=file)
 
-    def log_text(key: str, text: str, step: int) -> None:
-        wait()
-        client.log_text(run, text, artifact_file=f"{key}.md")
-
-    return Product(log_picture, log_text)
+    return Product(
+        lambda key, picture, step: log(client.log_image, picture, f"{key}.png"),
+        lambda key, text, step: log(client.log_text, text, f"{key}.md"),
+    )
 
 
 class ProductSink:
@@ -116,11 +111,12 @@ class ProductSink:
             self._log()
 
     def _log(self) -> None:
-        group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
+        group = summary_group(self._name)
         with self._board.showing():
-            findings = self._board.findings()
+            running = self._board.running
+            findings = running.findings()
             if self._product.log_text is not None:
-                text = alarms_text(self._board.alarms) + findings_text(findings, self._board.record)
+                text = alarms_text(running.alarms) + findings_text(findings, running.record())
                 self._product.log_text(f"{group}/findings", text, self._last)
             if self._board.draws:
                 for tag, png in self._board.pictures(findings, self._name).items():

@@ -67,7 +67,8 @@ class Metrics:
     def __post_init__(self) -> None:
         if self.measures is not None:
             object.__setattr__(self, "measures", known_measures(self.measures))
-        known_scalars(self.scalars)
+        if self.scalars not in get_args(Scalars):
+            raise ValueError(f"scalars={self.scalars!r}: expected 'few' or 'all'")
         if not isinstance(self.separator, str) or not self.separator:
             raise ValueError(f"separator={self.separator!r}: expected a text such as '/' or '_'")
 
@@ -86,9 +87,12 @@ class Metrics:
 
     def to_follow(self, options: Mapping[str, object]) -> tuple[str, ...]:
         """Return the names in `summary` for a monitor with these options."""
-        there = asked_for(self.followed, options)
+        given = {name for name, value in options.items() if not (value is None or value is False)}
+        absent = {m for name, extra in _OPTIONAL.items() if name not in given for m in extra}
+        there = [measure for measure in self.followed if measure not in absent]
         tags = [tag for measure in there for tag in summary_tags(measure, self.name).values()]
-        return tuple(self.named(dict.fromkeys((*tags, f"{_group(self.name)}/coverage"), 0.0)))
+        tags.append(f"{summary_group(self.name)}/coverage")
+        return tuple(self.named(dict.fromkeys(tags, 0.0)))
 
     def named(self, scalars: Mapping[str, float]) -> dict[str, float]:
         """Return name → value for tags with slashes.
@@ -113,17 +117,6 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
             f"Choose from {', '.join(known)}."
         )
     return names
-
-
-def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[str, ...]:
-    """Return those of the measures that a monitor with these options may take."""
-    absent = {
-        measure
-        for option, extra in _OPTIONAL.items()
-        if options.get(option, False) is False or options[option] is None
-        for measure in extra
-    }
-    return tuple(measure for measure in measures if measure not in absent)
 
 
 def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:
@@ -156,17 +149,6 @@ def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
                 known = [value for value in values if not math.isnan(value)]
                 found[f"adiv.{measure}/{block}"] = median(known) if known else math.nan
     return found
-
-
-def known_scalars(scalars: str) -> Scalars:
-    """Return the choice of scalars, checked.
-
-    Raises:
-        ValueError: the choice is unknown.
-    """
-    if scalars not in get_args(Scalars):
-        raise ValueError(f"scalars={scalars!r}: expected 'few' or 'all'")
-    return scalars  # type: ignore[return-value]
 
 
 def board_scalars(
@@ -209,24 +191,24 @@ def summary_scalars(
         if measure in summary
         for end, tag in summary_tags(measure, name).items()
     }
-    scalars[f"{_group(name)}/coverage"] = report.coverage
+    others = {"coverage": report.coverage}
     if report.realised_loss_change is not None and report.descent is not None:
-        scalars[f"{_group(name)}/realised_loss_change"] = report.realised_loss_change
-        scalars[f"{_group(name)}/descent"] = report.descent
+        others |= {"realised_loss_change": report.realised_loss_change, "descent": report.descent}
     if report.alarms:
-        scalars[alarms_tag(name)] = len(report.alarms)
-    return scalars
+        others["alarms"] = len(report.alarms)
+    return scalars | {f"{summary_group(name)}/{tag}": value for tag, value in others.items()}
 
 
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
     """Return the tags in `summary_scalars` of a measure's min, median and max."""
-    return {end: f"{_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
+    return {end: f"{summary_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
 
 
 def alarms_tag(name: str = "") -> str:
     """Return the tag of the number of alarms in `summary_scalars`."""
-    return f"{_group(name)}/alarms"
+    return f"{summary_group(name)}/alarms"
 
 
-def _group(name: str) -> str:
+def summary_group(name: str) -> str:
+    """Return the group of the tags in `summary_scalars`."""
     return f"adiv.summary.{name}" if name else "adiv.summary"

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakKeyDictionary
 
-from adiv_monitor.diagnosis.titles import chart_text
+from adiv_monitor.diagnosis.health import chart_text
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport, taken
@@ -16,10 +16,9 @@ from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     FRONT_MEASURES,
+    Metrics,
     Scalars,
-    board_scalars,
-    known_measures,
-    known_scalars,
+    summary_group,
     summary_tags,
 )
 
@@ -78,10 +77,9 @@ class TensorBoardSink:
         histograms: bool = True,
         name: str = "",
     ) -> None:
-        self._measures = None if measures is None else known_measures(measures)
-        self._scalars = known_scalars(scalars)
+        chosen = None if measures is None else tuple(measures)
+        self._metrics = Metrics(chosen, scalars, name=_encodable(name))
         self._histograms = histograms
-        self._name = _encodable(name)
         self._owned = isinstance(target, str | os.PathLike)
         self._writer = _writer(target)
         self._texts: dict[str, str] = {}
@@ -103,12 +101,12 @@ class TensorBoardSink:
 
         if not self._written:
             self._write_layout(report)
-        scalars = board_scalars(report, self._measures, self._scalars, self._name)
+        # Six digits, so that rounding noise does not fill the chart of a constant.
         values = [
             Summary.Value(
-                tag=_encodable(tag), simple_value=_rounded(v), metadata=self._described(tag)
+                tag=_encodable(tag), simple_value=float(f"{v:.6g}"), metadata=self._described(tag)
             )
-            for tag, v in scalars.items()
+            for tag, v in self._metrics.board(report).items()
         ]
         rarely = math.ceil(len(report.layers) / _LAYERS_AT_EACH) or 1
         if self._histograms and self._written % rarely == 0:
@@ -144,16 +142,16 @@ class TensorBoardSink:
         """Return the metadata of a chart's first value: the range of healthy layers."""
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
 
-        if tag in self._described_tags:
-            return None
+        reads = "" if tag in self._described_tags else chart_text(tag)
         self._described_tags.add(tag)
-        reads = chart_text(tag)
-        if not reads:
-            return None
-        return SummaryMetadata(
-            plugin_data={"plugin_name": "scalars"},
-            data_class=DATA_CLASS_SCALAR,
-            summary_description=markdown(reads),
+        return (
+            None
+            if not reads
+            else SummaryMetadata(
+                plugin_data={"plugin_name": "scalars"},
+                data_class=DATA_CLASS_SCALAR,
+                summary_description=markdown(reads),
+            )
         )
 
     def _file_writer(self) -> Any:
@@ -162,18 +160,19 @@ class TensorBoardSink:
     def _write_board(self, report: StepReport) -> None:
         """Write findings and pictures of the course so far."""
         with self._board.showing():
-            findings = self._board.findings()
-            self._write_text("findings", findings_text(findings, self._board.record), report.step)
+            running = self._board.running
+            findings = running.findings()
+            self._write_text("findings", findings_text(findings, running.record()), report.step)
             if self._board.draws:
-                for tag, png in self._board.pictures(findings, self._name).items():
+                for tag, png in self._board.pictures(findings, self._metrics.name).items():
                     self._file_writer().add_summary(_image(tag, png), report.step)
             else:
                 self._write_text("no_pictures", NO_PICTURES, report.step)
 
     def _write_texts(self, report: StepReport) -> None:
-        measures = self._measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)
+        measures = self._metrics.measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)
         if report.ends_round:  # single turns would change these texts each time
-            whole = self._board.last
+            whole = self._board.running.last
             self._write_text("worst_layers", "\n".join(worst_lines(whole, measures)), report.step)
             self._write_text("not_measured", _not_measured(whole), report.step)
         self._write_text("notes", _bullets(report.notes), report.step)
@@ -182,21 +181,22 @@ class TensorBoardSink:
     def _write_text(self, tag: str, text: str, step: int) -> None:
         """Write a text if it has changed."""
         if self._texts.get(tag, "") != text:
-            group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
+            group = summary_group(self._metrics.name)
             self._writer.add_text(f"{group}/{tag}", text or "none any more", step)
             self._texts[tag] = text
 
     def _write_layout(self, report: StepReport) -> None:
         """Write the layout of the custom scalars, which all sinks of a writer share."""
-        front = FRONT_MEASURES if self._scalars == "few" else DEFAULT_MEASURES
-        tags = {m: summary_tags(m, self._name) for m in taken(report, self._measures or front)}
+        name, measures = self._metrics.name, self._metrics.measures
+        front = FRONT_MEASURES if self._metrics.scalars == "few" else DEFAULT_MEASURES
+        tags = {m: summary_tags(m, name) for m in taken(report, measures or front)}
         # TensorBoard shows the last chart first.
         charts = {
             m: ["Margin", [t["median"], t["min"], t["max"]]] for m, t in reversed(tags.items())
         }
         title = "adiv: median of all layers, from the smallest to the largest"
         layout = _LAYOUTS.setdefault(self._writer, {})
-        layout[f"{title} ({self._name})" if self._name else title] = charts
+        layout[f"{title} ({name})" if name else title] = charts
         self._writer.add_custom_scalars(layout)
 
 
@@ -234,11 +234,6 @@ def _encodable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _rounded(value: float) -> float:
-    """Round to six digits, so that rounding noise does not fill the chart of a constant."""
-    return float(f"{value:.6g}")
-
-
 def _image(tag: str, png: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -248,36 +243,33 @@ def _image(tag: str, png: bytes) -> Any:
 
 
 def _histograms(report: StepReport) -> Iterator[Any]:
-    """Yield histograms of scale and cosine over the rows with a gradient, for every layer."""
-    for path, reading in report.layers.items():
-        rows = reading.rows_seen - reading.rows_without_gradient
-        for tag, quantiles in (
-            (f"adiv.row_scale/{_encodable(path)}", reading.scale_quantiles),
-            (f"adiv.row_cosine/{_encodable(path)}", reading.row_cosine_quantiles),
-        ):
-            if quantiles and all(map(math.isfinite, quantiles)):
-                yield from _histogram(tag, quantiles, rows).value
+    """Yield histograms of scale and cosine over the rows with a gradient, for every layer.
 
-
-def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
-    """Return a histogram with one equally filled bucket between neighbouring quantiles."""
+    Each has one equally filled bucket between neighbouring quantiles.
+    """
     from torch.utils.tensorboard.summary import histogram_raw
 
-    if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
-        # Stretched over the whole chart, rounding would look like a distribution or a change.
-        quantiles = (float(f"{quantiles[0]:.6g}"),) * len(quantiles)
-    middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
-    share = rows / len(middles)
-    return histogram_raw(  # type: ignore[no-untyped-call]
-        tag,
-        min=quantiles[0],
-        max=quantiles[-1],
-        num=rows,
-        sum=share * sum(middles),
-        sum_squares=share * sum(middle**2 for middle in middles),
-        bucket_limits=list(quantiles[1:]),
-        bucket_counts=[share] * len(middles),
-    )
+    for path, reading in report.layers.items():
+        rows = reading.rows_seen - reading.rows_without_gradient
+        of_rows = {"scale": reading.scale_quantiles, "cosine": reading.row_cosine_quantiles}
+        for what, quantiles in of_rows.items():
+            if not quantiles or not all(map(math.isfinite, quantiles)):
+                continue
+            if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
+                # Stretched over the whole chart, rounding would look like a distribution.
+                quantiles = (float(f"{quantiles[0]:.6g}"),) * len(quantiles)
+            middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
+            share = rows / len(middles)
+            yield from histogram_raw(  # type: ignore[no-untyped-call]
+                f"adiv.row_{what}/{_encodable(path)}",
+                min=quantiles[0],
+                max=quantiles[-1],
+                num=rows,
+                sum=share * sum(middles),
+                sum_squares=share * sum(middle**2 for middle in middles),
+                bucket_limits=list(quantiles[1:]),
+                bucket_counts=[share] * len(middles),
+            ).value
 
 
 def _not_measured(report: StepReport) -> str:

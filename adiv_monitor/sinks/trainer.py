@@ -66,17 +66,19 @@ class TrainerSink:
             elif not isinstance(callback, (PrinterCallback, ProgressCallback)):
                 self._tell(callback, dict(summary))
 
+    @property
+    def _boards(self) -> list[TensorBoardSink | ProductSink]:
+        return [x for x in (self._board, *self._products.values()) if x is not None]
+
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of the steps after the last report."""
-        for board in (self._board, *self._products.values()):
-            if board is not None:
-                board.add_losses(losses)
+        for board in self._boards:
+            board.add_losses(losses)
 
     def close(self) -> None:
         """Write the last pictures; their writers belong to the Trainer and stay open."""
-        for board in (self._board, *self._products.values()):
-            if board is not None:
-                board.close()
+        for board in self._boards:
+            board.close()
 
     def _product(self, callback: "TrainerCallback") -> ProductSink | None:
         if id(callback) not in self._products:

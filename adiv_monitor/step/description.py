@@ -50,6 +50,7 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
         optimizer=rates.optimizer,
         maximize=rates.maximize,
         other_optimizers=tuple(armed.others.names),
+        changed_by=tuple(armed.others.writers),
     )
     failures.notes.clear()
 

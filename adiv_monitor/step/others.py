@@ -26,6 +26,7 @@ class Others:
         steps: number of these steps.
         last: class name of the optimizer that took the last of them.
         names: class names of all that stepped, whatever they wrote to.
+        writers: class names of those that wrote to the parameters.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Others:
         self.begun = self.steps = 0
         self.last = ""
         self.names: dict[str, None] = {}
+        self.writers: dict[str, None] = {}
         self.guard = guard
         self._own = own
         self._parameters = parameters
@@ -64,10 +66,13 @@ class Others:
         before, self._before = self._before, None
         if stepping is self._own or before is None or (counts := self._counts()) is None:
             return
-        self.names[type(stepping).__name__] = None
-        if counts and before != self._versions():
-            self.steps += 1
-            self.last = type(stepping).__name__
+        name = type(stepping).__name__
+        self.names[name] = None
+        if before != self._versions():
+            self.writers[name] = None
+            if counts:
+                self.steps += 1
+                self.last = name
 
     def _versions(self) -> list[int]:
         return [*map(version, self._parameters)]

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.entries import sampled_entries
-from adiv_monitor.capture.selection import elements, paths_of_parameters, trainable
+from adiv_monitor.capture.selection import (
+    elements,
+    named_modules,
+    paths_of_parameters,
+    trainable,
+)
 from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
@@ -96,6 +101,7 @@ class WholeModel:
         part.report = replace(
             part.report,
             trainable=self._trainable,
+            frozen=_frozen(self._model) if self._trainable else {},
             not_held=self._not_held([p for p in self._unheld if is_as_before[id(p)]]),
             cut_off=self._capture.selection.by_module(cut_off),
             removed=self._capture.selection.by_module(removed),
@@ -128,3 +134,14 @@ class WholeModel:
         for parameter in parameters:
             found[paths[id(parameter)]] += elements(parameter)
         return dict(found)
+
+
+def _frozen(model: nn.Module) -> dict[str, int]:
+    """Return the outermost modules that hold frozen parameters alone, with their elements."""
+    trains = {id(p) for p in model.parameters() if p.requires_grad or p.grad is not None}
+    found, inside = dict[str, int](), set[nn.Module]()
+    for path, module in named_modules(model):  # parents first
+        if module not in inside and trains.isdisjoint(map(id, module.parameters())):
+            inside.update(module.modules())
+            found[path] = sum(map(elements, module.parameters()))
+    return {path: count for path, count in found.items() if count}

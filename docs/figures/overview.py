@@ -43,7 +43,7 @@ def overview(steps: int) -> bytes:
             optimizer.step()
     for report in monitor.reports:
         board.add(report)
-    return board.pictures(board.findings())["adiv/overview"]
+    return board.pictures(board.running.findings())["adiv/overview"]
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def train(
             **{"every_n_steps": 10, "warm_up": steps // 10, **options},
         )
     elif gains is not None:
-        scheduler = MaxLRScheduler(optimizer, model, None, mode="static", gains=gains)
+        scheduler = MaxLRScheduler(optimizer, model, probe, mode="static", gains=gains)
     losses = []
     for _ in range(steps):
         rows = torch.randint(len(X) - PROBE, (BATCH,))

@@ -119,10 +119,6 @@ def recurrent(model: Any, x: Tensor, part: str) -> Rows:
     return alone(W, torch.stack(found))
 
 
-def standard(w: Tensor, g: Tensor) -> Tensor:
-    return g * (w - w.mean(1, keepdim=True))
-
-
 # (path, model, every row by hand, fan-in, fan-out)
 CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows], int, int]] = {
     "einsum": (
@@ -199,17 +195,6 @@ CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows]
         lambda m, x: recurrent(m, x, "hidden"),
         WIDTH,
         4 * WIDTH,
-    ),
-    "made in the forward pass": (
-        "w",
-        lambda: built(
-            lambda m, x: functional.linear(x, standard(m.w, m.g)),
-            w=weight(7, WIDTH),
-            g=weight(7, 1),
-        ),
-        lambda m, x: alone(standard(m.w, m.g), x),
-        WIDTH,
-        7,
     ),
 }
 
@@ -364,16 +349,6 @@ def test_saved_reference_points_name_weights_as_the_model_does() -> None:
     torch.testing.assert_close(state["weights"]["1.weight"], model[1].weight.detach())
 
 
-def test_a_weight_that_is_made_at_each_call_is_one_layer() -> None:
-    model = built(
-        lambda m, x: functional.linear(torch.tanh(functional.linear(x, m.w * 2)), m.w * 2),
-        w=weight(WIDTH, WIDTH),
-    )
-    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
-    assert [layer.path for layer in alignment.layers] == ["first", "w", "head"]
-    assert alignment.read()["w"].rows == 2 * ROWS
-
-
 def test_a_weight_that_is_looked_up_and_multiplied_is_two_layers() -> None:
     tokens = torch.arange(ROWS) % 5
     model = built(
@@ -405,6 +380,11 @@ def test_what_can_not_be_measured_is_named_with_the_reason() -> None:
     alignment = Alignment(mapped, Probe(torch.randn(ROWS, 8).double()))
     assert alignment.unmeasured == ["linear.weight"]
     assert "torch.func" in alignment.refused["linear.weight"]
+    scaled = built(lambda m, x: functional.linear(x, m.w * 2, m.b), w=weight(7, WIDTH), b=weight(7))
+    alignment = Alignment(scaled, Probe(torch.randn(ROWS, 8).double()))
+    assert alignment.unmeasured == ["w"] and "computes a weight from it" in alignment.refused["w"]
+    assert alignment.layers[-1].predecessors == ("first",)
+    assert any(p is scaled.b for p in alignment.layers[0].entrywise)
 
 
 def test_gradients_that_rules_refuse_are_none_of_a_probes_business() -> None:
@@ -422,20 +402,14 @@ def test_experts_whose_rows_are_routed_anew_tell_no_change() -> None:
 
     def routed(m: Any, x: Tensor) -> Tensor:
         wide = functional.pad(x, (0, 12)).bfloat16()
-        return torch._grouped_mm(wide, m.w.bfloat16(), offs=ends).to(x)
+        return torch._grouped_mm(wide, m.w, offs=ends).to(x)
 
-    model = built(routed, w=weight(2, 32, 48))
-    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    model = Between(routed, w=nn.Parameter(weight(2, 32, 48).detach().bfloat16()))
+    model(torch.randn(ROWS, 8))
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8)))
     moved(model)
     reading = alignment.read()["w"]
     assert (reading.kind, reading.fan_in, reading.fan_out) == ("experts", 32, 48)
     assert (reading.alpha, reading.omega, reading.u) == (None, None, None)
     assert reading.output_change_rms is None
     assert reading.cumulative is not None
-
-
-def test_what_a_layer_was_asked_for_by_its_slot_it_tells_itself() -> None:
-    layer = Alignment(built(lambda m, x: x), Probe(torch.randn(2, 8).double())).layers[0]
-    with pytest.warns(DeprecationWarning, match="slot is deprecated"):
-        slot = layer.slot
-    assert (slot.kind, slot.fan_in, slot.fan_out) == ("linear", 8, WIDTH)

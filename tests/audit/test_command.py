@@ -17,12 +17,10 @@ from example_reports import report as step_report
 
 from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.cli import CLOSED_PIPE, main
-from adiv_monitor.audit.command.prepare import prepare
-from adiv_monitor.audit.options.config import Config, load
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.command.code import OF_FILE, UsageError, imported
+from adiv_monitor.audit.command.options import Config, load
+from adiv_monitor.audit.command.prepare import loss_of, prepare
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.sources import named
-from adiv_monitor.audit.sources.imported import OF_FILE, imported
 from adiv_monitor.sinks import HtmlSink
 
 HERE = "audit.command_models"
@@ -92,7 +90,7 @@ def test_precisions(precision: str) -> None:
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
     assert next(made["model"].parameters()).dtype == made["batches"][0][0].dtype == dtype
     of = made["model"], made["batches"][0]
-    assert (made["loss"](*of) != named.loss("cross_entropy")(*of)) == (precision == "bf16-mixed")
+    assert (made["loss"](*of) != loss_of("cross_entropy")(*of)) == (precision == "bf16-mixed")
 
 
 def test_help_that_is_not_read_to_its_end_leaves_no_traceback(
@@ -174,6 +172,7 @@ def test_the_losses_of_ones_own_run_and_rules_that_hold(capsys: Read) -> None:
     assert report().record.own_losses == dict.fromkeys(range(12), 50.0)
     printed = capsys.readouterr().out
     assert "does not train as your run did" in printed.replace("\n", " ")
+    assert all(line == line.rstrip() for line in printed.splitlines()), "to be copied"
     told = [line for line in printed.splitlines() if line.startswith("fails")]
     assert [line.split(":")[1].strip() for line in told] == ["0", "2"]
 
@@ -228,22 +227,27 @@ def test_code_that_parses_arguments_finds_none(monkeypatch: pytest.MonkeyPatch) 
 BAD = {
     "no model": ([], "which model?"),
     "no value": (["audit", NET, "--steps"], "expected one argument"),
-    "missing module": (["no_such_module:x"], "No module named 'no_such_module'"),
+    "no module": (["none.deep:x"], "'none'; modules are found from the current folder"),
     "no shape": ([NET], "give batches with --data module:name, or the shape of one"),
     "no JSON": ([f"{HERE}:mlp", "--model-args", '{"width": '], "as JSON"),
-    "batches that don't fit": ([NET, "--data", f"{HERE}:pairs"], "on the first batch raised"),
+    "batches that don't fit": (
+        [NET, "--data", f"{HERE}:pairs"],
+        "with shapes (4, 7), (4, 7), (4, 1), raised",
+    ),
     "no samples": ([NET, "--data", f"{HERE}:no_samples"], "got an empty tensor in batch 0"),
     "its arguments": ([NET, *SHAPE, "--optimizer-args", '{"rate": 1}'], "'rate'"),
     "no clipping": ([NET, "--clip-norm", "0"], "expected a number above 0"),
     "no device": ([NET, "--device", "toaster"], "can't be used here"),
-    "rule": ([NET, "--fail-if", "scale_cv ="], "expected [LAYERS:] MEASURE > NUMBER"),
+    "rule": (
+        [NET, "--fail-if", "scale_cv ="],
+        "--fail-if 'scale_cv =': expected [LAYERS:] MEASURE",
+    ),
     "no checkpoint": ([NET, "--checkpoint", "none.pt"], "it is missing"),
     "no config": (["--config", "none.yaml"], "No such file or directory: 'none.yaml'"),
     "file as folder": ([NET, "--out", "file/out"], "can't be written to"),
     "losses": ([NET, *SHAPE, "--losses", "losses.json"], "could not convert string to float"),
     "compare nothing": (["compare", "a", "b"], "No such file or directory: 'a'"),
     "compare no report": (["compare", "file", "file"], "is no report"),
-    "compare one": (["compare", "file"], "required"),
 }
 
 

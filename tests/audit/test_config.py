@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from adiv_monitor.audit.options.config import HELP, Config, dumped, load, parsed, read
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.command.code import UsageError
+from adiv_monitor.audit.command.options import HELP, Config, dumped, load, parsed, read
 
 pytest.importorskip("yaml")
 
@@ -74,12 +74,12 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("steps", "0", "a whole number of at least 1"),
+        ("steps", "0", "--steps: got 0, expected an integer of at least 1"),
         ("steps", "true", "expected one argument"),
         ("seed", "-1", "at least 0"),
         ("clip_norm", "0", "above 0"),
         ("try_seconds", "-1", "at least 0"),
-        ("input_shape", "a", "at least 1"),
+        ("input_shape", "a", "such as 3,64,64"),
         ("model_args", "\"{'a': 1}\"", "JSON"),
         ("precision", "16-mixed", "bf16-mixed"),
         ("realised", '"yes"', "ignored explicit argument 'yes'"),
@@ -101,10 +101,10 @@ def test_a_wrong_value_says_what_is_expected(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("steps: [1", "is no YAML"),
+        ("steps: [1", "c.yaml: while parsing"),
         ("- 1", r"got \[1\], expected lines such as"),
         ("", "got None, expected lines such as"),
-        ("!!python/object/apply:os.system ['touch evil']", "is no YAML"),
+        ("!!python/object/apply:os.system ['touch evil']", "could not determine a constructor"),
     ],
 )
 def test_a_wrong_file_is_told(content: str, told: str) -> None:
@@ -114,4 +114,4 @@ def test_a_wrong_file_is_told(content: str, told: str) -> None:
 
 
 def test_every_option_has_its_help() -> None:
-    assert list(HELP) == [f.name for f in fields(Config)] and all(HELP.values())
+    assert all(HELP.get(f.name) for f in fields(Config))

@@ -11,10 +11,10 @@ import pytest
 from made_records import FACTS, INPUTS, STEPS, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.diagnose import looked_for, running_headline, untold
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.record import Fact, Probed, Record, UnitStatistics, WeightStatistics
-from adiv_monitor.diagnosis.verdict import looked_for, running_headline, untold
 from adiv_monitor.report import LayerReading, StepReport
 
 ODD = (0.0, 1.0, -1.0, 1e-320, 1e300, -1e300, nan, inf, -inf)

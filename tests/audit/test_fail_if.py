@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from adiv_monitor.alarms import Rule
-from adiv_monitor.audit.options.fail_if import hits, parse
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.command.cli import hits
+from adiv_monitor.audit.command.code import UsageError
+from adiv_monitor.audit.command.options import rule as parse
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Facts, Record
@@ -30,11 +31,8 @@ def report(*steps: dict[str, LayerReading], findings: tuple[Finding, ...] = ()) 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("scale_cv > 1", ("*", "scale_cv", ">", 1.0)),
-        ("scale_cv>=-1.5e-3", ("*", "scale_cv", ">=", -1.5e-3)),
         (" encoder.*:update_cosine <= .5 ", ("encoder.*", "update_cosine", "<=", 0.5)),
-        ("a:b c : update_cosine < 0", ("a:b c", "update_cosine", "<", 0.0)),
-        ("attention_cosine < 0", ("*", "attention_cosine", "<", 0.0)),
+        ("a:b c : attention_cosine < 0", ("a:b c", "attention_cosine", "<", 0.0)),
         ("rate-too-high", ("*", "rate-too-high")),
         ("head.*: dead-units", ("head.*", "dead-units")),
     ],
@@ -44,24 +42,12 @@ def test_a_rule_compares_a_measure_or_names_a_finding(text: str, rule: tuple[Any
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("scale_cv", "scale_cv > ", "> 1", "scale_cv > one", "scale_cv >> 1", "scale_cv == 1"),
-        *("scale_cv > 1 or True", "__import__('os').system('x') > 1", "", "scale_cv > nan"),
-        *("1 < scale_cv", "scale_cv > 1; import os", "scale_cv > 0x1"),
-    ],
-)
-def test_what_is_no_rule_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        parse(text)
-
-
-@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("scale_cvv > 1", "scale_cvv.*scale_cv"),
         ("rate-to-high", "rate-to-high.*rate-too-high"),
-        ("head.*: acts-up", "the name or strength of a finding"),
+        *((text, "expected") for text in ("scale_cv", "> 1", "scale_cv > 1 or True", "")),
+        ("head.*: acts-up", r"or \[LAYERS:\] NAME, such as 'act'"),
         ("module-repeated", "'module-repeated' is no longer looked for$"),
         ("head.*: gradient-differs", "no longer looked for; torch.autograd.gradcheck"),
     ],

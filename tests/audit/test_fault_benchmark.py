@@ -19,7 +19,7 @@ from audit.fault_benchmark.reported_sources import SOURCES
 from audit.fault_benchmark.reports import reported
 from audit.fault_benchmark.run import BATCHES, error_of
 
-from adiv_monitor.diagnosis.verdict import NOTHING
+from adiv_monitor.diagnosis.diagnose import NOTHING
 
 FAULTY = (
     "regression-sgd: one feature × 100",

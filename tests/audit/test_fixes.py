@@ -13,7 +13,7 @@ from trial_setups import batches, cnn, images, loss, mlp, setup, sgd
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
-from adiv_monitor.audit.trials.fixes.inputs import feature_axis
+from adiv_monitor.audit.trials.fixes.layers import feature_axis
 from adiv_monitor.report import StepReport
 
 

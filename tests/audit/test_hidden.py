@@ -11,20 +11,18 @@ from audited import mlp, seen
 from torch import nn
 
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.options.config import Config, load
-from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys, without_secrets
+from adiv_monitor.audit.command.options import Config, load
+from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
 
 HERE = "audit.command_models"
 SHORT = ("--input-shape", "64", "--steps", "2", "--no-try")
 SECRETS: dict[str, Any] = {
     **dict.fromkeys(
         (
-            *("api_key", "apiKey", "OPENAI_API_KEY", "apikey", "token", "hf_token", "auth-token"),
-            *("accessToken", "password", "db.password", "passwd", "pwd", "secret", "private_key"),
-            *("aws_secret_access_key", "passphrase", "password_file", "authorization", "token_hf"),
-            *("use_auth_token", "use_token", "image_api_token", "text_access_token", "hf_token_1"),
-            *("auth_token_text", "auth", "bearer", "wandb_key", "openaiKey", "account-key"),
-            *("passcode", "pass", "db_pass", "session_cookie", "password_len"),
+            *("api_key", "apiKey", "OPENAI_API_KEY", "apikey", "token", "hf_token", "accessToken"),
+            *("password", "db.password", "pwd", "secret", "private_key", "password_file", "auth"),
+            *("token_hf", "use_auth_token", "image_api_token", "hf_token_1", "auth_token_text"),
+            *("bearer", "wandb_key", "account-key", "passcode", "db_pass", "session_cookie"),
         ),
         "s3cret",
     ),
@@ -37,16 +35,15 @@ SECRETS: dict[str, Any] = {
 NONE_OF_THEM: dict[str, Any] = {
     **dict.fromkeys(
         (
-            *("token_type", "token_pooling", "tokenizer", "key", "pad_token", "bos_token", "api"),
-            *("class_token", "mask_token", "kv_keys", "x", "passing", "monkey", "access", "passes"),
-            *("query_token", "new_token", "sort_key", "label_key", "key_size", "forward_pass"),
+            *("token_type", "tokenizer", "key", "pad_token", "class_token", "x", "monkey"),
+            *("passes", "query_token", "sort_key", "label_key", "key_size", "forward_pass"),
         ),
         "text",
     ),
     **dict.fromkeys(
         (
-            *("max_tokens", "num_tokens", "token_dim", "pad_token_id", "token", "lr", "key_dim"),
-            *("secret_dim", "password_len", "api_key_size", "num_keys", "hash_key", "pass"),
+            *("max_tokens", "pad_token_id", "token", "key_dim", "secret_dim", "password_len"),
+            *("api_key_size", "hash_key", "pass"),
         ),
         8,
     ),

@@ -10,7 +10,7 @@ from html import unescape
 from example_audits import made_up
 from rich.console import Console
 
-from adiv_monitor.audit.command.terminal import show
+from adiv_monitor.audit.command.output import show
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import (
     HIGHER_RATES,

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from trial_setups import batches, mlp
 
 from adiv_monitor import audit
+from adiv_monitor.audit.command.code import UsageError
+from adiv_monitor.audit.command.prepare import own_losses
 from adiv_monitor.audit.experiments.measure import averages
-from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.sources.own_losses import own_losses
-from adiv_monitor.diagnosis import own_run
+from adiv_monitor.diagnosis.course import difference
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.report_page import headline
@@ -68,13 +68,13 @@ def test_a_copy_that_trains_as_the_run_did_says_so_in_a_note() -> None:
 def test_a_copy_that_trains_otherwise_says_so_first() -> None:
     report = audited(own_losses=losses(1e-4), steps=STEPS)
     assert report.verdict.startswith("The copy does not train as your run did: over the steps 0 to")
-    found = own_run.difference(report.record)
+    found = difference(report.record)
     assert found.startswith("over the steps ")
     assert headline((), report.record) == "The copy does not train as your run did"
     said = headline((Finding("not-held", "act"),), report.record)
     assert said == "One thing to fix, and the copy does not train as your run did"
     without = replace(report.record, own_losses={})
-    assert own_run.said(without) == "" and headline((), without) == "Nothing to fix"
+    assert difference(without) == "" and headline((), without) == "Nothing to fix"
 
 
 def against(own: list[float]) -> Record:
@@ -84,12 +84,12 @@ def against(own: list[float]) -> Record:
 
 def test_a_difference_of_the_last_half_is_found_and_noise_is_not() -> None:
     copied = list(losses(0.3))
-    assert own_run.difference(against(copied)) == ""
-    found = own_run.difference(against(copied[:12] + [x + 1.0 for x in copied[12:]]))
+    assert difference(against(copied)) == ""
+    found = difference(against(copied[:12] + [x + 1.0 for x in copied[12:]]))
     assert found.startswith("over the steps 12 to 23,")
     noisy = [x + (-1) ** step for step, x in enumerate(copied)]
-    assert own_run.difference(against(noisy)) == ""
-    assert own_run.difference(against([1.0, *[math.nan] * 23]))
+    assert difference(against(noisy)) == ""
+    assert difference(against([1.0, *[math.nan] * 23]))
 
 
 def test_too_few_losses_are_not_compared() -> None:

@@ -275,7 +275,7 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at() -> None:
     found = checks(small().findings, record)
     assert {check.title: check.strength for check in found if check.strength} == {
         "Parameters": "note",
-        "Inputs": "act",
+        "Inputs and values": "act",
         "Activation functions": "watch",
     }
 

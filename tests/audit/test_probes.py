@@ -35,8 +35,7 @@ from adiv_monitor.audit.experiments.loss_inputs import given_to
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.experiments.questions import ASKS, LOOKS, asked
 from adiv_monitor.audit.training.batches import taken
-from adiv_monitor.audit.training.schedulers import lifted
-from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.setup import Setup, lifted
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding

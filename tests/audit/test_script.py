@@ -11,10 +11,8 @@ from made_records import record
 from torch.optim import optimizer as torch_optimizer
 
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.command.code import UsageError, imported, steps_of, watched
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.sources import script
-from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.record import Fact, Probed, Record, WeightStatistics
 
@@ -131,9 +129,9 @@ def test_what_writes_new_files_and_elsewhere_is_not_refused(
     elsewhere = tmp_path_factory.mktemp("cache") / "cached.pt"
     elsewhere.write_text("old")
     write("train.py", MODEL + SAVE + f"torch.save(1, {str(elsewhere)!r})\nsave = torch.save\n")
-    with script.watched(may_train=False) as ran:
+    with watched(may_train=False) as ran:
         train = import_module("train")
-    assert ran.steps_of(train.model) == 0
+    assert steps_of(ran, train.model) == 0
     assert Path("best.pt").stat().st_size > 0 and torch.load(elsewhere) == 1
     train.save(2, "best.pt")  # later, it is torch's
     assert torch.load("best.pt") == 2
@@ -154,12 +152,12 @@ def test_a_script_that_may_run_gives_trained_weights(write: Write, capsys: Read)
 
 def test_weights_are_trained_if_they_are_those_that_the_steps_moved(write: Write) -> None:
     write("train.py", MODEL + DATA + STEPS + TRAIN)
-    with script.watched(may_train=True) as ran:
+    with watched(may_train=True) as ran:
         train = import_module("train")
-    assert ran.steps_of(train.model) == 5
-    assert ran.steps_of(train.Net()) == 0  # made anew
+    assert steps_of(ran, train.model) == 5
+    assert steps_of(ran, train.Net()) == 0  # made anew
     train.step()
-    assert ran.steps_of(train.model) == 5, "no longer watched"
+    assert steps_of(ran, train.model) == 5, "no longer watched"
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -209,7 +207,7 @@ def test_files_are_imported_as_in_their_package_or_as_scripts(write: Write) -> N
 
 
 def test_a_script_that_holds_all_below_main_is_told_three_lines(write: Write) -> None:
-    write("train.py", 'if __name__ == "__main__":\n    model = 1\n')
+    write("train.py", 'Model = int\nif __name__ == "__main__":\n    model = 1\n')
     write("plain.py", "net = 1\n")
     with pytest.raises(UsageError, match=r"def model\(\): .*def batches\(\): .*def loss\(output"):
         imported("train:model", "MODEL")

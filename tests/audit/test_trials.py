@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from trial_setups import batches, loss, mlp, ran, setup, sgd
 
-from adiv_monitor.audit.experiments.state import step_cost
+from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
@@ -373,12 +373,12 @@ def test_no_run_begins_that_would_end_later_than_the_cap() -> None:
 
 def test_what_a_step_costs_is_counted() -> None:
     of = healthy()
-    cost = step_cost(of)
-    assert step_cost(of) == cost
+    cost, _ = counted(of)
+    assert counted(of)[0] == cost
     twice = replace(of, batches=tuple(tuple(torch.cat([x, x]) for x in b) for b in batches()))
     wide = replace(of, model=nn.Sequential(nn.Linear(12, 2**18), nn.Linear(2**18, 3)))
-    assert cost < step_cost(twice) < 2 * cost  # calls of operators stay as many
-    assert step_cost(wide) > 10 * cost
+    assert cost < counted(twice)[0] < 2 * cost  # calls of operators stay as many
+    assert counted(wide)[0] > 10 * cost
 
 
 def interrupting(at: int) -> Any:

@@ -32,8 +32,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # location of the browser's pac
 
 from audit.browser import Browser, chromium
 
+from adiv_monitor.diagnosis.diagnose import running_headline
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.diagnosis.verdict import running_headline
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import MemorySink
 

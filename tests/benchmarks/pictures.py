@@ -122,9 +122,9 @@ def drawn(layers: int, reports: int) -> list[str]:
     of_all = {f"blocks.{i // 6}.part{i % 6}": draw for i, draw in enumerate(draws)}
     for step in range(reports):
         board.add(replace(report(layers=of_all), step=step))
-    board.pictures(board.findings())
+    board.pictures(board.running.findings())
     began = time.perf_counter()
-    findings = board.findings()
+    findings = board.running.findings()
     found = time.perf_counter()
     pictures = board.pictures(findings)
     end = time.perf_counter()

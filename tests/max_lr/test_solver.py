@@ -16,7 +16,7 @@ from adiv_monitor.max_lr import MaxLRSolution, solve_max_lr
 from adiv_monitor.max_lr.exponents import PARAMETRIZATIONS
 from adiv_monitor.max_lr.network import Alignments, Network, chain, full_alignment
 from adiv_monitor.max_lr.optimizers import UpdateRule, update_rule
-from adiv_monitor.max_lr.program import Program, minimise
+from adiv_monitor.max_lr.program import Program
 from adiv_monitor.max_lr.stability import feature_change, gradient_exponents
 
 H = 0.5
@@ -308,10 +308,10 @@ def test_one_program_says_what_two_would() -> None:
         found = solved(network, alignments)
         n = len(network)
         program = Program(network, alignments, found.c_full)
-        cost = program.cost((1.0,) * n)
-        first = minimise(program, cost)[1]
+        cost = program.cost(1)
+        first = program.minimise(cost)[1]
         program.add(dict.fromkeys(range(n), 1.0), float(cost @ first) + 1e-9)
-        second = minimise(program, program.cost((0.0,) * n, 1.0))[1]
+        second = program.minimise(program.cost(0, 1))[1]
         assert sum(found.c) == pytest.approx(float(cost @ first), abs=1e-8)
         assert -min(found.gains) == pytest.approx(second[program.t], abs=1e-7)
         ties += bool(np.abs(first[:n] - found.c).max() > 1e-6)
@@ -343,9 +343,6 @@ def test_pareto_slows_no_layer_and_is_always_feasible() -> None:
         found = solved(network, alignments, objective="pareto")
         assert found.status == "optimal"
         assert min(found.gains) >= -1e-9
-        loose = solved(network, alignments, objective="pareto", epsilon=0.05)
-        assert min(loose.gains) >= -0.05 - 1e-9
-        assert sum(loose.c) <= sum(found.c) + 1e-9
 
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 2), ("adam", 1), ("adafactor", 0)])
@@ -438,36 +435,6 @@ def test_frozen_and_fixed_layers_keep_their_rate() -> None:
     assert sum(frozen.c[1:]) < sum(free.c[1:]) + 1e-9
 
 
-def test_features_that_must_change() -> None:
-    """Without alignment the readout's change vanishes under muP with SGD."""
-    given = {"parametrization": "mup", "optimizer": "sgd", "layers": 3, "objective": "sum"}
-    given |= dict.fromkeys(("alpha", "omega", "u"), H)
-    free = solve_max_lr(**given)
-    changing = solve_max_lr(**given, nontrivial=True)
-    assert free.r[-1] == pytest.approx(H)
-    assert changing.r[-1] == pytest.approx(0, abs=1e-5)
-    assert min(changing.r) > -1e-5
-    assert sum(changing.c) > sum(free.c)
-
-
-def test_hidden_features_that_must_change() -> None:
-    """The embedding pays for the readout's omega; if it is fixed, the hidden layer does."""
-    given = {"parametrization": "sp", "optimizer": "adam", "objective": "sum"}
-    given |= {
-        "alpha": (H, 0.8, 0.75),
-        "omega": (H, 0.4, 0.5),
-        "u": (H, 0.75, 0.7),
-        "weights": (1, 5, 5),
-    }
-    free = solve_max_lr(**given)
-    assert free.r[1] == pytest.approx(0)
-    given["omega"] = (H, 0.4, 0.6)
-    assert solve_max_lr(**given).r[1] == pytest.approx(0.1)
-    assert solve_max_lr(**given, feature_learning=True).status == "infeasible"
-    learning = solve_max_lr(**{**given, "omega": (H, 0.4, 0.5)}, feature_learning=True)
-    assert close(learning.c, free.c)
-
-
 def test_optimal_or_a_reason() -> None:
     def status(**given: object) -> str:
         found = solve_max_lr(**{"parametrization": "sp", "optimizer": "adam", "layers": 3, **given})
@@ -475,18 +442,14 @@ def test_optimal_or_a_reason() -> None:
         assert bool(found.message) == (found.status != "optimal")
         return found.status
 
-    assert status(alpha=float("nan")) == "not finite"
+    assert status(alpha=float("nan")) == "infeasible"
     assert status(alpha=(float("nan"), 1, 1)) == "optimal"  # an embedding's is never used
     assert status(alpha=15.0, objective="sum") == "infeasible"
     assert status(alpha=1.2) == "infeasible"
     assert status(alpha=(1.2, 1, 1)) == "optimal"
     why = solve_max_lr(parametrization="sp", optimizer="adam", u=(1, 1, 1.2), objective="sum")
-    assert why.message == "u of layer 2 is 1.2: no alignment is above 1"
-    why = solve_max_lr(parametrization="sp", optimizer="adam", layers=3, alpha=-0.2)
-    assert (why.status, why.message) == (
-        "infeasible",
-        "alpha of layer 1 is -0.2: expected 0 to 1, clip it",
-    )
+    assert why.message == "u of layer 2 is 1.2, expected 0 to 1: clip it"
+    assert status(alpha=-0.2) == "infeasible"
     ab = {"parametrization": None, "a": (0, 0, 0)}
     assert status(**ab, b=(0, H, 0.4)) == "unstable at initialisation"
     assert status(**ab, b=(0.1, H, H)) == "unstable at initialisation"
@@ -504,8 +467,6 @@ WRONG = [
     ({"layers": 3, "parametrization": None}, "either parametrization"),
     ({"layers": 3, "a": (0, 0, 0)}, "either parametrization"),
     ({"layers": 3, "objective": "best"}, "objective='best'"),
-    ({"layers": 3, "epsilon": -1}, "epsilon=-1"),
-    ({"layers": 3, "weights": (1, 0, 1)}, "above 0"),
     ({"layers": 3, "tied": [(0, 3)]}, "tied: got 3"),
     ({"predecessors": [(), (2,), (1,)]}, "order in which they run"),
     ({"predecessors": [(), (0,), ()]}, "feeds none"),

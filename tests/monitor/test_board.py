@@ -18,11 +18,11 @@ from torch import nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.diagnose import NOTHING
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
-from adiv_monitor.diagnosis.verdict import NOTHING
 from adiv_monitor.report import Alarm, LayerReading, StepReport, Turn
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
@@ -302,7 +302,7 @@ def test_the_overview_names_what_to_fix() -> None:
     board = Board("test")
     for one in vanishing().reports:
         board.add(one)
-    findings = board.findings()
+    findings = board.running.findings()
     pictures = board.pictures(findings)
     assert "adiv/overview" in pictures
     tag = "adiv/per_layer/descent"
@@ -398,7 +398,7 @@ def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.Mon
     board = Board("test")
     for i in range(MOST_REPORTS):
         board.add(replace(one, step=i))
-    pictures = sum(map(len, board.pictures(board.findings()).values()))
+    pictures = sum(map(len, board.pictures(board.running.findings()).values()))
     monkeypatch.setattr(board_module, "_GROWTH", math.inf)  # the first ones only
     sink = TensorBoardSink(tmp_path)
     sink.write(one)

@@ -23,7 +23,7 @@ pytest.importorskip("sklearn")
 import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adiv_monitor.audit.command.terminal import show
+from adiv_monitor.audit.command.output import show
 from adiv_monitor.audit.report import AuditReport
 
 ROOT = Path(__file__).parents[2]

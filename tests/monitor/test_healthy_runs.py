@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from adiv_monitor import Monitor
+from adiv_monitor.diagnosis.diagnose import LOSS_UNKNOWN, NOTHING, running_headline
 from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.diagnosis.verdict import LOSS_UNKNOWN, NOTHING, running_headline
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import TensorBoardSink
 

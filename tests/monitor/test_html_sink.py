@@ -17,8 +17,8 @@ from adiv_monitor.sinks.borrowed import borrowed
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
+from adiv_monitor.diagnosis.diagnose import looked_for, what_happens
 from adiv_monitor.diagnosis.faults import FAULTS
-from adiv_monitor.diagnosis.verdict import looked_for, what_happens
 
 FILES = ["run.html", "run.json", "run.md"]
 

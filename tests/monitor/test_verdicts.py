@@ -24,10 +24,9 @@ pytest.importorskip("accelerate")
 from verdict_runs import BREAKS, DECAYS, EVERY, LOOPS, STATES, STEPS, Seen, seen
 
 from adiv_monitor.diagnosis.course import fell, is_long_enough
+from adiv_monitor.diagnosis.diagnose import NOTHING, finding_title, running_headline
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.health import HEALTH, value_of
-from adiv_monitor.diagnosis.titles import finding_title
-from adiv_monitor.diagnosis.verdict import NOTHING, running_headline
 from adiv_monitor.report import StepReport
 
 pytestmark = pytest.mark.slow(one_in=11)

@@ -317,6 +317,28 @@ def test_parameters_that_the_optimizer_does_not_hold_are_not_cut_off() -> None:
     assert [r.cut_off for r in reports] == [{}] * 3
 
 
+# --- frozen, and changed by others ---------------------------------------------------------------
+
+
+def test_the_outermost_modules_that_are_frozen_are_told() -> None:
+    model = nn.Sequential(network(), nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    reports = train(model, (p for p in model.parameters() if p.requires_grad))
+    assert [r.frozen for r in reports] == [{"0": 74}] * 3
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_another_optimizer_that_changes_the_same_weights_is_named(shared: bool) -> None:
+    model, other = network(), network()
+    second = torch.optim.RMSprop((model if shared else other).parameters(), lr=1e-3)
+    for p in other.parameters():
+        p.grad = torch.ones_like(p)
+    reports = train(model, model.parameters(), after=lambda step: second.step())
+    assert [r.other_optimizers for r in reports] == [(), ("RMSprop",), ("RMSprop",)]
+    assert [r.changed_by for r in reports] == [(), *[("RMSprop",) * shared] * 2]
+
+
 # --- weights_returned ----------------------------------------------------------------------------
 
 

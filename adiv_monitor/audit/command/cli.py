@@ -24,27 +24,24 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from adiv_monitor import alarms
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.command import terminal
-from adiv_monitor.audit.command.output import check, write, write_page
+from adiv_monitor.audit.command import output
+from adiv_monitor.audit.command.code import OF_FILE, UsageError, blamed, needed, place, said
+from adiv_monitor.audit.command.options import OF_AUDIT, Config, Parser, read, rule
 from adiv_monitor.audit.command.prepare import prepare
-from adiv_monitor.audit.options.config import DEFAULTS, Config, Parser, read
-from adiv_monitor.audit.options.fail_if import hits, parse
-from adiv_monitor.audit.options.usage import UsageError, needed, one_line, place, said
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.sources.imported import OF_FILE
 from adiv_monitor.audit.training.target_loss import LossError
+from adiv_monitor.diagnosis.finding import STRENGTHS
 from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable
+from adiv_monitor.report.wording import listed
 
 CLOSED_PIPE = 141  # 128 + SIGPIPE
-# Options that are arguments of `audit`, except those that name objects.
-_PASSED = {*DEFAULTS}.intersection(signature(audit).parameters) - {"model", "loss", "optimizer"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,35 +82,13 @@ def _audit(config: Config) -> int:
     for package in ("yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the user's own modules lie here
-    check(config.out, force=config.force)
-    with _users_code(), terminal.progress() as progress:
-        arguments, notes = prepare(config)
-        passed = {name: getattr(config, name) for name in _PASSED}
-        report = audit(**arguments, **passed, progress=progress)
-    record = replace(report.record, notes=(*notes, *report.record.notes))
-    report = replace(report, record=record)
-    write(report, config)
-    terminal.show(report, terminal.console(), config.model)
-    print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
-    failed = [(rule, hit) for rule in config.fail_if for hit in hits(parse(rule), report)]
-    for rule, hit in failed:
-        print(printable(f"fails {rule!r}: {hit}"))
-    if report.record.interrupted:
-        print("adiv-audit: interrupted; the report holds the results so far", file=sys.stderr)
-        return 130
-    return 1 if failed else 0
-
-
-@contextmanager
-def _users_code() -> Iterator[None]:
-    """Run the user's code: it finds no arguments on the command line, and does not end the program.
-
-    Raises:
-        UsageError: it called `sys.exit`.
-    """
-    arguments, sys.argv[1:] = sys.argv[1:], []
+    output.check(config.out, force=config.force)
+    arguments, sys.argv[1:] = sys.argv[1:], []  # the user's code finds none
     try:
-        yield
+        with output.progress() as progress:
+            given, notes = prepare(config)
+            options = {name: x for name, x in vars(config).items() if name in OF_AUDIT}
+            report = audit(**{**options, **given}, progress=progress)
     except SystemExit as error:
         where = place(traceback.extract_tb(error.__traceback__)) or "the code under audit"
         raise UsageError(
@@ -121,6 +96,55 @@ def _users_code() -> Iterator[None]:
         ) from error
     finally:
         sys.argv[1:] = arguments
+    record = replace(report.record, notes=(*notes, *report.record.notes))
+    report = replace(report, record=record)
+    output.write(report, config)
+    output.show(report, output.console(), config.model)
+    print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
+    failed = [(text, hit) for text in config.fail_if for hit in hits(rule(text), report)]
+    for text, hit in failed:
+        print(printable(f"fails {text!r}: {hit}"))
+    if report.record.interrupted:
+        print("adiv-audit: interrupted; the report holds the results so far", file=sys.stderr)
+        return 130
+    return 1 if failed else 0
+
+
+def hits(rule: alarms.Rule, report: AuditReport) -> list[str]:
+    """Return where a rule of --fail-if holds: a text for each layer, or for each finding.
+
+    A value is a hit if it exceeds the limit by more than two of its standard errors, at any
+    measured step. A value without direction (NaN), or with an unknown error, is no hit.
+
+    Raises:
+        UsageError: No layer that the rule names has the measure, so nothing was compared.
+    """
+    if not rule.comparison:
+        return list(_findings(rule, report))
+    found: dict[str, list[str]] = {}
+    for step in report.record.reports:
+        for layer, value, error in alarms.compared(rule, step):
+            told = found.setdefault(layer, [])
+            if rule.holds(value, error):
+                shown = f"{value:.4g}" + (f" ± {error:.1g}" if error else "")
+                told.append(f"{shown} (step {step.step})")
+    if not found:
+        at_any = replace(rule, layers="*")
+        known = {at for x in report.record.reports for at, *_ in alarms.compared(at_any, x)}
+        raise UsageError(
+            f"--fail-if {rule.text!r}: nothing could be compared: {rule.measure} was measured at "
+            f"{listed(sorted(known)) or 'no layer'}; some measures need their option"
+        )
+    return [f"{layer}: {', '.join(values)}" for layer, values in found.items() if values]
+
+
+def _findings(rule: alarms.Rule, report: AuditReport) -> Iterator[str]:
+    """Yield the findings of the rule's name or strength at the layers that the rule names."""
+    for finding in report.findings:
+        as_strong = STRENGTHS[STRENGTHS.index(finding.strength) :]
+        at = [layer for layer in finding.layers if fnmatchcase(layer, rule.layers)]
+        if rule.measure in (finding.name, *as_strong) and (at or rule.layers == "*"):
+            yield f"{finding.name} ({finding.strength}) at {', '.join(at) or 'the model'}"
 
 
 def _compare(argv: list[str]) -> int:
@@ -139,7 +163,7 @@ def _compare(argv: list[str]) -> int:
     needed("jinja2", "adiv-audit compare")
     from adiv_monitor.pages import compare
 
-    write_page(given.out, compare(a, b, (given.a, given.b)), force=given.force)
+    output.write_page(given.out, compare(a, b, (given.a, given.b)), force=given.force)
     print(printable(f"page: {given.out}"))
     return 0
 
@@ -150,7 +174,5 @@ def _report(name: str) -> AuditReport:
         path /= "report.json"
     elif path.suffix.lower() == ".html":
         path = beside(path, ".json")
-    try:
+    with blamed(f"compare {name}: {path} is no report of an audit or a training"):
         return AuditReport.from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"compare {name}: {path} is no report: {one_line(error)}") from error

@@ -1,16 +1,29 @@
-"""The files of a report, which replace those of an earlier audit and no others."""
+"""What the command prints, and its files, which replace those of an earlier audit and no others."""
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING
 
-from adiv_monitor.audit.options.config import Config, dumped
-from adiv_monitor.audit.options.usage import UsageError
+from adiv_monitor.audit.command.code import UsageError
+from adiv_monitor.audit.command.options import Config, dumped
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.files import write_whole
 from adiv_monitor.pages.digest import MARK
+from adiv_monitor.pages.report_page import introduced
+from adiv_monitor.printable import printable, quoted
+from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+_COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
 _CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"
 # A pattern at the beginning of each file that an audit writes, which no other file of that name
 # has.
@@ -25,6 +38,72 @@ _BOARD = "tensorboard"
 _BOARD_MARK = ".adiv-audit"  # suffix of file names
 
 
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Show a bar for each part of the audit in a block, if the output of errors is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    errors, tasks = Console(stderr=True), dict[str, "TaskID"]()
+    with Bars(console=errors, transient=True, disable=not errors.is_terminal) as bars:
+
+        def update(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=of)
+            bars.update(tasks[what], completed=done, total=of)
+
+        yield update
+
+
+def console() -> "Console":
+    """Return a console that leaves it to `main` to end the program."""
+    from rich.console import Console
+
+    class Own(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # Console would exit with code 1
+
+    return Own(highlight=False, soft_wrap=False)
+
+
+def show(report: AuditReport, console: "Console", model: str = "") -> None:
+    """Print what was audited, the verdict, findings and notes.
+
+    Args:
+        report: the report.
+        console: where to print.
+        model: the name by which the user calls the model.
+    """
+    from rich.text import Text
+
+    def tell(head: str, text: str, style: str = "") -> None:
+        """Print a text, wrapped to the right of its head, which has the style; "": all has it."""
+        hang = " " * len(head)
+        lines = fill(
+            head + printable(text), console.width, subsequent_indent=hang, break_on_hyphens=False
+        )
+        told = Text(lines)
+        told.stylize(style, 0, len(head) or None)
+        console.print(told)
+
+    print(printable(introduced(report.record, model)), file=console.file)
+    tell("", report.verdict, "bold")
+    for finding in report.findings:
+        at = f" · {listed([quoted(path) for path in finding.layers])}" if finding.layers else ""
+        console.print()
+        tell(f"{finding.strength:5}  ", f"{finding.name}{at}", _COLOURS[finding.strength])
+        told = [f"{advice.outcome.mark} {advice}" for advice in finding.advice]
+        not_advised = finding.not_advised and f"no fix: {finding.not_advised}"
+        for line in filter(None, (finding.summary, *told, not_advised)):
+            tell(" " * 7, line)
+    hurried = "with more time (--try-seconds), the audit tries more fixes"
+    notes = (*[hurried] * report.hurried, *report.record.notes)
+    if notes:
+        console.print()
+    for note in notes:
+        tell("note: ", note)
+
+
 def check(out: str, *, force: bool = False) -> None:
     """Raise UsageError if a report must not, or can't, be written to `out`; leave nothing behind.
 
@@ -36,8 +115,8 @@ def check(out: str, *, force: bool = False) -> None:
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"--out {out}: can't be written to: {above} is no folder that may change")
-    files, board = [folder / name for name in _MARKS], folder / _BOARD
-    foreign = [p for p in files if os.path.lexists(p) and not _is_marked(p, _MARKS[p.name])]
+    board = folder / _BOARD
+    foreign = [folder / x for x, mark in _MARKS.items() if _is_foreign(folder / x, mark)]
     if os.path.lexists(board) and (board.is_symlink() or not board.is_dir()):
         foreign.append(board)
     foreign += {*board.glob("*")}.difference(board.glob(f"*{_BOARD_MARK}"))
@@ -49,12 +128,12 @@ def check(out: str, *, force: bool = False) -> None:
         )
 
 
-def _is_marked(path: Path, mark: re.Pattern[bytes]) -> bool:
-    """Return whether the beginning of a regular file holds the mark."""
+def _is_foreign(path: Path, mark: re.Pattern[bytes]) -> bool:
+    """Return whether something else than a file that begins with the mark is there."""
     if path.is_symlink() or not path.is_file():
-        return False
+        return os.path.lexists(path)
     with path.open("rb") as file:
-        return mark.search(file.read(2000)) is not None
+        return mark.search(file.read(2000)) is None
 
 
 def write(report: AuditReport, config: Config) -> None:
@@ -93,7 +172,6 @@ def write_page(file: str, text: str, *, force: bool = False) -> None:
         UsageError: The page would overwrite another file.
         OSError: It can't be written.
     """
-    path = Path(file)
-    if os.path.lexists(path) and not force and not _is_marked(path, _COMPARED):
+    if not force and _is_foreign(Path(file), _COMPARED):
         raise UsageError(f"--out {file} was not written by compare; --force overwrites it")
-    write_whole({path: text})
+    write_whole({Path(file): text})

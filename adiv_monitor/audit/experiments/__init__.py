@@ -12,7 +12,6 @@ from adiv_monitor.audit.experiments import (
     loss_inputs,
     modules,
     places,
-    reference,
     state,
     terms,
 )

@@ -92,6 +92,12 @@ class Units:
         self._seen: dict[str, list[tuple[str, Tensor, int, int, int]]] = defaultdict(list)
         self._batches = 0
 
+    @property
+    def fewest_values(self) -> int:
+        """The number of values that each unit of any function has got, at least."""
+        every = self._seen.values()
+        return min((sum(x[3] // len(x[1]) for x in seen) for seen in every), default=0)
+
     def statistics(self) -> dict[str, UnitStatistics]:
         """Return the statistics of each function by path; `path#2` is a module's second one.
 

@@ -18,8 +18,7 @@ from adiv_monitor.audit.experiments.calls import (
     see_calls,
 )
 from adiv_monitor.audit.experiments.questions import Untold, asks, first_at_each_place
-from adiv_monitor.audit.training.hooks import without_gradient_hooks
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.setup import Fork, Setup, without_gradient_hooks
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, see_calls
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
 from adiv_monitor.audit.experiments.questions import looks
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, WeightStatistics

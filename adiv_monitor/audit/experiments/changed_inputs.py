@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.audit.experiments.calls import by_name, changed, is_input, is_list
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Surroundings, devices_of, untouched
 
 
 def still(fork: Fork) -> Fork:
@@ -59,6 +60,58 @@ def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
             own = [x.detach() for x in tensors(value) if x.ndim and len(x) == size]
             found.update({name if len(own) == 1 else f"{name}.{i}": x for i, x in enumerate(own)})
     return found
+
+
+@torch.no_grad()
+def outputs(fork: Fork, batch: Any) -> list[Tensor]:
+    """Return the outputs of the model in a loss, which may change what the model keeps."""
+    made: list[Tensor] = []
+    with fork.model.register_forward_hook(_into(made)), seeded(fork.seed):
+        fork.loss(fork.model, copied(batch))
+    return made
+
+
+def input_gradients(fork: Fork, batch: Any) -> dict[int, Tensor]:
+    """Return the gradient of a random sum of all outputs, by the number of the input.
+
+    Numbers are those of `ChangedInputs`. {}: there are no gradients.
+    """
+    found: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def leaf(name: str, x: Tensor) -> Tensor:
+        if not _is_of_samples(x, batch):
+            return x
+        found.append(x.detach().requires_grad_(x.is_floating_point()))
+        return found[-1]
+
+    with (
+        change_inputs(fork.model, leaf),
+        fork.model.register_forward_hook(lambda m, args, out: made.extend(tensors(out))),
+        seeded(fork.seed),
+        torch.enable_grad(),
+    ):
+        fork.loss(fork.model, copied(batch))
+        of = [x for x in made if x.requires_grad and x.is_floating_point()]
+        total = sum((x * torch.randn_like(x)).sum() for x in of)
+    leaves = {i: x for i, x in enumerate(found) if x.requires_grad}
+    if not leaves or not isinstance(total, Tensor):
+        return {}
+    gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+    return {i: g for i, g in zip(leaves, gradients, strict=True) if g is not None}
+
+
+def _into(made: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a hook that notes copies of a module's outputs of floating point."""
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        made.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())
+
+    return note
+
+
+def _is_of_samples(x: Tensor, batch: Any) -> bool:
+    return x.layout is torch.strided and x.ndim > 0 and len(x) == size_of(batch)
 
 
 def change_inputs(
@@ -124,19 +177,40 @@ class ChangedInputs:
             self.inputs, self.names = [], []
 
         def instead(name: str, x: Tensor) -> Tensor:
-            if x.layout is not torch.strided or not x.ndim or len(x) != size_of(self._batch):
+            if not _is_of_samples(x, self._batch):
                 return x
             self.inputs.append(x.detach())
             self.names.append(name)
             return change(x) if number in (None, len(self.inputs) - 1) else x
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            made.extend(x.detach().clone() for x in tensors(output) if x.is_floating_point())
-
         with (
             self._model.register_forward_pre_hook(begins),
             change_inputs(self._model, instead, everything),
-            self._model.register_forward_hook(after),
+            self._model.register_forward_hook(_into(made)),
         ):
             self._loss.of(self._batch)
         return made
+
+
+class RepeatedLoss:
+    """Computes a fork's loss with fixed random numbers and restores random numbers and buffers.
+
+    The same functions run as in training, but no gradient is taken and monitors do not observe it.
+    The computation starts from the random numbers and buffers at the time of construction.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
+        self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
+        self._devices = devices_of(self._modules)
+        self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
+
+    def of(self, batch: Any) -> float:
+        """Return the loss of a batch with the model's current weights."""
+
+        def run() -> float:
+            with self._begin.again():
+                return float(self._fork.loss(self._fork.model, copied(batch)).detach())
+
+        return untouched(self._modules, self._devices, run)

@@ -1,6 +1,7 @@
 """Which outputs of a model the inputs and the targets of a batch concern."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +12,28 @@ from adiv_monitor.audit.experiments.changed_inputs import still
 from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Setup, seeded
 
-SAMPLES = 12  # most samples of a batch, so that large models take little time
+SAMPLES = 8  # most samples of a batch, so that large models take little time
 
 
 def few(setup: Setup, batch: Any) -> Any:
     """Return a few samples of a batch; all of them if the loss can't be computed for a few."""
     cut = first(batch, SAMPLES)
+    if cut is batch:
+        return batch
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(setup.differentiates):
             see_calls(still(setup.fork()), lambda call: None, cut)
     except Exception:  # the model works with one batch size only
         return batch
     return cut
+
+
+def of_few(setup: Setup) -> Setup:
+    """Return the setup with a few samples of each batch, if the loss can be computed for them."""
+    if few(setup, setup.batches[0]) is setup.batches[0]:
+        return setup
+    cut = {id(batch): first(batch, SAMPLES) for batch in setup.batches}  # some are given again
+    return replace(setup, batches=tuple(cut[id(batch)] for batch in setup.batches))
 
 
 class Pass(NamedTuple):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,12 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, calls_of, flat, given, watched
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, still
+from adiv_monitor.audit.experiments.changed_inputs import (
+    ChangedInputs,
+    RepeatedLoss,
+    given_inputs,
+    input_gradients,
+    outputs,
+    still,
+)
 from adiv_monitor.audit.experiments.concerned import SAMPLES, few, with_tensor
 from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
-from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
 from adiv_monitor.features.rows import to_compute_dtype
 
@@ -112,7 +119,7 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("the samples are alike, or come in a list")
     share = _share(run.own, run.outputs(_first_other), size)
     if share <= _BEYOND / size:
-        return _by_place(setup, batch)
+        return _by_place(setup, batch, run)
     mixing = [call for (call, x), (_, y) in zip(before, results, strict=False)
               if x.shape == y.shape and bool(is_other(x, y)[1:].any())]  # fmt: skip
     if mixing and _is_of_graph(mixing[0], size):
@@ -166,15 +173,16 @@ def _share(own: list[Tensor], others: list[Tensor], size: int) -> float:
     return sum(int(is_other(x, y).sum()) for x, y in pairs) / sum(x.numel() for x, _ in pairs)
 
 
-def _by_place(setup: Setup, batch: Any) -> Iterable[Fact]:
+def _by_place(setup: Setup, batch: Any, run: ChangedInputs) -> Iterable[Fact]:
     """Return the share of the outputs that change if the batch is turned round, if any does."""
-    run = ChangedInputs(still(setup.fork()), batch)
+    turned = run.outputs(lambda x: x.flip(0), everything=True)
+    share = _share(run.own, [x.flip(0) if x.ndim else x for x in turned], size_of(batch))
+    if share <= MOVED:
+        return ()
     drawn = ChangedInputs(replace(still(setup.fork()), seed=setup.seed + 1), batch)
     if not _are_alike(run.own, drawn.own):
         raise Untold("the model draws random numbers")
-    turned = run.outputs(lambda x: x.flip(0), everything=True)
-    share = _share(run.own, [x.flip(0) if x.ndim else x for x in turned], size_of(batch))
-    return (Fact("", {"share": share}, {"by": "place"}),) if share > MOVED else ()
+    return (Fact("", {"share": share}, {"by": "place"}),)
 
 
 def _may_lie_along_1(fork: Fork, batch: Any) -> bool:
@@ -209,10 +217,13 @@ def order_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
     batch, fork = first(setup.batches[0], SAMPLES), still(fork)
-    patch, run = patch_size(fork, batch), ChangedInputs(fork, batch)
-    count = places(run.inputs[0], patch) if run.inputs else 0
-    if count < 3 or calls_of(fork, lambda call: call.name == "embedding_bag", batch):
+    calls = calls_of(fork, lambda call: call.name in (*PATCHES, "embedding_bag"), batch)
+    patch = next(filter(None, map(patch_of, calls)), 0)
+    inputs = [*given_inputs(fork, batch).values()]
+    count = places(inputs[0], patch) if inputs else 0
+    if count < 3 or any(call.name == "embedding_bag" for call in calls):
         return ()
+    run = ChangedInputs(fork, batch)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     order = order.to(run.inputs[0].device)
 
@@ -236,16 +247,10 @@ def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
     return (Fact("", {"places": float(count)}),) if own else ()
 
 
-def patch_size(fork: Fork, batch: Any) -> int:
-    """Return the size of the patches that the first layer cuts images into; 0: there is none."""
-    found = calls_of(fork, lambda call: call.name in PATCHES and patch_of(call), batch)
-    return patch_of(found[0]) if found else 0
-
-
 def patch_of(call: Call) -> int:
     """Return the size of the patches that a call cuts images into; 0 if it cuts none."""
     x = call.argument(0, "input")
-    if not isinstance(x, Tensor) or x.ndim != 4:
+    if call.name not in PATCHES or not isinstance(x, Tensor) or x.ndim != 4:
         return 0
     if call.name == "unfold":
         kernel, stride = call.argument(1, "kernel_size"), call.argument(4, "stride", 1)
@@ -325,37 +330,46 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     that is ignored as a whole, unless another is not. The mean and the scale of each sample, which
     a normalisation of single samples removes, are such parts, too.
     """
-    batch = first(setup.batches[0], SAMPLES)
-    runs = [ChangedInputs(still(fork), batch)
-            for fork in (setup.fork_like(trained), setup.fork())]  # fmt: skip
-    inputs = [*zip(runs[0].names, runs[0].inputs, strict=True)]
+    batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
+    gradients, after = input_gradients(fork, batch), ChangedInputs(fork, batch)
+    before = cache(lambda: ChangedInputs(still(setup.fork()), batch))
+    masks = cache(lambda: calls_of(setup.fork(), lambda call: mask_of(call) is not None, batch))
 
     def is_silent(number: int, part: Part) -> bool:
+        """Return whether no output changes; where one has a gradient, nothing need be tried."""
+
         def exchanged(x: Tensor) -> Tensor:
             changed = x.clone()
             part.of(changed).copy_(_next_sample(part.of(x)))
             return changed
 
-        return all(run.own and all(map(torch.equal, run.own, run.outputs(exchanged, number)))
-                   for run in runs)  # fmt: skip
+        def is_same(run: ChangedInputs) -> bool:
+            return bool(run.own) and all(map(torch.equal, run.own, run.outputs(exchanged, number)))
 
-    masked = calls_of(setup.fork(), lambda call: mask_of(call) is not None, batch)
-    found, unused = [], []
+        has_gradient = number in gradients and bool(part.of(gradients[number]).any())
+        return not has_gradient and is_same(after) and is_same(before())
+
+    def fact(place: str, x: Tensor, share: float, parts: int, **words: str) -> Fact:
+        words |= {"masked": "True"} if masks() else {}
+        numbers = {"share": share, "parts": float(parts)}
+        return Fact(place, numbers, {"shape": str(tuple(x.shape)), **words})
+
+    found, unused, inputs = [], [], [*zip(after.names, after.inputs, strict=True)]
     for number, (name, x) in enumerate(inputs):
-        words = {"shape": str(tuple(x.shape)), **({"masked": "True"} if masked else {})}
         of = f"input {number}" if len(inputs) > 1 else "the input"
         parts = [part for part in _parts(x) if _varies(part.of(x))]
         silent = [part for part in parts if is_silent(number, part)]
         if len(silent) < len(parts):
-            numbers = {"share": len(silent) / len(parts), "parts": float(len(silent))}
-            found += [Fact(f"{part} of {of}", numbers, words) for part in _joined(silent)]
+            share = len(silent) / len(parts)
+            found += [fact(f"{part} of {of}", x, share, len(silent)) for part in _joined(silent)]
             for level, change in _LEVELS.items() if x.is_floating_point() and x.ndim > 1 else ():
-                if all(_hardly_change(run.own, run.outputs(change, number)) for run in runs):
-                    words = {**words, "level": level}
-                    found.append(Fact(f"the {level} of each sample of {of}", {"share": 1.0}, words))
+                same = _hardly_change(after.own, after.outputs(change, number))
+                if same and _hardly_change(before().own, before().outputs(change, number)):
+                    found.append(
+                        fact(f"the {level} of each sample of {of}", x, 1.0, 1, level=level)
+                    )
         elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
-            words = {**words, "whole": "True"}
-            unused.append(Fact(f"input '{name}'", {"share": 1.0, "parts": 1.0}, words))
+            unused.append(fact(f"input '{name}'", x, 1.0, 1, whole="True"))
     return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
 
 
@@ -396,11 +410,10 @@ def _varies(part: Tensor) -> bool:
     return len(part) > 1 and float(differs.float().mean()) >= VARIES
 
 
-def mask_of(call: Call) -> tuple[int, str, Tensor] | None:
-    """Return the boolean mask that a call receives, with its position and name."""
-    place, name = MASKS.get(call.name, (0, ""))
-    mask = call.argument(place, name) if name else None
-    return (place, name, mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
+def mask_of(call: Call) -> Tensor | None:
+    """Return the boolean mask that a call receives; None: none."""
+    mask = call.argument(*MASKS[call.name]) if call.name in MASKS else None
+    return mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
 
 
 # The batch before, and parts of the batch
@@ -420,10 +433,13 @@ def state_carried(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if batch is None:
         raise Untold("no two batches are of the same length")
 
+    fork = still(setup.fork())
+    if all(map(torch.equal, *(outputs(fork, before) for _ in range(2)))):
+        return ()  # outputs for a batch do not change when it is given again
+
     def outputs_after(before: Any) -> list[Tensor]:
         fork = still(setup.fork())
-        with seeded(setup.seed), torch.no_grad():
-            fork.loss(fork.model, copied(before))
+        outputs(fork, before)
         return [x for x in ChangedInputs(fork, batch).own if x.shape[:1] == (size,)]
 
     other = mapped(before, lambda x: _first_other(x) if x.shape[:1] == (size,) else x)

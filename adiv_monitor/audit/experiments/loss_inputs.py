@@ -19,8 +19,8 @@ from adiv_monitor.audit.experiments.calls import (
     rate_of,
     see_calls,
 )
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
 from adiv_monitor.audit.experiments.questions import asks, first_at_each_place, looks, of_each_call
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact

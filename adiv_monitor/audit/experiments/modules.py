@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
 from adiv_monitor.audit.experiments.questions import (
     Look,
     Untold,
@@ -17,7 +18,6 @@ from adiv_monitor.audit.experiments.questions import (
     looks,
     of_each_call,
 )
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact

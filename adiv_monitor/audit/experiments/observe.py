@@ -1,20 +1,25 @@
 """Observes one fork that is trained under a monitor."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from itertools import product
+from operator import itemgetter
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.experiments.activations import Units
 from adiv_monitor.audit.experiments.beginning import are_trained, unused, weights
-from adiv_monitor.audit.experiments.changed_inputs import arguments
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments
+from adiv_monitor.audit.experiments.concerned import of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
@@ -26,21 +31,27 @@ from adiv_monitor.audit.experiments.measure import (
     same,
 )
 from adiv_monitor.audit.experiments.questions import asked
-from adiv_monitor.audit.experiments.state import step_cost
-from adiv_monitor.audit.experiments.watching import Watching
-from adiv_monitor.audit.training.batches import copied, size_of
+from adiv_monitor.audit.training.batches import copied, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.audit.training.train import Course, Progress, held, train
+from adiv_monitor.audit.training.train import (
+    Course,
+    Progress,
+    Watch,
+    gradient_norm,
+    held,
+    silent,
+    train,
+)
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
-from adiv_monitor.diagnosis.hidden import without_secrets
-from adiv_monitor.diagnosis.record import Facts, Record
+from adiv_monitor.diagnosis.plain import without_secrets
+from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
-# Least number of batches, and of samples, with which the trained model is examined.
+# Least number of batches, and of values of each unit, with which the trained model is examined.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
 _LEARNT = 0.9  # first loss over that of a constant prediction: weights that were drawn predict less
 _NO_INPUTS = "Nothing is known of the model's inputs: the loss did not call the model itself."
@@ -59,7 +70,8 @@ _OPPOSED = (
     "gradient is not that of the loss. The audit does not judge learning rates by the fall of such "
     "a loss."
 )
-EXCHANGED = 2  # number of these batches whose inputs are exchanged between samples
+# Most of these batches whose inputs are exchanged between samples, until outputs change by this.
+EXCHANGED, CLEARLY = 2, 0.1
 
 
 def observe(
@@ -70,7 +82,7 @@ def observe(
     realised: bool = False,
     attention: bool = False,
     alignment: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Record:
     """Train one fork under a monitor, and observe the trained model.
 
@@ -93,7 +105,7 @@ def observe(
         fork.optimizer if trains else None,
         every_n_steps=every_n_steps,
         max_rows=max_rows,
-        attainable=True,
+        attainable=not setup.is_costly,  # which would take longer than the step
         attention=attention,
         alignment=_probe(setup) if alignment else None,
         realised=realised,
@@ -166,6 +178,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
     notes = list(record.notes)
     batches = _spread(setup.batches)
     try:
+        small = of_few(setup) if setup.is_costly else setup
         begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
         inputs = input_statistics(setup.fork())
         if inputs is None:
@@ -179,19 +192,22 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
             found |= _beginning(record, setup)
             if is_opposed(replace(record, **found)):
                 notes.append(_OPPOSED.format(found["descent_share"]))
-            if moving_targets(setup, fork):
+            if moving_targets(small, fork):
                 found["moving_targets"] = True
                 notes.append(_MOVING)
         wiring = record.wiring
         names = unused(setup.fork(), setup.batches[0], wiring.unreached)
+        found["probed"] = asked(setup, fork, small=small)
         # A model that died in training used its inputs before: that is another fault.
-        matters = [input_matters(setup.fork(), batches[:EXCHANGED])]
-        found["probed"] = asked(setup, fork)
+        forks = [setup.fork()]
         if all(bool(p.isfinite().all()) for p in fork.model.parameters()):
             found["units"] = _units(fork, batches)
-            matters.append(input_matters(fork, batches[:EXCHANGED]))
-        most = max((x for x in matters if not math.isnan(x)), default=math.nan)
-        found["wiring"] = replace(wiring, unused=names, input_matters=most)
+            forks.append(fork)
+        matters = math.nan
+        for of, batch in product(forks, batches[:EXCHANGED]):
+            if not matters > CLEARLY:
+                matters = float(np.fmax(matters, input_matters(of, [batch])))
+        found["wiring"] = replace(wiring, unused=names, input_matters=matters)
     except KeyboardInterrupt:
         found["interrupted"] = True
     return replace(record, **found, notes=tuple(notes))
@@ -202,7 +218,6 @@ def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
     constant, output = chance(setup), activated_output(setup.fork())
     below = constant is not None and 0 < record.losses[0] < _LEARNT * constant
     return {
-        "facts": replace(record.facts, step_cost=step_cost(setup)),
         "chance": constant,
         "double_softmax": output is not None and output.function == "softmax",
         "activated_output": output,
@@ -214,16 +229,19 @@ def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
 def _units(fork: Fork, batches: Sequence[Any]) -> Any:
     units = Units(fork.model)
     with seeded(fork.seed), forced_eager(), torch.no_grad():
-        for batch in batches:
-            with units.watching():
-                fork.loss(fork.model, copied(batch))
+        for number, batch in enumerate(batches):
+            if number < BATCHES or units.fewest_values < SAMPLES:
+                with units.watching():
+                    fork.loss(fork.model, copied(batch))
     return units.statistics()
 
 
 def _spread(batches: Sequence[Any]) -> list[Any]:
-    """Return at least some batches, and as many as it takes to hold some samples."""
+    """Return some batches, evenly spread, in an order in which the first few are spread, too."""
     wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
-    return spread(batches, min(max(BATCHES, wanted), MOST_BATCHES))
+    found = spread(batches, min(max(BATCHES, wanted), MOST_BATCHES))
+    apart = max(1, len(found) // BATCHES)
+    return [x for i in range(apart) for x in found[i::apart]]
 
 
 def _trains_any(fork: Fork) -> bool:
@@ -251,12 +269,8 @@ def _lost(setup: Setup, fork: Fork, copies: Sequence[str]) -> Iterator[str]:
 def _notes(setup: Setup) -> Iterator[str]:
     if setup.steps < FEWEST:
         yield f"{setup.steps} steps are too few to judge the loss: use at least {FEWEST}."
-    if _is_resumed(setup):
+    if getattr(setup.optimizer, "state", None):
         yield "The optimizer has taken steps before; the run goes on from its state."
-
-
-def _is_resumed(setup: Setup) -> bool:
-    return isinstance(setup.optimizer, torch.optim.Optimizer) and bool(setup.optimizer.state)
 
 
 def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
@@ -277,9 +291,10 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         seed=setup.seed,
         device=str(parameters[0].device),
         torch=str(torch.__version__),
+        step_cost=setup.cost,
         seconds_per_step=median(plain or course.seconds or [math.nan]),
         clip_norm=setup.clip_norm,
-        resumed=_is_resumed(setup),
+        resumed=bool(getattr(setup.optimizer, "state", None)),
     )
 
 
@@ -308,3 +323,171 @@ def _cut(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _cut(getattr(value, f.name)) for f in fields(value)})
     return value
+
+
+# Gradients, the order of modules, values that are not finite
+
+
+class Watching(Watch):
+    """Observes gradients, and recomputes a batch's loss after each measured step.
+
+    Attributes:
+        ran: Paths of the modules that hold parameters, in the order in which they first ran.
+        realised: Measured step → change of its batch's loss by the step.
+        first_non_finite: Place of the first value that is not finite; None: there is none.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        fork: Fork,
+        every_n_steps: int,
+        progress: Progress,
+        end_step: Callable[[], None],
+    ) -> None:
+        """Register the hooks; `end_step` is called after each step."""
+        self._fork = fork
+        self._every = every_n_steps
+        self._end_step = end_step
+        self._progress = progress
+        self._given: list[Gradient] = [
+            (p, p.grad, None if p.grad is None else p.grad.clone())
+            for p in setup.model.parameters()
+        ]
+        self._named = dict(fork.model.named_parameters())
+        self._unreached = {name for name, p in self._named.items() if p.requires_grad}
+        self._zero = set(self._unreached)
+        self.ran: dict[str, None] = {}
+        self.realised: dict[int, float] = {}
+        self.first_non_finite: str | None = None
+        self._handles = [
+            module.register_forward_pre_hook(lambda *_, path=path: self.ran.setdefault(path))
+            for path, module in fork.model.named_modules()
+            if any(p is not None for p in module._parameters.values())
+        ]
+
+    def begins(self, step: int, batch: Any) -> None:
+        """Keep the random numbers and buffers that the forward pass begins with."""
+        self._repeated = RepeatedLoss(self._fork)
+
+    def has_loss(self, step: int, batch: Any, loss: float) -> None:
+        """If the loss is not finite, locate the first such value."""
+        self._loss = loss
+        if not math.isfinite(loss) and self.first_non_finite is None:
+            self.first_non_finite = _in_forward(self._fork, self._repeated, step, batch)
+
+    def has_gradients(self, step: int, loss: Tensor) -> None:
+        """Observe the gradients and check that only the fork received any."""
+        if step == 0:
+            _check_untouched(self._given)
+        for name in sorted(self._zero):
+            gradient = self._named[name].grad
+            if gradient is not None:
+                self._unreached.discard(name)
+                if bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any()):
+                    self._zero.discard(name)
+        if self.first_non_finite is None and not math.isfinite(gradient_norm(self._fork.optimizer)):
+            self.first_non_finite = _in_backward(self._fork.model)
+
+    def has_stepped(self, step: int, batch: Any) -> None:
+        """Recompute the batch's loss after a measured step; a loss may run once only."""
+        self._end_step()
+        if step % self._every == 0:
+            with suppress(Exception):
+                self.realised[step] = self._repeated.of(batch) - self._loss
+        self._progress("training", step + 1, len(self._fork.batches))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def wiring(self, copies: Sequence[str]) -> Wiring:
+        """Return the observed wiring; copies of a trained part are meant to be frozen."""
+        inside = tuple(f"{name}." for name in copies)
+        held_ones = set(map(id, held(self._fork.optimizer)))
+        trainable = [name for name, p in self._named.items() if p.requires_grad]
+        reached = [name for name in trainable if name not in self._unreached]
+        frozen = [name for name, p in self._named.items() if not p.requires_grad]
+        return Wiring(
+            not_held=tuple(n for n in reached if id(self._named[n]) not in held_ones),
+            unreached=tuple(n for n in trainable if n in self._unreached),
+            zero_gradient=tuple(n for n in reached if n in self._zero),
+            frozen=tuple(n for n in frozen if not n.startswith(inside)),
+        )
+
+
+# Gradients of the user's own model
+
+Gradient = tuple[nn.Parameter, Tensor | None, Tensor | None]  # and a copy
+
+
+def _check_untouched(before: list[Gradient]) -> None:
+    """Compare the gradients of the user's model with those before a copy's backward pass.
+
+    Raises:
+        ValueError: The user's model received gradients; its former ones are restored.
+    """
+    touched = [
+        (p, grad, values) for p, grad, values in before
+        if p.grad is not grad or (grad is not None and not grad.equal(values))  # type: ignore[arg-type]
+    ]  # fmt: skip
+    for parameter, grad, values in touched:
+        parameter.grad = grad if grad is None or values is None else grad.copy_(values)
+    before.clear()
+    if touched:
+        raise ValueError(
+            "audit(loss=…): loss(model, batch) used the model that was given to audit, "
+            "expected the one that it is called with, a copy: use its first argument"
+        )
+
+
+# The first value that is not finite
+
+
+def _in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
+    """Locate the first value that is not finite in a forward pass whose loss is not finite.
+
+    The weights must be those of that pass. The order is that of the computation: the weights, the
+    data, the outputs of modules, the loss.
+    """
+    when = f"after step {step - 1}" if step else "before training"
+    given = [
+        *((f"parameter {name} {when}", x) for name, x in fork.model.named_parameters()),
+        *((f"buffer {name} {when}", x) for name, x in fork.model.named_buffers()),
+        *(("data", x) for x in tensors(batch)),
+    ]
+    found = [place for place, x in given if _is_broken(x)]
+    return found[0] if found else _in_modules(fork.model, loss, batch) or "loss"
+
+
+def _in_backward(model: nn.Module) -> str:
+    """Locate the first gradient that is not finite, in the order of the backward pass."""
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all()):
+            return f"gradient of {name}"
+    return "norm of the gradient"
+
+
+def _in_modules(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str:
+    """Run the forward pass again and return the first module whose output is not finite.
+
+    NaN and +∞ have precedence over -∞.
+    """
+    found: list[tuple[bool, str]] = []
+
+    def look(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs = list(tensors(output))
+        if not all(bool(x.isfinite().all()) for x in outputs):
+            found.append((not any(map(_is_broken, outputs)), path or type(module).__name__))
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(look, path)))
+        loss.of(batch)
+    return f"output of {min(found, key=itemgetter(0))[1]}" if found else ""
+
+
+def _is_broken(x: Tensor) -> bool:
+    """Return whether the tensor holds NaN or +∞; masks consist of -∞."""
+    return x.is_floating_point() and bool((x.isnan() | x.isposinf()).any())

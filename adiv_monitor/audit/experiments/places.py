@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs
 from adiv_monitor.audit.experiments.data import spread
 from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
@@ -221,6 +221,9 @@ def _places(setup: Setup) -> Iterator[tuple[int, int, float]]:
     Yields:
         Places from a token to the token that is its target, and what `_change` returns.
     """
+    given = given_inputs(setup.fork(), setup.batches[0]).values()
+    if not any(x.ndim == 2 and _is_integer(x) for x in given):
+        return
     calls = calls_of(setup.fork(), lambda call: call.name in ("cross_entropy", "nll_loss"))
     targets = [y for y in (call.argument(1, "target") for call in calls) if _is_integer(y)]
     if not targets:

@@ -37,7 +37,12 @@ class Look(Protocol):
 
 
 ASKS: dict[str, Ask] = {}  # with passes of their own
-LOOKS: dict[str, Callable[[Fork], Look]] = {}
+# Those that need all samples.
+OF_DATA = (
+    *("same-batch", "unshuffled", "constant-data", "target-leak", "targets-moved"),
+    *("class-untaught", "behind-reference"),
+)
+LOOKS: dict[str, type[Any]] = {}  # of `Look`
 
 
 def asks(name: str) -> Callable[[Ask], Ask]:
@@ -47,12 +52,7 @@ def asks(name: str) -> Callable[[Ask], Ask]:
 
 def looks(name: str) -> Callable[[type[Any]], type[Any]]:
     """Register a class of `Look`."""
-
-    def register(look: type[Any]) -> type[Any]:
-        LOOKS[name] = look
-        return look
-
-    return register
+    return lambda look: LOOKS.setdefault(name, look)
 
 
 def of_each_call(name: str) -> Callable[[FactOf], FactOf]:
@@ -88,12 +88,17 @@ def first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
     return tuple(found.values())
 
 
-def asked(setup: Setup, trained: Fork, names: Collection[str] = ()) -> dict[str, Probed]:
-    """Return the answers by name, of all questions or of some; a failed one has a reason."""
+def asked(
+    setup: Setup, trained: Fork, names: Collection[str] = (), small: Setup | None = None
+) -> dict[str, Probed]:
+    """Return the answers by name, of all questions or of some; a failed one has a reason.
+
+    Questions about the model are asked of a setup of few samples, `small`, if there is one.
+    """
     found = _looked(setup, [name for name in LOOKS if not names or name in names])
     for name, ask in ASKS.items():
         if not names or name in names:
-            found[name] = _answer(ask, setup, trained)
+            found[name] = _answer(ask, setup if name in OF_DATA else small or setup, trained)
     return found
 
 
@@ -101,7 +106,7 @@ def _looked(setup: Setup, names: Collection[str]) -> dict[str, Probed]:
     """Run the recorded pass for some questions."""
     found: dict[str, Probed] = {}
     fork = setup.fork()
-    made = {name: LOOKS[name](fork) for name in names}
+    made: dict[str, Look] = {name: LOOKS[name](fork) for name in names}
 
     def see(call: Call) -> None:
         for name, look in made.items():

@@ -3,7 +3,6 @@
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, flat, given
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
 from adiv_monitor.audit.experiments.concerned import with_tensor
 from adiv_monitor.audit.experiments.questions import Look, Untold, asks, first_at_each_place, looks
-from adiv_monitor.audit.experiments.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held, train
@@ -60,6 +59,9 @@ def epsilon_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     gradients at the end of the run; Adam corrects it for its bias (Kingma and Ba 2015, algorithm
     1), RMSprop does not, and Adagrad uses their sum.
     """
+    given = [group.get("eps") for group in trained.optimizer.param_groups]
+    if not any(isinstance(eps, float) and eps > USUAL for eps in given):
+        return
     found = [(eps, root[root > 0]) for eps, root in _roots(trained.optimizer)]
     smaller = [(int((root < eps).sum()), eps) for eps, root in found if eps > USUAL]
     if any(count for count, _ in smaller):
@@ -220,30 +222,41 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 # Of a usual machine, in a second, rounded: multiplications and additions of one core of a server's
 # processor, whose time to read and write tensors is in them, and of a GPU; and calls of operators.
 CPU_FLOPS, GPU_FLOPS, CALLS = 4e10, 6e12, 1e5
+UPDATE = 12  # calls of operators by which an optimizer updates a parameter, as Adam does
 
 
-def step_cost(setup: Setup) -> float:
-    """Return the seconds of one training step on a usual machine, from its operators and sizes.
+def counted(setup: Setup) -> tuple[float, bool]:
+    """Return what a training step costs, and whether the loss fails without gradients.
 
-    flops / speed + calls / speed, counted in one step of a fork; if operators can't be counted, 6
-    multiplications and additions per parameter and sample.
-
-    Raises:
-        KeyboardInterrupt: The keyboard ended the step.
+    The cost is in seconds on a usual machine, flops / speed + calls / speed, counted in one forward
+    pass of a copy. A backward pass is taken for two of them, and a step of the optimizer for
+    `UPDATE` calls per parameter. If operators can't be counted, it is 6 multiplications and
+    additions per parameter and sample.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton, if that is there
 
     parameters = list(setup.model.parameters())
     speed = CPU_FLOPS if parameters[0].device.type == "cpu" else GPU_FLOPS
-    try:
-        with forced_eager(), FlopCounterMode(display=False) as counted, _Calls() as calls:  # type: ignore[no-untyped-call]
-            course = train(replace(setup, steps=1).fork())
-    except Exception:  # an operator that a dispatch mode can't handle
-        samples = max(size_of(setup.batches[0]), 1)
-        return 6.0 * samples * sum(p.numel() for p in parameters) / speed
-    if course.interrupted:
-        raise KeyboardInterrupt
-    return float(counted.get_total_flops()) / speed + calls.number / CALLS
+    differentiates = False
+    for with_gradients in (False, True):
+        try:
+            with (
+                forced_eager(),
+                torch.set_grad_enabled(with_gradients),
+                FlopCounterMode(display=False) as flops,
+                _Calls() as calls,  # type: ignore[no-untyped-call]
+            ):
+                setup.fork().first_loss()
+        except Exception as error:  # or an operator that a dispatch mode can't handle
+            if with_gradients or "does not require grad" not in str(error):
+                break  # training says what else is wrong
+            differentiates = True
+        else:
+            updates = UPDATE * len(parameters)
+            cost = 3.0 * flops.get_total_flops() / speed + (3.0 * calls.number + updates) / CALLS
+            return cost, differentiates
+    samples = max(size_of(setup.batches[0]), 1)
+    return 6.0 * samples * sum(p.numel() for p in parameters) / speed, differentiates
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -81,9 +81,11 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     with exchanged inputs is what the model has learned of them. All penalties are taken as one.
     Terms that alone teach some parameters, such as a codebook, are no penalty.
     """
-    own, exchanged = (_terms(setup.fork(), moved) for moved in (False, True))
+    if len(own := _terms(setup.fork(), exchanged=False)) < 2:
+        return ()
+    exchanged = _terms(setup.fork(), exchanged=True)
     after, moved = (_terms(setup.fork_like(trained), moved) for moved in (False, True))
-    if not 1 < len(own) == len(exchanged) == len(after) == len(moved):
+    if not len(own) == len(exchanged) == len(after) == len(moved):
         return ()
     penalties = {i for i in range(len(own))
                  if _alike(own[i], exchanged[i]) and _alike(after[i], moved[i])}  # fmt: skip

@@ -1,27 +1,32 @@
 """Setups, and their forks: copies that train on the same batches with the same random numbers."""
 
 import copy
+import gc
 import itertools
+import math
 import random
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from adiv_monitor.audit.training.batches import copied
-from adiv_monitor.audit.training.hooks import carry_over
-from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[nn.Module], Optimizer]
+
+COSTLY = 0.15  # seconds of a step on a usual machine
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Setup:
         steps: Number of training steps; batches are repeated if there are fewer.
         clip_norm: Largest norm of the gradient; None: not clipped.
         seed: Seed of the run's random numbers.
+        cost: What a step costs, as `Facts.step_cost`; NaN: unknown.
         differentiates: Whether the loss computes gradients itself, such as a gradient penalty. The
             losses of forks then do so even where gradients are disabled.
     """
@@ -75,7 +81,13 @@ class Setup:
     steps: int
     clip_norm: float | None = None
     seed: int = 0
+    cost: float = math.nan
     differentiates: bool = False
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether a step costs so much that the audit saves passes and steps."""
+        return self.cost > COSTLY
 
     @cached_property
     def lifted(self) -> dict[int, float]:
@@ -113,35 +125,19 @@ class Setup:
             )
         if not model.training:
             model.train()
-        pair = None
-        if isinstance(self.optimizer, Optimizer):
-            optimizer, peaks = _copy(self.optimizer, memo), self.lifted
-            pair = self.optimizer, optimizer
-            _check_optimizer(model, optimizer)
-        else:
-            with seeded(self.seed):
-                optimizer = self.optimizer(model)
-            _check_optimizer(model, optimizer)
-            peaks = lifted(optimizer, self.steps)
+        own = self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        with seeded(self.seed):
+            optimizer = _copy(own, memo) if own is not None else self.optimizer(model)  # type: ignore[operator]
+        _check_optimizer(model, optimizer)
+        peaks = lifted(optimizer, self.steps) if own is None else self.lifted
         for i, rate in peaks.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        lost = tuple(carry_over(self.model, model, pair, memo))
+        lost = tuple(carry_over((self.model, own), (model, optimizer), memo))
         loss = loss or self.loss
         if self.differentiates:
             loss = partial(_with_gradients, loss)
         return Fork(model, optimizer, loss, batches, self.clip_norm, self.seed, lost)
-
-
-def differentiates(setup: Setup) -> bool:
-    """Return whether the loss fails without gradients, because it computes some itself."""
-    fork = setup.fork()
-    try:
-        with torch.no_grad():
-            fork.first_loss()
-    except Exception as error:  # training says what else is wrong
-        return "does not require grad" in str(error)
-    return False
 
 
 def _with_gradients(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
@@ -216,3 +212,148 @@ def seeded(seed: int) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
+
+
+# Hooks, which copies lose
+
+Memo = dict[int, Any]
+
+
+def carry_over(
+    given: tuple[nn.Module, Optimizer | None], copies: tuple[nn.Module, Optimizer], memo: Memo
+) -> list[str]:
+    """Register the hooks of a model's parameters and of its optimizer on their copies.
+
+    The objects that a hook refers to, in its closure or as globals, are copied too, so that nothing
+    of the user's is changed.
+
+    Args:
+        given: The user's model and optimizer; None: the optimizer was made for the copy.
+        copies: Their copies.
+        memo: id of an original → its copy.
+
+    Returns:
+        The owners of the hooks that can't be copied: parameters by name, or the optimizer.
+    """
+    places: list[tuple[str, dict[int, Any] | None, Callable[..., object]]] = []
+    (model, own), (other, theirs) = given, copies
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        owner, late = f"parameter '{name}'", getattr(p, "_post_accumulate_grad_hooks", None)
+        places.append((owner, p._backward_hooks, q.register_hook))
+        places.append((owner, late, q.register_post_accumulate_grad_hook))
+    if own is not None:
+        owner = "the optimizer"
+        places.append((owner, own._optimizer_step_pre_hooks, theirs.register_step_pre_hook))
+        places.append((owner, own._optimizer_step_post_hooks, theirs.register_step_post_hook))
+    lost = []
+    for owner, hooks, register in places:
+        for hook in (hooks or {}).values():
+            try:
+                register(_rebound(hook, memo))
+            except Exception:  # copying user objects may raise anything
+                lost.append(owner)
+    return lost
+
+
+def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Remove the hooks of a copy that change gradients between backward() and the step.
+
+    Returns whether there were any.
+    """
+    held = [
+        *(p._backward_hooks for p in model.parameters()),
+        *(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()),
+        *(m._backward_hooks for m in model.modules()),
+        *(m._backward_pre_hooks for m in model.modules()),
+        optimizer._optimizer_step_pre_hooks,
+    ]
+    found = [hooks for hooks in held if hooks]
+    for hooks in found:
+        hooks.clear()
+    return bool(found)
+
+
+def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any]:
+    """Return the hook bound to copies of its objects; raises what copying them raises."""
+    if not isinstance(hook, FunctionType):
+        return copy.deepcopy(hook, memo)  # a method, or an object that is called
+    closure = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in hook.__closure__ or ())
+    used = hook.__globals__.keys() & {*hook.__code__.co_names}
+    own = hook.__globals__ | {name: _copied(hook.__globals__[name], memo) for name in used}
+    defaults = tuple(_copied(x, memo) for x in hook.__defaults__ or ())
+    return FunctionType(hook.__code__, own, hook.__name__, defaults, closure)
+
+
+def _copied(value: Any, memo: Memo) -> Any:
+    """Return a copy of an object that a hook refers to; Python modules are returned as they are.
+
+    `copy.deepcopy` also returns functions and classes as they are.
+    """
+    return value if isinstance(value, ModuleType) else copy.deepcopy(value, memo)
+
+
+# Warm-ups
+
+MOST = 10_000  # steps for which a warm-up is followed
+STILL = 1_000  # steps without a rise after which it is over
+
+
+def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
+    """Return the groups whose learning rate a warm-up raises, with its highest rate.
+
+    A copy of the scheduler is stepped until the rates have not risen for a while. A rate
+    of 0 that is not raised within the given steps is left out: it is a fault, not a warm-up. If no
+    scheduler of torch's is known, a rate of 0 is taken for the beginning of another's warm-up.
+    """
+    groups = {i: g for i, g in enumerate(optimizer.param_groups) if g.get("initial_lr", 0) > 0}
+    schedulers = _schedulers(optimizer) if groups else []
+    if not schedulers:
+        return {i: float(g["initial_lr"]) for i, g in groups.items() if g["lr"] == 0}
+    every = [_peaks(scheduler, steps) for scheduler in schedulers]
+    return {i: max(peaks.get(i, 0.0) for peaks in every) for peaks in every for i in peaks}
+
+
+def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
+    optimizer = scheduler.optimizer
+    start = _rates(optimizer)
+    peaks, last, step = dict(start), 0, 0
+    # Schedulers write to groups only: no parameters and no state are copied.
+    memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    memo[id(optimizer.state)] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the scheduler steps before the optimizer does
+        try:
+            moved = copy.deepcopy(scheduler, memo)
+            while peaks and step < MOST and step - last < STILL:
+                moved.step()
+                step += 1
+                higher = {i: x for i, x in _rates(moved.optimizer).items() if x > peaks.get(i, x)}
+                last = step if higher else last
+                peaks |= higher
+                if step == steps:
+                    peaks = {i: peak for i, peak in peaks.items() if peak > 0}
+        except Exception:  # of a scheduler that is at its end, or that waits for a loss
+            pass
+    for i, peak in peaks.items():
+        if step - last < STILL or math.isinf(peak):  # a long warm-up, or a search for a rate
+            group = optimizer.param_groups[i]
+            peaks[i] = min(peak, float(group.get("max_lr", group["initial_lr"])))
+    return {i: peak for i, peak in peaks.items() if peak > start[i] * (1 + 1e-6)}
+
+
+def _rates(optimizer: Optimizer) -> dict[int, float]:
+    groups = enumerate(optimizer.param_groups)
+    return {i: float(group["lr"]) for i, group in groups if "initial_lr" in group}
+
+
+def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
+    """Return the torch schedulers that hold this optimizer, wherever they are kept.
+
+    Those that are parts of another one are left out: it says when they step.
+    """
+    holders = gc.get_referrers(optimizer)
+    attributes = [x for x in holders if isinstance(x, dict) and x.get("optimizer") is optimizer]
+    found = [*holders, *gc.get_referrers(*attributes)]
+    kept = [x for x in found if isinstance(x, LRScheduler) and x.optimizer is optimizer]
+    parts = {id(part) for x in kept for part in getattr(x, "_schedulers", ())}
+    return list({id(x): x for x in kept if id(x) not in parts}.values())

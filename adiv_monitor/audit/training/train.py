@@ -20,6 +20,10 @@ from adiv_monitor.audit.training.setup import Fork, seeded
 Progress = Callable[[str, int, int], None]  # part of the work, units done, units in all
 
 
+def silent(part: str, done: int, units: int) -> None:
+    """Report no progress."""
+
+
 @dataclass
 class Course:
     """The curves that every training run records.

@@ -16,20 +16,29 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.audit.training.train import Progress, train
-from adiv_monitor.audit.trials.fixes import DoesNotApply, Fix
+from adiv_monitor.audit.training.train import Progress, silent, train
+from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply, Fix
 from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
-from adiv_monitor.diagnosis.faults.remedies import usual_factor
-from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
+from adiv_monitor.diagnosis.faults.remedies import other_rates, usual_factor
+from adiv_monitor.diagnosis.finding import (
+    NO_STEPS,
+    NO_TIME,
+    STRENGTHS,
+    Advice,
+    Finding,
+    Trial,
+    unrefuted,
+)
 from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record
 
 Losses = tuple[float, ...]
 
 # Largest costs of the trials of learning rates, of one batch and of fixes, in the unit of
-# `Facts.step_cost`: together some 120 steps of a ResNet-18 on 16 images of 64 × 64.
-FOR_RATES, FOR_ONE_BATCH, FOR_FIXES = 28.0, 8.0, 16.0
+# `Facts.step_cost`: together some 90 steps of a ResNet-18 on 16 images of 64 × 64.
+FOR_RATES, FOR_ONE_BATCH, FOR_FIXES = 23.0, 8.0, 9.0
 _DIVERGED = 1e3
 _FACTORS = (0.1, 0.3, 3.0, 10.0)  # tried where the loss does not fall
 _LOWER = (0.1, 0.01, 0.001)  # tried first where the loss rises, until one helps
@@ -40,12 +49,8 @@ _LEARNT = 0.5  # of the first loss: below it, nothing else is tried
 _STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
-def silent(part: str, done: int, units: int) -> None:
-    """Report no progress."""
-
-
 class CapReached(Exception):
-    """Raised if a run would end after the time, or the steps, that trials have."""
+    """Raised if a run would end after the time, or the steps, that trials have; it says which."""
 
 
 class Cap:
@@ -65,7 +70,7 @@ class Cap:
         takes = 0.0 if math.isnan(each) else steps * each
         if time.perf_counter() + takes > self._end:
             self.reached = True
-            raise CapReached
+            raise CapReached(NO_TIME)
 
 
 NEVER = Cap()
@@ -96,16 +101,11 @@ class Bench:
         """
         return self.record.losses[: self.setup.steps]
 
-    @property
-    def may_run(self) -> bool:
-        """Whether the steps of one more run are left."""
-        return self.setup.steps <= self.left
-
     def trial(self, fix: Fix, layers: Sequence[str]) -> Trial:
         """Train forks with the fix: at the run's learning rate, and at others if it rescales.
 
         Raises:
-            CapReached: there is no time for one run.
+            CapReached: there is no time, or no steps are left, for one run.
             DoesNotApply: the fix has nothing to change.
             KeyboardInterrupt: the user interrupted a run.
         """
@@ -124,6 +124,8 @@ class Bench:
 
     def losses(self, fix: Fix | None, layers: Sequence[str] = (), factor: float = 1.0) -> Losses:
         """Return the losses of a run with the fix and another learning rate; raises as `trial`."""
+        if self.setup.steps > self.left:
+            raise CapReached(NO_STEPS)
         fork = self.setup.fork()
         if fix is not None:
             fix.apply(fork, layers, self.record)
@@ -158,8 +160,6 @@ class Runs:
             DoesNotApply: the optimizer has no learning rate.
         """
         if factor not in self.losses:
-            if not self.bench.may_run:
-                raise CapReached
             self.losses[factor] = self.bench.losses(self.fix, self.layers, factor)
         return at_the_end(self.losses[factor], self.bench.setup.steps)
 
@@ -222,8 +222,7 @@ def compared(
     The standard error of n numbers, the losses of the last quarter or their paired differences, is
     std/√n; NaN if one of the runs diverged, or if there is only one step.
     """
-    loss, loss_without = at_the_end(losses, steps), at_the_end(without, steps)
-    n = quarter(steps)
+    loss, loss_without, n = at_the_end(losses, steps), at_the_end(without, steps), quarter(steps)
 
     def error(of: Any) -> float:
         return float(np.std(of, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
@@ -294,7 +293,7 @@ def rate_trials(
     if shorter is None:
         return {}
     progress("learning rates", 0, 1)
-    bench = Bench(shorter, record, cap)
+    bench = Bench(shorter, record, cap, affordable(record, FOR_RATES))
     runs = Runs(bench, {1.0: bench.without})
     with suppress(CapReached, DoesNotApply):
         _try(runs)
@@ -397,3 +396,169 @@ def _of_one_batch(setup: Setup, rate: float) -> Trial:
         fell = float(np.mean(losses[-2 * n : -n])) - found.loss
         falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
     return replace(found, loss_without=losses[0], rate=rate, falls=falls)
+
+
+# Fixes of findings
+
+FIRST = (3, 1, 0)  # number of fixes of a finding that are tried, by its strength
+Outcomes = dict[tuple[str, tuple[str, ...]], Trial | str]  # of fix and layers: why it is not tried
+
+NOT_AMONG_THE_FIRST = "only the first fixes of a finding are tried"
+
+
+def tried(
+    findings: Sequence[Finding],
+    setup: Setup,
+    record: Record,
+    *,
+    cap: Cap = NEVER,
+    progress: Progress = silent,
+) -> tuple[Finding, ...]:
+    """Return the findings with their first fixes tried from the same weights and batches.
+
+    Of findings to act on, the first three fixes are tried, all first ones before the second ones;
+    then the first fix of those to watch. The very first is tried whatever it costs, in the fewest
+    possible steps. Fixes beyond the cost of all trials say that they were not tried.
+
+    The advice of a finding is sorted by its effect, and has a learning rate in front of fixes that
+    pay no more than that learning rate alone. A finding to act on becomes one to watch if none of
+    its tried fixes pays, unless it is certain without a trial, or comes before such a finding: then
+    the run suffers for a known reason that the fixes did not reach. A fact that may be harmless
+    becomes a finding to act on if one of its fixes helps. A trial overrules a finding's statement
+    of what would not help.
+
+    Args:
+        findings: findings of the rules, strongest first.
+        setup: training setup.
+        record: record of the unchanged run, with `rates` if learning rates were tried.
+        cap: time by which the trials end.
+        progress: called with ("fixes", fixes done, fixes).
+
+    Returns:
+        The findings, strongest first.
+    """
+    rates = record.rates.values()
+    steps = next((trial.steps for trial in rates), min(FEWEST, setup.steps))
+    shorter = None if rates else within(setup, record, FIRST[0], FOR_FIXES)
+    left = max(affordable(record, FOR_FIXES), steps)  # the very first is tried whatever it costs
+    bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
+    outcomes = _outcomes(findings, bench, progress)
+    plain = [i for i, f in enumerate(findings) if f.strength == "act" and fault_of(f).certain]
+    certain = max(plain, default=-1)
+    judged = [
+        _judged(finding, _told(finding, outcomes), record, certain=i <= certain)
+        for i, finding in enumerate(findings)
+    ]
+    trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
+    said = [unrefuted(finding, (*rates, *trials)) for finding in judged]
+    pairs = zip(findings, judged, strict=True)
+    raised = [f for was, f in pairs if (was.strength, f.strength) == ("watch", "act")]
+    causes = {finding.name for finding in raised if fault_of(finding).explains}
+    has_cause = any(f.strength == "act" and is_cause(f) for f in said)
+    if causes or (raised and not has_cause):  # consequences come after their cause
+        said = explained(sorted(said, key=lambda finding: finding.name not in causes))
+    return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
+
+
+def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
+    """Return the findings with the reason why no fix was tried."""
+
+    def said(advice: Advice) -> Advice:
+        return advice if advice.fix is None else replace(advice, untried=why)
+
+    return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
+
+
+def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> Outcomes:
+    """Return what came of the learning rates that were tried, and of the first fixes."""
+    outcomes: Outcomes = {(t.fix, ()): t for t in bench.record.rates.values()}
+    wanted = []
+    for i, finding in enumerate(findings):
+        keys = [(a.fix, finding.layers_for(a)) for a in finding.advice if a.fix in FIXES]
+        rank = STRENGTHS.index(finding.strength)
+        first = [key for key in keys if key not in outcomes][: FIRST[rank]]
+        wanted += [(rank, number, i, key) for number, key in enumerate(first)]
+    interrupted = ""
+    for done, (*_, key) in enumerate(sorted(wanted)):
+        try:
+            if key not in outcomes:
+                outcomes[key] = interrupted or _outcome(bench, *key)
+            progress("fixes", done + 1, len(wanted))
+        except KeyboardInterrupt:
+            interrupted = "interrupted"
+            outcomes.setdefault(key, interrupted)
+    return outcomes
+
+
+def _told(finding: Finding, outcomes: Outcomes) -> list[Advice]:
+    """Return the finding's advice with the trials, or the reasons why there are none."""
+    told = []
+    for advice in finding.advice:
+        is_open = advice.fix in FIXES and finding.strength != "note"
+        why = NOT_AMONG_THE_FIRST if is_open else advice.untried
+        outcome = outcomes.get((advice.fix or "", finding.layers_for(advice)), why)
+        trial, why = (outcome, "") if isinstance(outcome, Trial) else (None, outcome)
+        told.append(replace(advice, trial=trial, untried=why))
+    return told
+
+
+def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
+    """Return the trial of a fix, or the reason why there is none."""
+    try:
+        return bench.trial(FIXES[name], layers)
+    except (CapReached, DoesNotApply) as error:
+        return str(error)
+    except Exception as error:  # the model does not run with this fix
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: bool) -> Finding:
+    """Return the finding after the trials of its advice, its best advice first."""
+    trials = [each.trial for each in advice if each.trial is not None]
+    if not fault_of(finding).certain:
+        advice = sorted(_with_rate(advice, record), key=_place)
+    advice = [a for a in advice if a.fix != "reinitialise" or a.trial is None or a.trial.pays]
+    pays = any(trial.pays for trial in trials)
+    lower = finding.name == "uneven-rates" and best_rate(record.rates) < 1
+    if lower or finding.name == "input-mean":  # else the learning rate explains the gain
+        pays = any(trial.helps for trial in trials)
+    strength = finding.strength
+    if strength == "act" and trials and not pays and not certain:
+        strength = "watch"
+    elif strength == "watch" and any(_promotes(trial, finding) for trial in trials):
+        strength = "act"
+    elif fault_of(finding).often_meant and (trials or _does_not_apply(advice)):
+        strength = "note"
+    return replace(finding, advice=tuple(advice), strength=strength)
+
+
+def _promotes(trial: Trial, finding: Finding) -> bool:
+    """Return whether a trial makes a fact that may be harmless one to act on."""
+    left = fault_of(finding).acts_below
+    if left is None or not trial.helps:
+        return False
+    # A share of a loss means something only above zero.
+    return left == 1 or (trial.loss_without > 0 and trial.loss < left * trial.loss_without)
+
+
+def _does_not_apply(advice: Sequence[Advice]) -> bool:
+    return any(a.untried not in ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST) for a in advice)
+
+
+def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
+    """Add a learning rate to the advice if a fix pays no more than that learning rate alone."""
+    factor = best_rate(record.rates)
+    (rate,) = other_rates((factor,))
+    no_better = any(a.trial is not None and a.trial.pays and not a.trial.helps for a in advice)
+    if factor == 1 or not record.rates[factor].helps or not no_better:
+        return advice
+    added = replace(rate, trial=record.rates[factor])
+    return advice if any(a.fix == rate.fix for a in advice) else [*advice, added]
+
+
+def _place(advice: Advice) -> tuple[int, float]:
+    """Return what sorts advice: what pays by its loss, what was not tried, what does not pay."""
+    trial = advice.trial
+    if trial is None:
+        return 2, 0.0
+    return (0 if trial.helps else 1, trial.loss) if trial.pays else (3, 0.0)

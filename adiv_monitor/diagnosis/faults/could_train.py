@@ -1,9 +1,10 @@
 """Can the loop of a monitor's run train at all? What it does with gradients, rates and weights.
 
-Asked in the order of a step: are gradients zeroed between steps, too early, or clipped away; is the
-learning rate gone, or still rising; are the weights set back; are micro-batches summed? Each
-condition is exact, because each of these is also done on purpose. An audit trains a copy in a loop
-of its own. `parameters`, `data` and `loss` ask both kinds of runs.
+Asked in the order of a step: are gradients zeroed between steps, or too early; do they reach the
+parameters; are they clipped away; is the learning rate gone, or still rising; are the weights set
+back, or changed by another optimizer; are micro-batches summed? Each condition is exact, because
+each of these is also done on purpose. Last: do the samples of each batch agree, as sorted ones do?
+An audit trains a copy in a loop of its own. `parameters`, `data` and `loss` ask both kinds of runs.
 """
 
 import math
@@ -11,16 +12,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.course import course, end, is_known, is_measure, noise, smoothed
+from adiv_monitor.diagnosis.course import (
+    STILL,
+    course,
+    end,
+    is_known,
+    is_measure,
+    noise,
+    smoothed,
+)
 from adiv_monitor.diagnosis.faults.fault import (
+    FEWEST_REPORTS,
     LEARNING,
+    LONG_STEPS,
     act_if,
     fault,
+    finds,
     loop_fault,
     reported,
     several,
     stepped,
 )
+from adiv_monitor.diagnosis.faults.rates import overshoot
 from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
@@ -29,20 +42,26 @@ from adiv_monitor.diagnosis.readings import (
     at_peak,
     by_layer,
     learning_rate,
+    maps,
+    named,
     these,
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
-from adiv_monitor.report.wording import percent
+from adiv_monitor.report.wording import NO_GRADIENT, listed, percent
 
-FEWEST_MEASURED = 3  # measured steps, in all of which a condition must hold
+FEWEST_MEASURED = FEWEST_REPORTS  # in all of which a condition must hold
 FEWEST_SAME = 5  # the same, for batches: whole epochs of few batches repeat, too
 LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head that nobody uses
 # Norm of the gradient that was there before a step's first backward pass, over that of the gradient
 # that the optimizer used. It is 0 if gradients are zeroed after each step; if never, it comes near
 # 1 within a few steps.
 KEPT = 0.1
+ENDED = 0.1  # of the elements that a gradient reached in earlier steps; less may be a choice
+# gradient_cosine of the last layer, typically: in shuffled batches of a classification it is below
+# 0.4, in generators and critics up to 0.94, in sorted data above 0.99.
+ALIKE = 0.97
 CLIPPED = 0.1  # the gradient used over that of the backward pass, if clipping takes the step
 GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of a usual schedule
 HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
@@ -50,6 +69,7 @@ RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
+FEWEST_JUMPS = 2  # of the loss, to where it began
 
 
 def strength(record: Record) -> Strength:
@@ -82,21 +102,22 @@ def share_of(
 def not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
 
-    The first measured step is left out: a run may begin with gradients of other code. Several
-    backward passes of one step are no fault, because `.grad` is zero before the first of them.
+    Most of the measured steps must show it: a loop may zero them once an epoch. The first is left
+    out: a run may begin with gradients of other code. Several backward passes of one step are no
+    fault, because `.grad` is zero before the first of them.
     """
-    kept, later = {}, record.reports[1:]
-    for path in dict.fromkeys(path for report in later for path in report.layers):
-        of_layer = [report.layers[path] for report in later if path in report.layers]
-        # Else the gradient's size is not known.
-        shares = [r.earlier_share for r in of_layer if not math.isnan(r.gradient_factor)]
-        if len(shares) >= FEWEST_MEASURED - 1 and min(shares) > KEPT:
-            kept[path] = median(shares)
+    seen: dict[str, list[float]] = {}
+    for report in record.reports[1:]:
+        for path, reading in report.layers.items():
+            if not math.isnan(reading.gradient_factor):  # else the gradient's size is not known
+                seen.setdefault(path, []).append(reading.earlier_share)
+    kept = {path: median(shares) for path, shares in seen.items()
+            if sum(share > KEPT for share in shares) > max(1, len(shares) / 2)}  # fmt: skip
     if kept:
         largest = worst_first(kept)[0]
         yield Finding("not-zeroed", "act",
             f"The gradients of {these(record, [*kept])} are not zeroed between optimizer steps: "
-            "before a step's first backward pass, `.grad` holds an earlier gradient, "
+            "before a step's first backward pass, `.grad` typically holds an earlier gradient, "
             f"{kept[largest]:.3g} times as long as the one used.",
             (Evidence("gradient kept, over the gradient used", kept[largest], KEPT, largest),),
             (Advice("call optimizer.zero_grad() once for every step, unless another loss goes "
@@ -105,25 +126,114 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
             layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
 
+@loop_fault(
+    "gradient-reversed",
+    "Gradients are turned round, so that steps go uphill",
+    shown_by=stepped,
+    explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
+)
+def reversed_(record: Record) -> Iterator[Finding]:
+    """Find layers whose `.grad` points uphill, which that of a backward pass never does.
+
+    A step along it would move the activations against their own gradient. A layer that reverses
+    gradients in the graph turns both.
+    """
+    cosines = by_layer(record, "gradient_cosine")
+    turned = {path: -cosine.value for path, cosine in cosines.items() if cosine.below(0)}
+    if several(record) and turned and not any(not_zeroed(record)):
+        first = worst_first(turned)[0]
+        yield Finding("gradient-reversed", strength(record),
+            f"The gradients of {these(record, [*turned])} are turned round between the backward "
+            "pass and the step: a step along them raises the loss.",
+            (Evidence("gradient_cosine", -turned[first], 0, first),),
+            (Advice("look for a minus sign, or for a hook that reverses gradients, between the "
+                    "backward pass and the step"),),
+            "No learning rate makes steps uphill lower the loss.",
+            layers=worst_first(turned))  # fmt: skip
+
+
 @loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
 def zeroed_early(record: Record) -> Iterator[Finding]:
-    """Find gradients that are removed between the backward pass and the step, or between passes."""
-    passes = {report.zeroed_passes for report in record.reports}
+    """Find gradients that are removed between the backward pass and the step."""
     paths, share = share_of(record, "removed", record.reports)
     if share > 0.5:
-        evidence = Evidence("share of the trainable parameters", share, 0.5)
-        said = ("Something, such as `zero_grad()`, removes the gradients of "
-                f"{these(record, paths)} between the backward pass and the step.")  # fmt: skip
-        advice = "call optimizer.zero_grad() before the backward pass, or after the step"
-    elif len(record.reports) >= FEWEST_MEASURED and len(passes) == 1 and (count := min(passes)) > 0:
-        paths, evidence = (), Evidence("backward passes of a step that were zeroed", count, 0)
-        said = (f"Gradients are zeroed between the micro-batches of a step: of {count + 1} "
-                "backward passes, the optimizer uses the last one alone.")  # fmt: skip
-        advice = "call optimizer.zero_grad() once for every optimizer step, not for each backward"
-    else:
+        yield Finding("zeroed-early", strength(record),
+            f"Something, such as `zero_grad()`, removes the gradients of {these(record, paths)} "
+            "between the backward pass and the step.",
+            (Evidence("share of the trainable parameters", share, 0.5),),
+            (Advice("call optimizer.zero_grad() before the backward pass, or after the step"),),
+            layers=paths)  # fmt: skip
+
+
+@finds("monitor")
+def zeroed_between(record: Record) -> Iterator[Finding]:
+    """Find gradients that are removed between the backward passes of a step."""
+    counts = {report.zeroed_passes for report in record.reports}
+    if several(record) and len(counts) == 1 and (count := counts.pop()) > 0:
+        yield Finding("zeroed-early", strength(record),
+            f"Gradients are zeroed between the micro-batches of a step: of {count + 1} backward "
+            "passes, the optimizer uses the last one alone.",
+            (Evidence("backward passes of a step that were zeroed", count, 0),),
+            (Advice("call optimizer.zero_grad() once for every optimizer step, not for each "
+                    "backward"),))  # fmt: skip
+
+
+@finds("monitor")
+def untrained(record: Record) -> Iterator[Finding]:
+    """Find that no gradient reaches most parameters, or many that one reached in earlier steps.
+
+    The second half of the measured steps decides, since experts and dropped layers take turns. If a
+    part is never reached although the loss falls, it is not used.
+    """
+    reports, sizes = record.reports, [*map(_reached, record.reports)]
+    others = any(share_of(record, field, reports)[0] for field in ("cut_off", "removed"))
+    if not several(record) or others or not (most := max(r.trainable for r in reports)):
         return
-    yield Finding("zeroed-early", strength(record), said, (evidence,), (Advice(advice),),
-        layers=paths)  # fmt: skip
+    now = max(sizes[len(sizes) // 2 :])
+    ended, never = now < (1 - ENDED) * max(sizes), now < most / 2 and course(record) != "falls"
+    if not ended and not never:
+        return
+    first = next(i for i in range(len(sizes)) if max(sizes[i:]) == now)
+    later = {path for report in reports[first:] for path in report.layers}
+    paths = (*(path for path in maps(record) if path not in later), *_without(reports[-1]))
+    frozen, share = reports[-1].trainable < most, 1 - now / most
+    yield Finding("unreached", strength(record),
+        f"Since step {reports[first].step:,}, no gradient reaches {these(record, paths)}, with "
+        f"{percent(share)} of the parameters." + " Their requires_grad is False." * frozen,
+        (Evidence("share of the parameters", share, ENDED if ended else 0.5),),
+        (Advice("set requires_grad=True again after the code that froze them, unless they should "
+                "stay frozen" if frozen else
+                "look for a loss that is made anew from a number, as by torch.tensor(loss.item()), "
+                "and for detach(), .data or no_grad() between these layers and the loss"),),
+        layers=paths, since=reports[first].step)  # fmt: skip
+
+
+def _without(report: StepReport) -> list[str]:
+    """Return the modules, and single parameters, that no gradient reached."""
+    return [path for path, why in report.unsupported.items() if why == NO_GRADIENT]
+
+
+def _reached(report: StepReport) -> int:
+    """Return the number of elements of the trainable parameters that a gradient reached."""
+    without, sizes = {*_without(report)}, report.unmeasured.items()
+    return report.trainable - sum(
+        count for name, count in sizes if {name, name.rpartition(".")[0]} & without
+    )
+
+
+@finds("monitor")
+def frozen(record: Record) -> Iterator[Finding]:
+    """Find blocks that are frozen in all measured steps, beside those that train."""
+    paths, size = share_of(record, "frozen", record.reports)
+    share = size / (1 + size)  # of all parameters
+    if share > ENDED:
+        harms = share > 0.5 and _goes_badly(record)
+        yield Finding("frozen", "watch" if harms else "note",
+            f"{these(record, paths)} are frozen (requires_grad is False), with {percent(share)} of "
+            f"the parameters; {these(record, maps(record))} train.",
+            (Evidence("share of the parameters", share, ENDED),),
+            (Advice("set requires_grad=True, unless these parameters should stay frozen"),),
+            layers=paths)  # fmt: skip
 
 
 @loop_fault(
@@ -143,15 +253,16 @@ def clipped(record: Record) -> Iterator[Finding]:
             scales.append(fmean(report.loss_gradients))
             shares.append(max(1.0, scales[-1]) * median(factors))
     moves = [move.value for move in by_layer(at_peak(record), "update_ratio").values()]
-    if len(shares) < FEWEST_MEASURED or not median(shares) < CLIPPED:
+    if len(shares) < FEWEST_MEASURED or not moves:
         return
-    if moves and median(moves) < HEALTH["update_ratio"].healthy[0]:
-        scaled = median(scales) > 1
+    scale, share = median(scales), median(shares)
+    if share < CLIPPED and median(moves) < HEALTH["update_ratio"].healthy[0]:
+        scaled = scale > 1
         yield Finding("clipping-always", "act",
-            f"Clipping takes the step: the optimizer gets {median(shares):.2g} times the gradient."
+            f"Clipping takes the step: the optimizer gets {share:.2g} times the gradient."
             + (" The gradients are clipped while they are still multiplied by the scale "
-               f"{median(scales):g} of the mixed-precision scaler.") * scaled,
-            (Evidence("gradient used, over that of the backward pass", median(shares), CLIPPED),),
+               f"{scale:g} of the mixed-precision scaler.") * scaled,
+            (Evidence("gradient used, over that of the backward pass", share, CLIPPED),),
             (Advice("call scaler.unscale_(optimizer) before the gradients are clipped" if scaled
                     else "clip at a higher norm, or not at all"),),
             "A higher learning rate makes up for it only while gradients keep their "
@@ -196,11 +307,10 @@ def rate_rises(record: Record) -> Iterator[Finding]:
     there = record.steps_of_losses[lowest]
     before = max((rate for step, rate in rates.items() if step <= there), default=0.0)
     times = rates[last] / before if before > 0 else 0.0
-    long = len(smooth) - lowest > RISEN_SHARE * len(smooth)
-    risen = not end(record) <= smooth[lowest] + 2 * noise(record)
     before_it = replace(record, losses=record.losses[: lowest + 1])
     learnt = record.losses[0] - smooth[lowest] > 2 * noise(before_it)
-    if times >= RISEN and learnt and risen and long and end(record) > 2 * abs(smooth[lowest]):
+    long = len(smooth) - lowest > RISEN_SHARE * len(smooth)
+    if times >= RISEN and learnt and long and end(record) > 2 * abs(smooth[lowest]):
         yield Finding("rate-rises", "act" if is_measure(record) else "note",
             "The learning rate rises, and so does the loss: since the lowest loss, near step "
             f"{there:,}, it has grown {times:.3g} times.",
@@ -217,6 +327,10 @@ def rate_rises(record: Record) -> Iterator[Finding]:
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
+    advice = Advice(
+        "look for load_state_dict, copy_, reset_parameters or a moving average that writes to the "
+        "weights of the model in training, and is not undone"
+    )
     wholly = sum(share >= RETURNED for share in back) > len(back) / 2
     often = sum(share > SET_BACK for share in back) > len(back) / 2
     if len(back) >= FEWEST_MEASURED - 1 and (wholly or (often and _goes_badly(record))):
@@ -225,8 +339,45 @@ def set_back(record: Record) -> Iterator[Finding]:
             "The weights are set back between the optimizer's steps: measured steps begin after "
             f"{percent(share)} of the way since an earlier one is undone.",
             (Evidence("share of the weights' way that is undone", share, SET_BACK),),
-            (Advice("look for load_state_dict, copy_ or a moving average that writes to the "
-                    "weights of the model in training, and is not undone"),))  # fmt: skip
+            (advice,))  # fmt: skip
+    elif anew := _begins_anew(record):
+        yield Finding("weights-set-back", strength(record),
+            f"The training begins anew {len(anew)} times, first at step {anew[0]:,}: the loss "
+            f"jumps to where it began, {record.losses[0]:.3g}, and falls again as at first.",
+            (Evidence("jumps of the loss to its beginning", len(anew), FEWEST_JUMPS),),
+            (advice,), since=anew[0])  # fmt: skip
+
+
+def _begins_anew(record: Record) -> list[int]:
+    """Return the steps at which the loss begins its course anew; none if it jumps elsewhere, too.
+
+    A jump is a rise, in one step, by half of the way that the loss has gone. After it, the loss
+    stays where it was at first, within a quarter of that way.
+    """
+    losses, k = record.losses, FEWEST_REPORTS
+    if not is_known(record) or not is_measure(record):
+        return []
+    means = [fmean(losses[i : i + k]) for i in range(len(losses) - k + 1)]
+    way = means[0] - min(means)
+    jumps = [i for i in range(k, len(means)) if losses[i] - losses[i - 1] > way / 2]
+    back = all(abs(means[i] - means[0]) < way / 4 for i in jumps)
+    many, fell = len(jumps) >= FEWEST_JUMPS, way > max(STILL * abs(means[0]), 4 * noise(record))
+    return [record.steps_of_losses[i] for i in jumps] if back and fell and many else []
+
+
+@loop_fault("other-optimizer", "Another optimizer steps the same weights",
+            shown_by=several, explains=("projection-fights",))  # fmt: skip
+def other_optimizer(record: Record) -> Iterator[Finding]:
+    """Find another optimizer that changes measured weights in most of the steps."""
+    by = [r.changed_by for r in record.reports[1:]]
+    share = fmean(map(bool, by)) if several(record) else 0.0
+    if share > 0.5:
+        names = listed([*dict.fromkeys(name for each in by for name in each)])
+        yield Finding("other-optimizer", strength(record),
+            f"Between the steps of {record.reports[-1].optimizer}, another optimizer, {names}, "
+            f"changes weights that it trains, in {percent(share)} of the measured steps.",
+            (Evidence("share of the measured steps", share, 0.5),),
+            (Advice("give each parameter to one optimizer alone"),))  # fmt: skip
 
 
 @loop_fault(
@@ -236,18 +387,34 @@ def set_back(record: Record) -> Iterator[Finding]:
 )
 def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
-    counts = {len(report.loss_gradients) for report in record.reports}
-    if len(record.reports) < FEWEST_MEASURED or len(counts) != 1 or (k := counts.pop()) < SUMMED:
-        return
-    whole = all(min(report.loss_gradients) >= 1 for report in record.reports)
-    if not whole or optimizer_of(record) in SCALE_FREE or not _goes_badly(record):
+    passes = [report.loss_gradients for report in record.reports]
+    k = min(map(len, passes), default=0)
+    if not several(record) or k < SUMMED or k < max(map(len, passes)) or min(map(min, passes)) < 1:
         return
     high = HEALTH["update_ratio"].healthy[1]
     steps = (replace(record, reports=(report,)) for report in record.reports)
-    if any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values()):
+    far = any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values())
+    if far and optimizer_of(record) not in SCALE_FREE and _goes_badly(record):
         yield Finding("gradients-summed", "act",
             f"The gradients of {k} micro-batches are summed, not averaged: the steps are {k} times "
             "as long as those of their mean, and too long for this loss.",
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
             (Advice(f"divide the loss of each micro-batch by {k}"),
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
+
+
+@finds("monitor")
+def sorted_samples(record: Record) -> Iterator[Finding]:
+    """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
+    cosines = [*by_layer(record, "gradient_cosine").items()][-1:]
+    if len(record.reports) < FEWEST_SAME or not cosines or not _goes_badly(record):
+        return
+    (path, cosine), *_ = cosines
+    if cosine.above(ALIKE) and is_measure(record) and overshoot(record) is None:
+        yield Finding("unshuffled", "act",
+            "The samples of a batch are alike, and the loss does not fall: in a typical step, they "
+            f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}), and "
+            "later batches for another one. Are the data sorted, by their class or target?",
+            (Evidence("gradient_cosine", cosine.value, ALIKE, path),),
+            (Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),),
+            "Larger batches of sorted data are sorted too.", against=())  # fmt: skip

@@ -142,6 +142,9 @@ def input_scale(record: Record) -> Iterator[Finding]:
             evidence.append(Evidence("feature std ratio", ratio, UNEVEN_FEATURES, name))
         if evidence and _is_read(record, seen):
             said = " and ".join(f"{found.measure} {found.value:.3g}" for found in evidence)
+            for path in maps(record)[:1]:  # a measure, so that pictures show it
+                if (length := typical(record, path, "scale_mean")) is not None:
+                    evidence.append(Evidence("scale_mean", length.value, None, path))
             yield Finding("input-scale", act_if(_costs(record, seen.std)),
                 f"The entries of input {name!r} have an unsuitable scale ({said}): "
                 "initialisations and learning rates expect a standard deviation of about 1 in each "

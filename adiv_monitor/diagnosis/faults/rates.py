@@ -138,9 +138,8 @@ def better_rate(record: Record) -> tuple[float, Trial] | None:
     trials = [
         (factor, trial)
         for factor, trial in record.rates.items()
-        if trial.steps >= course.FEWEST
-        and math.isfinite(trial.loss)
-        and _learns(record, factor, trial)
+        if trial.steps >= course.FEWEST and math.isfinite(trial.loss)
+        if _learns(record, factor, trial)
     ]
     best = min(trials, key=lambda pair: pair[1].loss, default=None)
     return best if best is not None and best[0] != 1 and best[1].pays else None
@@ -193,16 +192,14 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     factor, trial = better
     share, rough = share_of_fall(record, trial), _overtakes(record, trial)
     # A tenth of the learning rate, or less, leaves far less of the loss.
-    is_finite = math.isfinite(trial.loss_without)
-    left = is_finite and factor <= 0.1 and 0 < trial.loss < LEFT_AT_A_TENTH * trial.loss_without
+    left = factor <= 0.1 and 0 < trial.loss < LEFT_AT_A_TENTH * trial.loss_without < math.inf
     if share < SHARE_OF_FALL_WATCH or left:
+        on = (f" The run itself goes on, and reaches {course.end(record):.3g}: only its beginning "
+              "is known to be rough.") * rough  # fmt: skip
         act = (share < SHARE_OF_FALL_ACT or left) and not rough
-        yield _too_high(record, act,
-            said_of_rates(factor, trial)
-            + (f" The run itself goes on, and reaches {course.end(record):.3g}: only its beginning "
-               "is known to be rough.") * rough,
-            by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
-            None if rough else factor)  # fmt: skip
+        seen = by_trial(factor, trial, share, SHARE_OF_FALL_WATCH)
+        factors = [] if rough else [factor, *(f for f in (0.1, 0.3) if f != factor)]
+        yield _too_high(act, said_of_rates(factor, trial) + on, seen, factors)
 
 
 def by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:
@@ -222,31 +219,26 @@ def said_of_rates(factor: float, trial: Trial) -> str:
             f"{trial.loss:.3g}{without or '; at the current one it diverges'}.")  # fmt: skip
 
 
-def _too_high(
-    record: Record, act: bool, said: str, seen: Sequence[Evidence], factor: float | None
-) -> Finding:
-    """Return the finding; with no factor, no learning rate is known to be better for long."""
-    factors = [] if factor is None else [factor] + [f for f in (0.1, 0.3) if f != factor]
-    return Finding("rate-too-high", act_if(act), said, tuple(seen),
-        (*other_rates(factors),
-         Advice("warm the learning rate up over the first steps", "warm-up"),
-         *[Advice("compare lower learning rates in runs as long as this one or longer")]
-         * (factor is None)), against=())  # fmt: skip
+def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[float]) -> Finding:
+    """Return the finding; without factors, no learning rate is known to be better for long."""
+    longer = Advice("compare lower learning rates in runs as long as this one or longer")
+    warm_up = Advice("warm the learning rate up over the first steps", "warm-up")
+    advice = (*other_rates(factors), warm_up, *[longer] * (not factors))
+    return Finding("rate-too-high", act_if(act), said, tuple(seen), advice)
 
 
 def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     """Find steps that raise their batch's loss, or that move activations too far."""
     if course.tells_nothing(record):
         return
-    predicted = {r.step: r.descent for r in record.reports if r.descent is not None}
-    steps = [s for s in record.realised if predicted.get(s, 0) > 0]
-    risen = sum(not record.realised[s] <= 0 for s in steps)
+    uphill = [not record.realised[r.step] <= 0 for r in record.reports
+              if r.step in record.realised and (r.descent or 0) > 0]  # fmt: skip
     first = at_first(record, "update_ratio")
     moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
     limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
-    if len(steps) >= 3 and risen > len(steps) / 2:
-        evidence = Evidence("steps that raise their batch's loss", risen / len(steps), 0.5)
-        said = f"{risen} of {len(steps)} measured steps raised the loss of their own batch."
+    if len(uphill) >= 3 and fmean(uphill) > 0.5:
+        evidence = Evidence("steps that raise their batch's loss", fmean(uphill), 0.5)
+        said = f"{sum(uphill)} of {len(uphill)} measured steps raised the loss of their own batch."
     elif moves > limit and not course.end(record) <= course.start(record) / 2:
         evidence = Evidence("update_ratio, median layer", moves, limit, step=0)
         said = (f"The first step moved the activations of the median layer by {moves:.3g} times "
@@ -255,52 +247,54 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
         path, move, furthest = over
         evidence = Evidence("update_ratio", move.value, furthest, path, move.since)
         said = (f"Step {move.since} moved the activations of {named(record, path)} by "
-                f"{move.value:.3g} times their length, and the loss rose after it.")  # fmt: skip
+                f"{move.value:.3g} times their length, and "
+                + ("a layer is dead since." if furthest == KILLS
+                   else "the loss rose after it."))  # fmt: skip
     else:
         return
-    yield _too_high(record, suffers(record), said, (evidence,), 0.1)
+    yield _too_high(suffers(record), said, (evidence,), (0.1, 0.3))
 
 
 def overshoot(record: Record) -> tuple[str, Typical, float] | None:
     """Return the layer that moved furthest before the loss rose, its move, and the limit of this.
 
     It counts at any measured step, though the layer may stand still later, if it is ten times
-    beyond the healthy range, or if it is longer than the activations and a layer is dead after it.
+    beyond the healthy range, or if it is longer than the activations and a layer is dead after it,
+    whatever the loss does.
     A weight that begins at or near zero (the second factor of a low-rank update, the end of a
     residual branch, a head) moves far relative to its output and is healthy.
     """
-    rising = [report for report in record.reports if _rises_after(record, report.step)]
     moves = [
         (path, move)
-        for report in rising
+        for report in record.reports
+        if _rises_after(record, report.step) or _kills(record, report.step)
         for path, move in by_layer(replace(record, reports=(report,)), "update_ratio").items()
         if path not in record.weights or record.weights[path].gain >= LEAST_GAIN
     ]
     if not moves:
         return None
     path, move = max(moves, key=lambda pair: pair[1].value)
-    limit = KILLS if _kills(record, move.since) else OVERSHOOTS
+    limit = KILLS if _kills(record, move.since or 0) else OVERSHOOTS
     return (path, move, limit) if move.above(limit) else None
 
 
-def _kills(record: Record, step: int | None) -> bool:
+def _kills(record: Record, step: int) -> bool:
     """Return whether a layer that got a gradient up to a step gets none at the end."""
-    last = record.reports[-1].layers
-    return any(
-        path in last and (reading.idle_share or 0.0) < 1 and last[path].idle_share == 1
-        for report in record.reports
-        if step is not None and report.step <= step
-        for path, reading in report.layers.items()
-    )
+    dead = {p for p, reading in record.reports[-1].layers.items() if reading.idle_share == 1}
+    readings = (r.layers[p] for r in record.reports if r.step <= step for p in dead & {*r.layers})
+    return any((reading.idle_share or 0.0) < 1 for reading in readings)
 
 
 def _rises_after(record: Record, step: int) -> bool:
-    """Return whether the loss over the next eighth of the run is above that of the step."""
-    by_step = dict(zip(record.steps_of_losses, record.losses, strict=False))
-    after = [loss for s, loss in by_step.items() if s > step][: max(3, len(by_step) // 8)]
-    if step not in by_step or not after:
+    """Return whether the loss over the next eighth of the run is above that up to the step.
+
+    The median before it counts, since the batch of the step may be the one with a large loss.
+    """
+    pairs = [*zip(record.steps_of_losses, record.losses, strict=False)]
+    length = max(3, len(pairs) // 8)
+    before = [loss for s, loss in pairs if s <= step][-length:]
+    after = [loss for s, loss in pairs if s > step][:length]
+    if not before or not after:
         return False
-    here = by_step[step]
-    return not fmean(after) <= here + max(
-        course.STILL * abs(here), course.noise(record) / math.sqrt(len(after))
-    )
+    here, error = median(before), course.noise(record) / math.sqrt(len(after))
+    return not fmean(after) <= here + max(course.STILL * abs(here), error)

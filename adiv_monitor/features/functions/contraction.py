@@ -71,7 +71,7 @@ def contractions(
     found = (
         contraction(operand, [*operands[:i], *operands[i + 1 :]], result, factor=factor)
         for i, operand in enumerate(operands)
-        if theirs[i] and operand.tensor.requires_grad
+        if call.is_weight(operand.tensor)
     )
     return [use for use in found if use is not None]
 

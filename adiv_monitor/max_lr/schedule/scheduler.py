@@ -2,8 +2,10 @@
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,11 +17,10 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.max_lr.exponents import Parametrization
+from adiv_monitor.max_lr.groups import factors_of
 from adiv_monitor.max_lr.model import ModelNetwork, Ratios, clipped, ratios_of
 from adiv_monitor.max_lr.multiplier import parametrization_of
-from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, rule_of, update_rule
-from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, factors, usable
-from adiv_monitor.max_lr.schedule.safety import LossWatch
+from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, update_rule
 from adiv_monitor.max_lr.schedule.steps import ScaledSteps
 from adiv_monitor.max_lr.solver import Objective, Status
 from adiv_monitor.printable import printable
@@ -27,7 +28,8 @@ from adiv_monitor.report import AlignmentReading
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 
 Mode = Literal["monitor", "static", "dynamic"]
-_HOLD = 5  # readings
+_HOLD = 5  # readings without factors after a loss that diverged
+_REMEMBERED, _ENOUGH, _ASTRAY = 100, 10, 3.0  # losses, for their median; and times the median
 
 
 @dataclass(frozen=True)
@@ -37,24 +39,16 @@ class MaxLRReading:
     Attributes:
         step: optimizer steps taken.
         alignment: readings by layer.
-        status: status of the solution; "skipped" if a reading was not finite.
+        status: status of the solution.
         c: solved exponents by layer; empty unless the status is "optimal".
         proposed: smoothed factors of the learning rate.
     """
 
     step: int
     alignment: Mapping[str, AlignmentReading]
-    status: Status | Literal["skipped"]
+    status: Status
     c: Mapping[str, float] = field(default_factory=dict)
     proposed: Mapping[str, float] = field(default_factory=dict)
-
-
-# Names of a layer's weight, or of the parameters from which it is computed.
-_OF_LAYERS = (
-    *("weight", "weight_orig", "weight_g", "weight_v", "parametrizations.weight.original"),
-    *("parametrizations.weight.original0", "parametrizations.weight.original1"),
-)
-_OF_RECURRENT = {"input": "weight_ih", "hidden": "weight_hh", "projection": "weight_hr"}
 
 
 class MaxLRScheduler:
@@ -71,8 +65,8 @@ class MaxLRScheduler:
     Args:
         optimizer: the optimizer whose steps are scaled.
         model: the model that it trains.
-        probe: the batch on which alignments are read; the reference point is the model as it is
-            now. None with "static".
+        probe: the batch that shows the layers, and on which alignments are read; the reference
+            point is the model as it is now.
         mode: see above.
         parametrization: "sp" (how torch's own layers are initialised), "ntk", "mup", "mfp", or
             one of yours; None: that of the model's multipliers, "sp" where it has none.
@@ -82,14 +76,9 @@ class MaxLRScheduler:
             of the first steps are far below what they come to be.
         freeze_at: the step from which factors stay as they are, such as the beginning of the decay.
         objective: of `solve_max_lr`.
-        epsilon: of `solve_max_lr`.
         beta: share of the logarithm of a factor that stays at each reading.
         cap: the largest factor up and down.
         limit: the largest change of a factor from one reading to the next.
-        clip: keep alpha and u within [½, 1], omega within [0, 1].
-        normalise: divide factors by their geometric mean: only ratios between layers change.
-        compensate_decay: divide weight decay by the factor, where decay is rate × decay, so that a
-            larger rate does not raise it.
         gains: layer → factor, for "static".
 
     Raises:
@@ -100,7 +89,7 @@ class MaxLRScheduler:
         gains: layer → the factor in force.
         proposed: layer → the factor that "dynamic" would have in force.
         latest: the last reading; None before the first.
-        failures: readings that gave nothing: no solution, values that are not finite, errors.
+        failures: readings that gave nothing: no solution, errors.
         step: optimizer steps so far.
     """
 
@@ -108,7 +97,7 @@ class MaxLRScheduler:
         self,
         optimizer: Optimizer,
         model: nn.Module,
-        probe: Probe | None,
+        probe: Probe,
         *,
         mode: Mode = "monitor",
         parametrization: str | Parametrization | None = None,
@@ -117,52 +106,55 @@ class MaxLRScheduler:
         warm_up: int = 100,
         freeze_at: int | None = None,
         objective: Objective = "pareto",
-        epsilon: float = 0.0,
         beta: float = 0.8,
         cap: float = 8.0,
         limit: float = 1.25,
-        clip: bool = True,
-        normalise: bool = False,
-        compensate_decay: bool = True,
         gains: Mapping[str, float] | None = None,
     ) -> None:
         followed = stepping(optimizer)
-        _check(followed, probe, mode, every_n_steps, warm_up, freeze_at, gains)
-        assert followed is not None
-        self._optimizer = followed
+        if not isinstance(followed, Optimizer):
+            raise TypeError(
+                f"MaxLRScheduler(optimizer=…): got {type(followed).__name__}, expected a "
+                "torch.optim.Optimizer"
+            )
+        _check(mode, gains)
+        _check_numbers(every_n_steps=(every_n_steps, 1), warm_up=(warm_up, 0))
+        _check_numbers(freeze_at=(freeze_at or 0, 0), cap=(cap, 1.0), limit=(limit, 1.0))
+        if not 0 <= beta < 1:
+            raise ValueError(f"MaxLRScheduler(beta=…): got {beta}, expected a share below 1")
         self._mode = mode
         self._every = every_n_steps
         self._warm_up = warm_up
         self._freeze_at = math.inf if freeze_at is None else freeze_at
-        self._options = {"objective": objective, "epsilon": epsilon}
-        self._smoothing = Smoothing(beta, cap, limit)
-        self._clip, self._normalise = clip, normalise
+        self._objective = objective
+        self._beta, self._cap, self._limit = beta, math.log(cap), math.log(limit)
         self.step = self.failures = 0
         self.latest: MaxLRReading | None = None
-        self._losses = LossWatch()
+        self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._held_until = 0
         self._last_lr, self._rises = -math.inf, False
         self._warned: set[str] = set()
         self._known: dict[str, Ratios] = {}
-        alignment = None if mode == "static" or probe is None else Alignment(model, probe)
-        self._alignment = alignment
+        alignment = Alignment(model, probe)
+        layers = alignment.layers
+        self._alignment = None if mode == "static" else alignment
         self.gains: dict[str, float] = dict(gains or {})
         self._log: dict[str, float] = {}
-        if alignment is None:
-            owners = _parameters_of(model, self.gains)
-        else:
-            update = rule_of(followed) if rule is None else update_rule(rule)
+        if self._alignment is not None:
+            update = update_rule(rule or followed)
             _check_groups(followed, update)
             chosen = parametrization or parametrization_of(model) or "sp"
-            self._network = ModelNetwork.of(alignment.layers, chosen, update)
+            self._network = ModelNetwork.of(layers, chosen, update)
             self._network.check_is_applied(chosen)
-            full = self._network.solve({}, **self._options)
+            full = self._network.solve({}, objective=objective)
             if full.status != "optimal":
                 raise ValueError(f"MaxLRScheduler: {full.status}: {full.message}")
             self.c_full = dict(zip(self._network.paths, full.c_full, strict=True))
+            layers = self._network.layers
             self._reset()
-            owners = {id(p): x.path for x in self._network.layers for p in x.parameters}
-        self._scaled = ScaledSteps(followed, owners, compensate_decay=compensate_decay)
+        factors_of("MaxLRScheduler", layers, self.gains)
+        owners = {id(p): x.path for x in layers if x.path in self.gains for p in x.parameters}
+        self._scaled = ScaledSteps(followed, owners)
         if mode != "monitor":
             self._scaled.claim()
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
@@ -176,7 +168,7 @@ class MaxLRScheduler:
         """Factors by layer that the alignments so far allow."""
         if self._alignment is None:
             return dict(self.gains)
-        return factors(self._log, normalise=self._normalise)
+        return {path: math.exp(value) for path, value in self._log.items()}
 
     def see_loss(self, loss: float | Tensor) -> None:
         """Pass the training loss on; if it diverges, all factors are reset to 1.
@@ -184,7 +176,11 @@ class MaxLRScheduler:
         A loss diverges if it is not finite, or more than three times its running median. Factors
         then stay 1 for five intervals between readings. Reading a tensor's value waits for the GPU.
         """
-        if self._losses.is_astray(float(loss)) and self._mode != "static":
+        value = float(loss)
+        usual = median(self._losses) if len(self._losses) >= _ENOUGH else math.inf
+        if math.isfinite(value) and not value > _ASTRAY * usual > 0:
+            self._losses.append(value)
+        elif self._mode != "static":
             self._held_until = self.step + _HOLD * self._every
             self._reset()
 
@@ -199,15 +195,12 @@ class MaxLRScheduler:
         return {
             "step": self.step,
             "failures": self.failures,
-            "mode": self._mode,
-            "gains": dict(self.gains),
             "log_gains": dict(self._log),
-            "c_full": {} if self._alignment is None else dict(self.c_full),
             "known": dict(self._known),
             "held_until": self._held_until,
             "last_lr": self._last_lr,
             "rises": self._rises,
-            "losses": list(self._losses.losses),
+            "losses": list(self._losses),
             "alignment": None if self._alignment is None else self._alignment.state_dict(),
         }
 
@@ -215,24 +208,22 @@ class MaxLRScheduler:
         """Continue from the state of a saved scheduler.
 
         If the state has no reference point, or one of other layers, all factors begin at 1, and a
-        warning says so.
+        warning says so. With "static" the factors stay.
         """
         self.step, self.failures = int(state["step"]), int(state["failures"])
         self._held_until = int(state["held_until"])
         self._last_lr, self._rises = float(state["last_lr"]), bool(state["rises"])
-        self._losses.losses.clear()
-        self._losses.losses.extend(state["losses"])
+        self._losses = deque(state["losses"], _REMEMBERED)
         if self._alignment is None:
-            self.gains = dict(state["gains"]) if state["mode"] == "static" else self.gains
             return
+        self._reset()
         try:
             if state["log_gains"].keys() != self._log.keys():
                 raise ValueError(f"it has the layers {list(state['log_gains'])}")
-            if state.get("alignment") is None:
+            if state["alignment"] is None:
                 raise ValueError("it has no reference point")
             self._alignment.load_state_dict(state["alignment"])
-        except (ValueError, KeyError) as error:
-            self._reset()
+        except ValueError as error:
             warnings.warn(
                 f"MaxLRScheduler.load_state_dict: factors begin at 1, because of the saved state: "
                 f"{printable(str(error))}",
@@ -241,9 +232,8 @@ class MaxLRScheduler:
             return
         self._log = dict(state["log_gains"])
         self._known = {path: tuple(values) for path, values in state["known"].items()}
-        self.gains = self.proposed if self._mode == "dynamic" else dict.fromkeys(self._log, 1.0)
-        if self._mode == "dynamic" and state["mode"] == "dynamic":
-            self.gains = dict(state["gains"])
+        if self._mode == "dynamic":
+            self.gains = self.proposed
 
     def _reset(self) -> None:
         self._log = dict.fromkeys(self._network.paths, 0.0)
@@ -264,8 +254,7 @@ class MaxLRScheduler:
             try:
                 self._measure(self._alignment)
             except Exception as error:
-                self.failures += 1
-                self._warn(f"{type(error).__name__}: {error}")
+                self._failed(f"{type(error).__name__}: {error}")
 
     def _is_due(self) -> bool:
         """Whether to read after this step."""
@@ -276,71 +265,41 @@ class MaxLRScheduler:
 
     def _measure(self, alignment: Alignment) -> None:
         readings = alignment.read()
-        ratios = ratios_of(readings)
-        if not all_finite(ratios):
-            self.failures += 1
-            self.latest = MaxLRReading(self.step, readings, "skipped", proposed=self.proposed)
-            return
-        self._known = usable(ratios, self._known)
-        given = clipped(self._known) if self._clip else self._known
-        solution = self._network.solve(given, **self._options)
+        for path, ratios in ratios_of(readings).items():
+            before = self._known.get(path, (None,) * 3)
+            # A ratio that is undefined keeps its previous value.
+            kept = (b if a is None else a for a, b in zip(ratios, before, strict=True))
+            self._known[path] = tuple(kept)  # type: ignore[assignment]  # three of them
+        solution = self._network.solve(clipped(self._known), objective=self._objective)
         c = dict(zip(self._network.paths, solution.c, strict=False))
         if solution.status == "optimal":
             for layer, exponent in zip(self._network.layers, solution.gains, strict=True):
-                old = self._log[layer.path]
-                self._log[layer.path] = self._smoothing.next(old, exponent, layer.width)
+                self._log[layer.path] = self._next(self._log[layer.path], exponent, layer.width)
             if self._mode == "dynamic":
                 self.gains = self.proposed
         else:
-            self.failures += 1
-            self._warn(f"{solution.status}: {solution.message}")
+            self._failed(f"{solution.status}: {solution.message}")
         self.latest = MaxLRReading(self.step, readings, solution.status, c, self.proposed)
 
-    def _warn(self, what: str) -> None:
-        """Warn once per message; the factors stay as they are."""
+    def _next(self, log_gain: float, exponent: float, width: int) -> float:
+        """Return log m ← β log m + (1 − β) clip((c_full − c) log n), changed by at most the limit.
+
+        Args:
+            log_gain: the current log m.
+            exponent: c_full − c.
+            width: n of the layer.
+        """
+        target = min(max(exponent * math.log(width), -self._cap), self._cap)
+        new = self._beta * log_gain + (1 - self._beta) * target
+        return min(max(new, log_gain - self._limit), log_gain + self._limit)
+
+    def _failed(self, what: str) -> None:
+        """Count a reading that gave nothing, and warn once per message; the factors stay."""
+        self.failures += 1
         if what not in self._warned:
             self._warned.add(what)
             message = f"MaxLRScheduler: step {self.step}: {what}; factors stay"
             warnings.warn(printable(message), stacklevel=2)
-
-
-def _parameters_of(model: nn.Module, gains: Mapping[str, float]) -> dict[int, str]:
-    """Return the layer with a factor that each parameter belongs to, by the parameter's id."""
-    owners: dict[int, str] = {}
-    names = dict(model.named_parameters(remove_duplicate=False))
-    for path, gain in gains.items():
-        held = [p for name, p in names.items() if name in _weights_of(path)]
-        if not held:
-            raise ValueError(
-                f"MaxLRScheduler(gains=…): got {path!r}, expected layers such as "
-                f"{', '.join(name.removesuffix('.weight') for name in list(names)[:4])}"
-            )
-        for p in held:
-            other = owners.setdefault(id(p), path)
-            if gains[other] != gain:
-                raise ValueError(
-                    f"MaxLRScheduler(gains=…): got {gains[other]:g} for {other!r} and {gain:g} for "
-                    f"{path!r}, which share a parameter: expected the same factor"
-                )
-    return owners
-
-
-def _weights_of(path: str) -> set[str]:
-    """Return the names that the weights of a layer may have in the model.
-
-    "layer@other" is a second use of a layer's weight.
-    """
-    path = path.partition("@")[0]
-    start = f"{path}." if path else ""
-    module, _, part = path.rpartition(".")
-    within = f"{module}." if module else ""
-    names = {path, *(f"{start}{name}" for name in _OF_LAYERS)}
-    if part in ("q", "k", "v"):
-        names.add(f"{within}in_proj_weight")
-    kind, _, suffix = part.partition("_")
-    if kind in _OF_RECURRENT:
-        names.add(f"{within}{_OF_RECURRENT[kind]}" + f"_{suffix}" * bool(suffix))
-    return names
 
 
 def _check_groups(optimizer: Optimizer, rule: UpdateRule) -> None:
@@ -354,20 +313,7 @@ def _check_groups(optimizer: Optimizer, rule: UpdateRule) -> None:
         )
 
 
-def _check(
-    optimizer: object,
-    probe: object,
-    mode: str,
-    every_n_steps: int,
-    warm_up: int,
-    freeze_at: int | None,
-    gains: Mapping[str, float] | None,
-) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"MaxLRScheduler(optimizer=…): got {type(optimizer).__name__}, expected a "
-            "torch.optim.Optimizer"
-        )
+def _check(mode: str, gains: Mapping[str, float] | None) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"MaxLRScheduler(mode=…): got {mode!r}, expected one of {get_args(Mode)}")
     if (mode == "static") != (gains is not None):
@@ -377,14 +323,14 @@ def _check(
         )
     if gains is not None and not all(math.isfinite(m) and m > 0 for m in gains.values()):
         raise ValueError(f"MaxLRScheduler(gains=…): got {dict(gains)}, expected factors above 0")
-    if mode != "static" and not isinstance(probe, Probe):
-        raise TypeError(f"MaxLRScheduler(probe=…): got {type(probe).__name__}, expected a Probe")
-    for name, value, least in (
-        ("every_n_steps", every_n_steps, 1),
-        ("warm_up", warm_up, 0),
-        ("freeze_at", 0 if freeze_at is None else freeze_at, 0),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+
+
+def _check_numbers(**given: tuple[float, float]) -> None:
+    """Check that each value is finite, of at least so much, and whole if the least is."""
+    for name, (value, least) in given.items():
+        kinds = int if isinstance(least, int) else int | float
+        if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value < math.inf:
+            what = "an integer" if kinds is int else "a factor"
             raise ValueError(
-                f"MaxLRScheduler({name}=…): got {value!r}, expected an integer of at least {least}"
+                f"MaxLRScheduler({name}=…): got {value!r}, expected {what} of at least {least}"
             )

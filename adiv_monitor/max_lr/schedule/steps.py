@@ -25,16 +25,12 @@ class ScaledSteps:
     Args:
         optimizer: the optimizer.
         layers: layers by id of a parameter.
-        compensate_decay: divide weight decay by the gain, if the optimizer multiplies it by the
-            rate.
 
     Raises:
         ValueError: another object scales its steps, or the optimizer trains none of the layers.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, layers: Mapping[int, str], *, compensate_decay: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, layers: Mapping[int, str]) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(layers):
             raise ValueError(
@@ -44,7 +40,6 @@ class ScaledSteps:
             )
         self._optimizer = optimizer
         self._layers = layers
-        self._compensate = compensate_decay
         self._whole: list[Group] | None = None
         self._split: list[tuple[Group, list[Group]]] = []
         self._step = step = optimizer.step
@@ -113,10 +108,7 @@ class ScaledSteps:
 
     def _part(self, group: Group, gain: float, parameters: Sequence[Any]) -> Group:
         part = {**group, "params": list(parameters), "lr": group["lr"] * gain}
-        if (
-            self._compensate
-            and "weight_decay" in group
-            and not couples_decay(self._optimizer, group)
-        ):
+        # Where decay is rate × decay, so that a larger rate does not raise it.
+        if "weight_decay" in group and not couples_decay(self._optimizer, group):
             part["weight_decay"] = group["weight_decay"] / gain
         return part

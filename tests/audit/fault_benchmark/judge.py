@@ -31,8 +31,7 @@ from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
-from adiv_monitor.audit.trials.trial import Bench, best_rate, compared
-from adiv_monitor.audit.trials.tried import NOT_AMONG_THE_FIRST
+from adiv_monitor.audit.trials.trial import NOT_AMONG_THE_FIRST, Bench, best_rate, compared
 from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
 

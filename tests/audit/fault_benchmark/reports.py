@@ -12,8 +12,8 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit.training.setup import seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.course import fell
+from adiv_monitor.diagnosis.diagnose import running_headline
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.diagnosis.verdict import running_headline
 
 NOTHING = "nothing"  # as strength: no finding
 

@@ -23,14 +23,14 @@ from adiv_monitor.audit.experiments.calls import (
 from adiv_monitor.audit.experiments.exchange import mask_of
 from adiv_monitor.audit.experiments.modules import HIGH
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes.fix import Layers, fix, some
+from adiv_monitor.audit.trials.fixes import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record
 
 _MAKE_VECTORS = ("embedding", "linear", "conv2d")
 
 
 def replace_calls(
-    fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]
+    fork: Fork, is_met: Callable[[Call], object], instead: Callable[[Call], object]
 ) -> None:
     """Replace the results of calls of a kind from now on.
 
@@ -70,11 +70,23 @@ def _leaky_relu(fork: Fork, layers: Layers, record: Record | None) -> None:
     replace_calls(fork, lambda call: call.name == "relu", instead)
 
 
-@fix("plain-outputs", rescales=True)
-def _plain_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Leave out the activation function whose outputs a loss takes for logits."""
-    nothing = "no activation function stands in front of the loss"
-    loss_inputs.leave_out(fork, [some(loss_inputs.activation(fork), nothing)])
+def _taken_for_logits(fork: Fork) -> list[Call]:
+    return [call for call in (loss_inputs.activation(fork),) if call is not None]
+
+
+def _normalised(fork: Fork) -> list[Call]:
+    return loss_inputs.Normalised(fork).calls(fork)
+
+
+@fix("plain-outputs", rescales=True, find=_taken_for_logits)
+@fix("outputs-without-dropout", find=loss_inputs.dropped)
+@fix("outputs-without-norm", rescales=True, find=_normalised)
+def _left_out(
+    fork: Fork, layers: Layers, record: Record | None, find: Callable[[Fork], list[Call]]
+) -> None:
+    """Leave out functions that act on the outputs, in front of the loss."""
+    nothing = "no such function stands in front of the loss"
+    loss_inputs.leave_out(fork, some(find(fork), nothing))
 
 
 @fix("relu-between", rescales=True)
@@ -123,18 +135,6 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
     replace_calls(fork, lambda call: call.name == "cross_entropy", instead)
 
 
-@fix("outputs-without-dropout")
-def _outputs_without_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = loss_inputs.dropped(fork)
-    loss_inputs.leave_out(fork, some(found, "no dropout acts on the outputs"))
-
-
-@fix("outputs-without-norm", rescales=True)
-def _outputs_without_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
-    found = loss_inputs.Normalised(fork).calls(fork)
-    loss_inputs.leave_out(fork, some(found, "no normalisation acts on the outputs"))
-
-
 def _sinusoids(length: int, width: int) -> Tensor:
     """Return sines and cosines of place / 10000^(2i/width), (length, width).
 
@@ -162,18 +162,14 @@ def _positions(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 @fix("inverted-masks", rescales=True)
 def _inverted_masks(fork: Fork, layers: Layers, record: Record | None) -> None:
-    def change(call: Call) -> object:
-        if (found := mask_of(call)) is None:
-            return NotImplemented
-
+    def instead(call: Call) -> object:
         def flipped(x: object) -> object:
-            return ~found[-1] if x is found[-1] else x
+            return ~x if x is mask_of(call) and isinstance(x, Tensor) else x
 
         others = {name: flipped(x) for name, x in call.kwargs.items()}
         return call.function(*map(flipped, call.args), **others)
 
-    some(calls_of(fork, lambda call: mask_of(call) is not None), "no mask of booleans is used")
-    change_calls(fork, change)
+    replace_calls(fork, lambda call: mask_of(call) is not None, instead)
 
 
 @fix("summed-axis", rescales=True)

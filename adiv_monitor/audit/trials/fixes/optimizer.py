@@ -10,10 +10,9 @@ from torch.optim.lr_scheduler import LinearLR
 from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
-from adiv_monitor.audit.training.hooks import without_gradient_hooks
-from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.setup import Fork, without_gradient_hooks
 from adiv_monitor.audit.training.train import held
-from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Layers, fix, some
+from adiv_monitor.audit.trials.fixes import DoesNotApply, Layers, fix, some
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.faults import remedies
 from adiv_monitor.diagnosis.record import Record

@@ -1,22 +1,31 @@
-"""Settings of an audit: options of the command line, which are also the keys of a YAML file."""
+"""Options of an audit: of the command line, and the keys of a YAML file."""
 
 import argparse
 import inspect
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
+from adiv_monitor import alarms
 from adiv_monitor.audit.arguments import check_numbers
-from adiv_monitor.audit.options.fail_if import parse
-from adiv_monitor.audit.options.usage import UsageError, needed, one_line
-from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys, without_secrets
+from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.command.code import UsageError, needed, one_line
+from adiv_monitor.diagnosis.faults import FAULTS
+from adiv_monitor.diagnosis.finding import STRENGTHS
+from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+# Former names of findings → what is there instead.
+_RETIRED = {
+    **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"), ""),
+    "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
+}
+# Arguments of `audit` → their defaults.
+OF_AUDIT = {name: p.default for name, p in inspect.signature(audit).parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Config:
     """The model, the settings of its audit, and the place of the report.
 
     Names, types, defaults and these descriptions are those of the command line and of YAML files.
+    Options that are arguments of `audit` have its defaults and descriptions.
 
     Attributes:
         model: import path of a torch.nn.Module class, of a function that returns a module, or of
@@ -39,8 +49,8 @@ class Config:
         trust_checkpoint: load a pickle that runs code; only from people you trust; not an option
             of --config
         data: random (learnable), digits, cifar10:ROOT, imagefolder:DIR, text:FILE, or
-            package.module:function, called without arguments, for an iterable of batches:
-            (inputs…, target), or dicts of the model's arguments
+            package.module:NAME of an iterable of batches, (inputs…, target) or dicts of the
+            model's arguments; of a data set; or of a function that returns one of these
         download: fetch CIFAR-10 into ROOT if it is not there
         input_shape: shape of one sample (3,64,64), for data other than your own; by default that
             of a model of torchvision, timm or transformers, or of the data
@@ -54,20 +64,8 @@ class Config:
         optimizer: name in torch.optim, or import path of an optimizer, of its class, or of a
             function model → optimizer
         optimizer_args: arguments of the optimizer as JSON, such as '{"lr": 0.1}'
-        clip_norm: clip the gradient to this norm
-        steps: number of steps to train a copy for
-        seed: seed of initial weights, data and training
         device: cpu, cuda, cuda:1, mps …; by default cuda if available
         precision: 32-true, 64-true, bf16-true, bf16-mixed
-        realised: also measure the actual change of the activations in each step, with all layers
-            moved; costs two forward passes
-        attention: also measure attention scores
-        alignment: also measure the alignment of weights, updates and activations, on the first
-            batch
-        try_fixes: try the first fixes in short runs before recommending them (on by default)
-        try_seconds: begin no trial that would end later than this many seconds after the first;
-            the report says if that left a trial out. Otherwise the number of trials follows from
-            steps and model, not from a clock
         losses: file of losses of the first steps of your own run: a JSON list, a metrics.csv of
             Lightning's CSVLogger, or a trainer_state.json; the verdict says if the copy behaves
             otherwise
@@ -94,16 +92,16 @@ class Config:
     loss: str | None = None
     optimizer: str = "AdamW"
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
-    clip_norm: float | None = None
-    steps: int = 60
-    seed: int = 0
+    clip_norm: float | None = OF_AUDIT["clip_norm"]
+    steps: int | None = OF_AUDIT["steps"]
+    seed: int = OF_AUDIT["seed"]
     device: str | None = None
     precision: str = "32-true"
-    realised: bool = False
-    attention: bool = False
-    alignment: bool = False
-    try_fixes: bool = True
-    try_seconds: float = math.inf
+    realised: bool = OF_AUDIT["realised"]
+    attention: bool = OF_AUDIT["attention"]
+    alignment: bool = OF_AUDIT["alignment"]
+    try_fixes: bool = OF_AUDIT["try_fixes"]
+    try_seconds: float = OF_AUDIT["try_seconds"]
     losses: str | None = None
     fail_if: Sequence[str] = ()
     out: str = "adiv-audit"
@@ -111,32 +109,32 @@ class Config:
     config: str | None = None
 
 
-ARGUMENTS = ("model_args", "optimizer_args")
+_ARGUMENTS = ("model_args", "optimizer_args")
 _OF_LINE = ("trust_checkpoint", "force", "config")  # only the command line can say these
-DEFAULTS = asdict(Config())
+_DESCRIBED = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+HELP = {
+    name: text.removesuffix(".")
+    for described in (audit, Config)
+    for name, text in _DESCRIBED.findall(inspect.getdoc(described) or "")
+}
 # A number such as 1e-3, which YAML 1.1 reads as text.
 _POWER = re.compile(r'"(-?\d+(?:\.\d+)?[eE][-+]?\d+)"')
-_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-HELP = dict(_ATTRIBUTE.findall(inspect.getdoc(Config) or ""))
 
 
 def option(name: str) -> str:
     """Return the name by which a user knows an option."""
-    return "MODEL" if name == "model" else f"--{_key(name).replace('_', '-')}"
+    return "MODEL" if name == "model" else f"--{_key(name)}".replace("_", "-")
 
 
 def _key(name: str) -> str:
     return "try" if name == "try_fixes" else name
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-    return int(text)
-
-
 def _shape(text: str) -> tuple[int, ...]:
-    return tuple(map(_count, text.strip("[]").replace(" ", "").split(",")))
+    sides = text.strip("[]").replace(" ", "").split(",")
+    if not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a shape such as 3,64,64")
+    return tuple(map(int, sides))
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -147,22 +145,14 @@ def _arguments(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(told) from None
 
 
-# Functions that read options that are no plain text, and other settings of argparse.
-_TYPES = {
-    "model_args": _arguments,
-    "input_shape": _shape,
-    "num_classes": _count,
-    "batch_size": _count,
-    "optimizer_args": _arguments,
-    "clip_norm": float,
-    "steps": _count,
-    "seed": int,
-    "try_seconds": float,
-}
-_FORMS: Mapping[str, Mapping[str, Any]] = {
-    "model": {"nargs": "?", "metavar": "MODEL"},
-    "precision": {"choices": _PRECISIONS},
-    "fail_if": {"action": "append"},
+# Type of an option → what argparse makes of it.
+_READ: Mapping[Any, Mapping[str, Any]] = {
+    bool: {"action": argparse.BooleanOptionalAction},
+    **{kind: {"type": int, "metavar": "N"} for kind in (int, int | None)},
+    **{kind: {"type": float, "metavar": "X"} for kind in (float, float | None)},
+    tuple[int, ...] | None: {"type": _shape, "metavar": "SHAPE"},
+    Mapping[str, Any]: {"type": _arguments, "metavar": "JSON"},
+    Sequence[str]: {"action": "append", "metavar": "RULE"},
 }
 
 
@@ -187,14 +177,18 @@ def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name, usual in DEFAULTS.items():
-        shown = f" (default: {usual})" if usual and usual is not True else ""
-        about: dict[str, Any] = {"help": (HELP[name] + shown).replace("%", "%%")}
-        if isinstance(usual, bool):
-            about |= {"action": argparse.BooleanOptionalAction, "dest": name}
+    usual = asdict(Config())
+    for name, kind in get_type_hints(Config).items():
+        shown = f" (default: {usual[name]})" if usual[name] or name == "seed" else ""
+        about: dict[str, Any] = {
+            **_READ.get(kind, {}),
+            "help": (HELP[name] + shown).replace("%", "%%"),
+        }
+        if name == "model":
+            parser.add_argument("model", nargs="?", metavar="MODEL", **about)
         else:
-            about |= {"type": _TYPES.get(name, str), **_FORMS.get(name, {})}
-        parser.add_argument("model" if name == "model" else option(name), **about)
+            about |= {"choices": _PRECISIONS} if name == "precision" else {}
+            parser.add_argument(option(name), dest=name, **about)
     return vars(parser.parse_args(argv))
 
 
@@ -211,19 +205,34 @@ def read(argv: Sequence[str], description: str) -> tuple[Config, list[str]]:
     config = Config(**{**from_file, **given})
     if not config.model:
         raise UsageError("which model? Give one, such as torchvision.models.resnet18")
-    for name in ARGUMENTS:
+    for name in _ARGUMENTS:
         if hidden := hidden_keys(getattr(config, name)):
             raise UsageError(
                 f"{option(name)}: {', '.join(hidden)}: {HIDDEN} stands for a secret that was not "
                 "written down; give this option anew, with all arguments"
             )
     try:
-        check_numbers(seed=config.seed, clip_norm=config.clip_norm, try_seconds=config.try_seconds)
-        for rule in config.fail_if:
-            parse(rule)
+        check_numbers(vars(config), option)
+        for text in config.fail_if:
+            rule(text)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return config, [option(name) for name in from_file.keys() - given.keys()]
+
+
+def rule(text: str) -> alarms.Rule:
+    """Return the rule of --fail-if: that of an alarm, or the name or strength of a finding.
+
+    Raises:
+        UsageError: The text is no such rule, or there is no such measure or finding.
+    """
+    name = text.rpartition(":")[2].strip()
+    if name in _RETIRED:
+        raise UsageError(f"--fail-if {text!r}: {name!r} is no longer looked for{_RETIRED[name]}")
+    try:
+        return alarms.parse(text, (*FAULTS, *STRENGTHS))
+    except ValueError as error:
+        raise UsageError(f"--fail-if {error}") from error
 
 
 def load(file: str) -> dict[str, Any]:
@@ -233,17 +242,13 @@ def load(file: str) -> dict[str, Any]:
         UsageError: the file can't be read, or has other content.
     """
     yaml = needed("yaml", "--config")
-    where = f"--config {file}: "
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{where}is no YAML: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{where}got {one_line(content)}, expected lines such as steps: 60")
-    try:
+        if not isinstance(content, dict):
+            raise UsageError(f"got {one_line(content)}, expected lines such as steps: 60")
         found = parsed([*_as_line(content)])
-    except UsageError as error:
-        raise UsageError(f"{where}{error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, UsageError) as error:
+        raise UsageError(f"--config {file}: {one_line(error)}") from error
     return {name: value for name, value in found.items() if name not in _OF_LINE}
 
 
@@ -267,7 +272,7 @@ def dumped(config: Config) -> str:
     """Return the settings as YAML that `load` reads back, without secrets among arguments."""
     yaml = needed("yaml", "config.yaml")
     values = asdict(config)
-    values |= {name: without_secrets(values[name]) for name in ARGUMENTS}
+    values |= {name: without_secrets(values[name]) for name in _ARGUMENTS}
     plain = {_key(name): value for name, value in values.items() if name not in _OF_LINE}
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     return text

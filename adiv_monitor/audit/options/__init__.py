@@ -1,1 +1,0 @@
-"""The options of the command `adiv-audit`, and how invalid ones are refused."""
