@@ -170,34 +170,6 @@ def test_a_group_gets_the_learning_rate_of_the_other_layers() -> None:
         FIXES["group-rate"].apply(fork, ["2"], record())
 
 
-def test_held_parameters() -> None:
-    fork = setup(optimizer=lambda m: torch.optim.SGD(m[2].parameters(), lr=0.1)).fork()
-    fork.optimizer.param_groups[0]["lr"] = 0.3
-    FIXES["hold-parameters"].apply(fork)
-    held = {id(p) for g in fork.optimizer.param_groups for p in g["params"]}
-    assert held == {id(p) for p in fork.model.parameters()}
-    assert {g["lr"] for g in fork.optimizer.param_groups} == {0.3}
-    with pytest.raises(DoesNotApply, match="holds all"):
-        FIXES["hold-parameters"].apply(fork)
-
-
-@pytest.mark.parametrize("layers", [["0"], ["0.weight", "0.bias"], []])
-def test_unfrozen_layers_are_trained(layers: list[str]) -> None:
-    model = mlp()
-    model[0].requires_grad_(False)
-    faulty = setup(
-        model=model,
-        optimizer=lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1),
-    )
-    fork = faulty.fork()
-    FIXES["unfreeze"].apply(fork, layers)
-    assert all(p.requires_grad for p in fork.model.parameters())
-    assert sum(len(g["params"]) for g in fork.optimizer.param_groups) == 4
-    assert not model[0].weight.requires_grad
-    with pytest.raises(DoesNotApply, match="nothing is frozen"):
-        FIXES["unfreeze"].apply(setup().fork(), layers)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "changed"),
     [

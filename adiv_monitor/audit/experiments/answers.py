@@ -295,7 +295,6 @@ def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
 EVERY = 4  # one of so many batches is held out
 BATCHES = 8  # fewest different batches
 SAMPLES = 100  # fewest samples that are held out
-SOME = 32  # samples after which a model that explains as much as the small network is told
 EXPLAINS = 0.3  # of the labels: what a small network must explain
 MOST_SAMPLES, MOST_FEATURES, HIDDEN = 2048, 512, 256
 PENALTY = 0.1  # times the number of samples
@@ -316,7 +315,10 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if len(given) < BATCHES:
         raise Untold(f"{len(given)} different batches: too few to hold some out")
     fork = setup.fork()
-    y = _labels(fork, given)
+    _, first = _compared(fork, given[0])
+    y = [part.detach().flatten().cpu().to(first.dtype) for part in parts_like(first, given)]
+    if not y:
+        raise Untold(_UNKNOWN)
     x = [_inputs(fork, *pair) for pair in zip(given, y, strict=True)]
     rows, told = torch.cat(x), torch.cat(y)
     # A sample that is given again, as in a second epoch, is one: it is not seen and held out.
@@ -335,20 +337,11 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     numbers = {
         "reference": found,
         "error": error,
-        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY], found),
+        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY]),
         "per class": math.inf if is_values else len(labels) / len(set(labels.tolist())),
         "held out": float(len(others)),
     }
     return (Fact("", numbers),)
-
-
-def _labels(fork: Fork, batches: Sequence[Any]) -> list[Tensor]:
-    """Return the labels of each batch: the tensor that a loss gets with the first."""
-    _, labels = _compared(fork, batches[0])
-    found = parts_like(labels, batches)
-    if not found:
-        raise Untold(_UNKNOWN)
-    return [x.detach().flatten().cpu().to(labels.dtype) for x in found]
 
 
 def _inputs(fork: Fork, batch: Any, labels: Tensor) -> Tensor:
@@ -391,8 +384,7 @@ def _predicted(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Tensor:
 
     Its last layer is fitted by least squares, with a penalty.
     """
-    mean, std = x.mean(0), x.std(0)
-    std = torch.where(std > 0, std, torch.ones_like(std))
+    mean, std = x.mean(0), x.std(0).where(x.std(0) > 0, 1.0)
     with seeded(seed):
         weight = torch.randn(x.shape[1], HIDDEN) / math.sqrt(x.shape[1])
         bias = torch.randn(HIDDEN)
@@ -423,20 +415,11 @@ def skill(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
     return (right - most) / (1 - most), error / (1 - most)
 
 
-def _own_share(fork: Fork, batches: Sequence[Any], enough: float) -> float:
-    """Return what the model explains in evaluation or in training mode, whichever is more.
-
-    No more batches run once it explains enough of some.
-    """
+def _own_share(fork: Fork, batches: Sequence[Any]) -> float:
+    """Return what the model explains in evaluation or in training mode, whichever is more."""
     shares = []
     for training in (False, True):
         fork.model.train(training)
-        pairs = []
-        for batch in batches:
-            pairs.append(_compared(fork, batch))
-            predicted, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-            share = skill(predicted, labels)[0] if len(set(labels.tolist())) > 1 else -math.inf
-            if share >= enough and len(labels) >= SOME:
-                return share
-        shares.append(share)
+        pairs = zip(*(_compared(fork, batch) for batch in batches), strict=True)
+        shares.append(skill(*map(torch.cat, pairs))[0])
     return max(shares)

@@ -391,10 +391,8 @@ def _of_one_batch(setup: Setup, rate: float) -> Trial:
     fork.loss = as_first
     losses, n = losses_of(fork), quarter(setup.steps)
     found = compared("overfit", losses, losses[:1] * setup.steps, setup.steps)
-    falls = False
-    if math.isfinite(found.loss):
-        fell = float(np.mean(losses[-2 * n : -n])) - found.loss
-        falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
+    fell = float(np.mean(losses[-2 * n : -n])) - found.loss if math.isfinite(found.loss) else 0.0
+    falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
     return replace(found, loss_without=losses[0], rate=rate, falls=falls)
 
 
@@ -436,6 +434,9 @@ def tried(
 
     Returns:
         The findings, strongest first.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted a run.
     """
     rates = record.rates.values()
     steps = next((trial.steps for trial in rates), min(FEWEST, setup.steps))
@@ -443,10 +444,9 @@ def tried(
     left = max(affordable(record, FOR_FIXES), steps)  # the very first is tried whatever it costs
     bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
     outcomes = _outcomes(findings, bench, progress)
-    plain = [i for i, f in enumerate(findings) if f.strength == "act" and fault_of(f).certain]
-    certain = max(plain, default=-1)
+    certain = [f.strength == "act" and fault_of(f).certain for f in findings]
     judged = [
-        _judged(finding, _told(finding, outcomes), record, certain=i <= certain)
+        _judged(finding, _told(finding, outcomes), record, certain=any(certain[i:]))
         for i, finding in enumerate(findings)
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
@@ -478,15 +478,10 @@ def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> 
         rank = STRENGTHS.index(finding.strength)
         first = [key for key in keys if key not in outcomes][: FIRST[rank]]
         wanted += [(rank, number, i, key) for number, key in enumerate(first)]
-    interrupted = ""
     for done, (*_, key) in enumerate(sorted(wanted)):
-        try:
-            if key not in outcomes:
-                outcomes[key] = interrupted or _outcome(bench, *key)
-            progress("fixes", done + 1, len(wanted))
-        except KeyboardInterrupt:
-            interrupted = "interrupted"
-            outcomes.setdefault(key, interrupted)
+        if key not in outcomes:
+            outcomes[key] = _outcome(bench, *key)
+        progress("fixes", done + 1, len(wanted))
     return outcomes
 
 

@@ -1,6 +1,5 @@
 """Fixes that replace functions which a pass calls: activations, attention, reshapes, the loss."""
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -26,35 +25,25 @@ from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes import Layers, fix, some
 from adiv_monitor.diagnosis.record import Record
 
+Of = Callable[[Call], object]
+_NOT_CALLED = "nothing of that kind is called"
 _MAKE_VECTORS = ("embedding", "linear", "conv2d")
 
 
-def replace_calls(
-    fork: Fork, is_met: Callable[[Call], object], instead: Callable[[Call], object]
-) -> None:
+def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CALLED) -> None:
     """Replace the results of calls of a kind from now on.
 
     Raises:
-        DoesNotApply: Nothing of that kind is called.
+        DoesNotApply: Nothing of that kind is called; `otherwise` says so.
     """
-    some(calls_of(fork, is_met), "nothing of that kind is called")
+    some(calls_of(fork, is_met), otherwise)
     change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
 
 
-def replace_those(
-    fork: Fork, calls: Collection[Call], instead: Callable[[Call], object], otherwise: str
-) -> None:
-    """Replace the results of these calls of a pass, known by their numbers, from now on.
-
-    Raises:
-        DoesNotApply: There are none; `otherwise` says so.
-    """
-    names = {call.number: call.name for call in some(calls, otherwise)}
-
-    def change(call: Call) -> object:
-        return instead(call) if names.get(call.number) == call.name else NotImplemented
-
-    change_calls(fork, change)
+def among(calls: Collection[Call]) -> Of:
+    """Return the condition that a call is one of these of another pass, by number and name."""
+    known = {(call.number, call.name) for call in calls}
+    return lambda call: (call.number, call.name) in known
 
 
 @fix("leaky-relu")
@@ -71,16 +60,12 @@ def _leaky_relu(fork: Fork, layers: Layers, record: Record | None) -> None:
 
 
 def _taken_for_logits(fork: Fork) -> list[Call]:
-    return [call for call in (loss_inputs.activation(fork),) if call is not None]
-
-
-def _normalised(fork: Fork) -> list[Call]:
-    return loss_inputs.Normalised(fork).calls(fork)
+    return [*filter(None, [loss_inputs.activation(fork)])]
 
 
 @fix("plain-outputs", rescales=True, find=_taken_for_logits)
 @fix("outputs-without-dropout", find=loss_inputs.dropped)
-@fix("outputs-without-norm", rescales=True, find=_normalised)
+@fix("outputs-without-norm", rescales=True, find=lambda of: loss_inputs.Normalised(of).calls(of))
 def _left_out(
     fork: Fork, layers: Layers, record: Record | None, find: Callable[[Fork], list[Call]]
 ) -> None:
@@ -118,7 +103,7 @@ def _within_range(
     with torch.enable_grad():
         loss = see_calls(fork, look.see)
     found = [call for call, _ in look.found(loss) if call.name in names]
-    replace_those(fork, found, instead, "no such function acts on the outputs")
+    replace_calls(fork, among(found), instead, "no such function acts on the outputs")
 
 
 @fix("uncut", rescales=True)
@@ -135,29 +120,17 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
     replace_calls(fork, lambda call: call.name == "cross_entropy", instead)
 
 
-def _sinusoids(length: int, width: int) -> Tensor:
-    """Return sines and cosines of place / 10000^(2i/width), (length, width).
-
-    Source: Vaswani et al. 2017, section 3.5.
-    """
-    rates = torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
-    angles = torch.arange(length)[:, None] * rates
-    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
-
-
 @fix("positions", rescales=True)
 def _positions(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Add sinusoids to the vectors of places that the first layer gives, with their own rms."""
+    """Add a random vector to each place's vector that the first layer gives, of their own rms."""
 
     def instead(call: Call) -> object:
         made = call.function(*call.args, **call.kwargs)
-        rows = made if made.ndim == 3 else made.flatten(2).mT  # of images, (B, C, H, W)
-        added = _sinusoids(rows.shape[1], rows.shape[2]).to(made)
-        added = rows.detach().square().mean().sqrt() * math.sqrt(2) * added
-        return made + (added if made.ndim == 3 else added.T.reshape(made.shape[1:]))
+        drawn = torch.randn(made.shape[1:], generator=torch.Generator().manual_seed(fork.seed))
+        return made + made.detach().square().mean().sqrt() * drawn.to(made)
 
     found = calls_of(fork, lambda call: call.name in _MAKE_VECTORS and call.result.ndim in (3, 4))
-    replace_those(fork, found[:1], instead, "no layer gives each place a vector")
+    replace_calls(fork, among(found[:1]), instead, "no layer gives each place a vector")
 
 
 @fix("inverted-masks", rescales=True)
@@ -179,8 +152,11 @@ def _summed_axis(fork: Fork, layers: Layers, record: Record | None) -> None:
     nothing = "all weights sum to 1 along the axis that is summed over"
 
     def along(axis: int) -> Fork:
+        def instead(call: Call) -> object:
+            return call.argument(0, "input").softmax(axis)
+
         other = replace(fork)
-        replace_those(other, found, lambda call: call.argument(0, "input").softmax(axis), nothing)
+        replace_calls(other, among(found), instead, nothing)
         return other
 
     most = max((call.argument(0, "input").ndim for call in found), default=2)

@@ -16,7 +16,6 @@ from adiv_monitor.audit.experiments.exchange import ORDERED
 from adiv_monitor.audit.experiments.modules import BATCH_NORM, NORMS
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes import Layers, fix, some
-from adiv_monitor.audit.trials.fixes.optimizer import hold
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.record import Record
 
@@ -135,17 +134,6 @@ def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
         module.batch_first = True
 
 
-@fix("unfreeze")
-def _unfreeze(fork: Fork, layers: Layers, record: Record | None) -> None:
-    """Train frozen parameters of these names, or inside these modules; by default all."""
-    inside = tuple(f"{layer}." for layer in layers) or ("",)
-    every = [p for name, p in fork.model.named_parameters() if f"{name}.".startswith(inside)]
-    frozen = [p for p in every if not p.requires_grad and p.is_floating_point()]
-    for parameter in some(frozen, "nothing is frozen here"):
-        parameter.requires_grad_(True)
-    hold(fork, frozen)
-
-
 @fix("centred-weights", rescales=True)
 def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
     """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
@@ -224,12 +212,11 @@ def _mapped(
     maps = {}
     for name, tensors in seen.items():
         axis = feature_axis(tensors[0], fork.model)
-        shape = [-1 if i == axis else 1 for i in range(tensors[0].dim())]
         last = [x[..., None] if axis is None else x.movedim(axis, -1) for x in tensors]
         features = torch.cat([x.double().flatten(0, -2) for x in last])
         some(bool(features.isfinite().all()), "inputs are not finite")
-        less, over = map_of(features)
-        maps[name] = less.reshape(shape), over.reshape(shape)
+        shape = [-1 if i == axis else 1 for i in range(tensors[0].dim())]
+        maps[name] = [x.reshape(shape) for x in map_of(features)]
 
     def change(name: str, x: Any) -> Any:
         if name not in maps or not _is_mapped(name, x):

@@ -1,6 +1,6 @@
 """Fixes of the optimizer: its learning rates and other settings, what it holds, and clipping."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -175,21 +175,3 @@ def _float32(fork: Fork, layers: Layers, record: Record | None) -> None:
     some(any(p.dtype in COARSE for p in held(fork.optimizer)), "no weights are of 16 bits")
     fork.model.float()
     fork.batches = [mapped(batch, change) for batch in fork.batches]
-
-
-@fix("hold-parameters")
-def _hold(fork: Fork, layers: Layers, record: Record | None) -> None:
-    trainable = [p for p in fork.model.parameters() if p.requires_grad]
-    some(hold(fork, trainable), "the optimizer holds all trainable parameters")
-
-
-def hold(fork: Fork, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Let the optimizer hold parameters, with the settings of its first group.
-
-    Returns those that it lacked.
-    """
-    known = {id(p) for p in held(fork.optimizer)}
-    missing = [p for p in parameters if id(p) not in known]
-    if missing:
-        fork.optimizer.add_param_group({**fork.optimizer.param_groups[0], "params": missing})
-    return missing
