@@ -337,7 +337,7 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     numbers = {
         "reference": found,
         "error": error,
-        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY]),
+        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY], found),
         "per class": math.inf if is_values else len(labels) / len(set(labels.tolist())),
         "held out": float(len(others)),
     }
@@ -415,11 +415,12 @@ def skill(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
     return (right - most) / (1 - most), error / (1 - most)
 
 
-def _own_share(fork: Fork, batches: Sequence[Any]) -> float:
-    """Return what the model explains in evaluation or in training mode, whichever is more."""
-    shares = []
+def _own_share(fork: Fork, batches: Sequence[Any], enough: float) -> float:
+    """Return what the model explains in evaluation mode; in training mode if that is more."""
+    shares: list[float] = []
     for training in (False, True):
-        fork.model.train(training)
-        pairs = zip(*(_compared(fork, batch) for batch in batches), strict=True)
-        shares.append(skill(*map(torch.cat, pairs))[0])
+        if not shares or shares[0] < enough:
+            fork.model.train(training)
+            pairs = zip(*(_compared(fork, batch) for batch in batches), strict=True)
+            shares.append(skill(*map(torch.cat, pairs))[0])
     return max(shares)

@@ -38,32 +38,30 @@ BY_INDEX = ("index_add", "index_reduce", "scatter_add", "scatter_reduce")
 BY_MATRIX = (*PRODUCTS, "addmm", "_sparse_mm", "_sparse_addmm")
 
 
-def input_matters(fork: Fork, batches: Sequence[Any]) -> float:
+def input_matters(fork: Fork, batch: Any) -> float:
     """Return how much a model's outputs change when inputs are exchanged between samples.
 
-    ‖f(x) − f(x′)‖ / ‖f(x)‖ over these batches, where x′ are the inputs of the model's forward pass
-    moved on by one sample; labels, targets and masks stay. Both passes use the same random numbers.
+    ‖f(x) − f(x′)‖ / ‖f(x)‖, where x′ are the inputs of the model's forward pass moved on by one
+    sample; labels, targets and masks stay. Both passes use the same random numbers.
 
     Returns:
         The ratio; 0: the model ignores its inputs. NaN if it is unknown: the model's forward pass
         does not run, all samples are alike, or come in a list, something is not finite, or no
         output has a part for each sample, as where the forward pass returns the loss itself.
     """
-    difference = length = 0.0
     try:
-        for batch in batches:
-            run = ChangedInputs(fork, batch)
-            others = run.outputs(_next_sample)
-            if all(torch.equal(x, _next_sample(x)) for x in run.inputs):
-                continue
-            for x, y in zip(run.own, others, strict=True):
-                # Means over the samples are left out, since they do not depend on the order.
-                if x.ndim and x.numel() >= size_of(run.inputs):
-                    x, y = to_compute_dtype(x), to_compute_dtype(y)
-                    difference += float((x - y).square().sum())
-                    length += float(x.square().sum())
+        run = ChangedInputs(fork, batch)
+        pairs = zip(run.own, run.outputs(_next_sample), strict=True)
     except Exception:  # a forward pass may reject other samples' inputs
         return math.nan
+    if all(torch.equal(x, _next_sample(x)) for x in run.inputs):
+        return math.nan
+    # Means over the samples are left out, since they do not depend on the order.
+    size = size_of(run.inputs)
+    parts = [pair for pair in pairs if pair[0].ndim and pair[0].numel() >= size]
+    both = [(to_compute_dtype(x), to_compute_dtype(y)) for x, y in parts]
+    difference = sum(float((x - y).square().sum()) for x, y in both)
+    length = sum(float(x.square().sum()) for x, _ in both)
     return math.sqrt(difference / length) if 0 < length < math.inf else math.nan
 
 

@@ -174,16 +174,15 @@ def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
 def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> Record:
     """Add to a record the facts from forward passes of the trained fork and of untrained ones."""
     found: dict[str, Any] = {}
-    notes = list(record.notes)
-    batches = _spread(setup.batches)
+    notes, wiring = list(record.notes), record.wiring
     try:
         small = of_few(setup) if setup.is_costly else setup
-        begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
         inputs = input_statistics(setup.fork())
         if inputs is None:
             notes.append(_NO_INPUTS)
         with torch.enable_grad():
             repeats = same(setup.fork().first_loss(), record.losses[0])
+        begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
         found |= {"weights": begin, "inputs": inputs or {}, "repeats": repeats}
         if not repeats:
             notes.append(_ANEW)
@@ -194,18 +193,17 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
             if moving_targets(small, fork):
                 found["moving_targets"] = True
                 notes.append(_MOVING)
-        wiring = record.wiring
         names = unused(setup.fork(), setup.batches[0], wiring.unreached)
         found["probed"] = asked(setup, fork, small=small)
         # A model that died in training used its inputs before: that is another fault.
         forks = [setup.fork()]
         if all(bool(p.isfinite().all()) for p in fork.model.parameters()):
-            found["units"] = _units(fork, batches)
+            found["units"] = _units(fork, spread(setup.batches, MOST_BATCHES))
             forks.append(fork)
         matters = math.nan
-        for of, batch in product(forks, batches[:EXCHANGED]):
+        for of, batch in product(forks, spread(setup.batches, EXCHANGED)):
             if not matters > CLEARLY:
-                matters = float(np.fmax(matters, input_matters(of, [batch])))
+                matters = float(np.fmax(matters, input_matters(of, batch)))
         found["wiring"] = replace(wiring, unused=names, input_matters=matters)
     except KeyboardInterrupt:
         found["interrupted"] = True
@@ -233,14 +231,6 @@ def _units(fork: Fork, batches: Sequence[Any]) -> Any:
                 with units.watching():
                     fork.loss(fork.model, copied(batch))
     return units.statistics()
-
-
-def _spread(batches: Sequence[Any]) -> list[Any]:
-    """Return some batches, evenly spread, in an order in which the first few are spread, too."""
-    wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
-    found = spread(batches, min(max(BATCHES, wanted), MOST_BATCHES))
-    apart = max(1, len(found) // BATCHES)
-    return [x for i in range(apart) for x in found[i::apart]]
 
 
 def _trains_any(fork: Fork) -> bool:

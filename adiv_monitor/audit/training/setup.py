@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -129,13 +129,8 @@ class Setup:
         lost = tuple(_carried_over(self.model, own, model))
         loss = loss or self.loss
         if self.differentiates:
-            loss = partial(_with_gradients, loss)
+            loss = torch.enable_grad()(loss)
         return Fork(model, optimizer, loss, batches, self.clip_norm, self.seed, lost)
-
-
-def _with_gradients(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
-    with torch.enable_grad():
-        return loss(model, batch)
 
 
 def _own_modules(loss: Loss) -> Loss | None:
@@ -201,14 +196,14 @@ def seeded(seed: int) -> Iterator[None]:
 # Hooks, which copies lose
 
 
-def _carried_over(model: nn.Module, optimizer: Optimizer | None, copy: nn.Module) -> Iterator[str]:
+def _carried_over(model: nn.Module, optimizer: Optimizer | None, other: nn.Module) -> Iterator[str]:
     """Register plain hooks of parameters on their copies; yield the owners of all other hooks.
 
     Those may change objects of the user's.
     """
-    for (name, p), q in zip(model.named_parameters(), copy.parameters(), strict=True):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         hooks = [*(p._backward_hooks or {}).values()]
-        for hook in filter(_is_plain, hooks):
+        for hook in filter(_is_plain, hooks * p.requires_grad):
             q.register_hook(hook)
         if getattr(p, "_post_accumulate_grad_hooks", None) or not all(map(_is_plain, hooks)):
             yield f"parameter '{name}'"
@@ -230,14 +225,10 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
     Returns whether there were any.
     """
-    held = [
-        *(p._backward_hooks for p in model.parameters()),
-        *(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()),
-        *(m._backward_hooks for m in model.modules()),
-        *(m._backward_pre_hooks for m in model.modules()),
-        optimizer._optimizer_step_pre_hooks,
-    ]
-    found = [hooks for hooks in held if hooks]
+    names = ("backward_hooks", "post_accumulate_grad_hooks", "backward_pre_hooks")
+    holders = (*model.parameters(), *model.modules())
+    found = [hooks for x in holders for name in names if (hooks := getattr(x, f"_{name}", None))]
+    found += filter(None, [optimizer._optimizer_step_pre_hooks])
     for hooks in found:
         hooks.clear()
     return bool(found)

@@ -17,8 +17,14 @@ from torch import Tensor, nn
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, silent, train
-from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply, Fix
-from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
+from adiv_monitor.audit.trials.fixes import (
+    FAR_FACTORS,
+    FIXES,
+    DoesNotApply,
+    Fix,
+    rate_name,
+    scale_rate,
+)
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.faults.remedies import other_rates, usual_factor
@@ -487,14 +493,15 @@ def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> 
 
 def _told(finding: Finding, outcomes: Outcomes) -> list[Advice]:
     """Return the finding's advice with the trials, or the reasons why there are none."""
-    told = []
-    for advice in finding.advice:
+
+    def told(advice: Advice) -> Advice:
+        outcome = outcomes.get((advice.fix or "", finding.layers_for(advice)), "")
+        if isinstance(outcome, Trial):
+            return replace(advice, trial=outcome)
         is_open = advice.fix in FIXES and finding.strength != "note"
-        why = NOT_AMONG_THE_FIRST if is_open else advice.untried
-        outcome = outcomes.get((advice.fix or "", finding.layers_for(advice)), why)
-        trial, why = (outcome, "") if isinstance(outcome, Trial) else (None, outcome)
-        told.append(replace(advice, trial=trial, untried=why))
-    return told
+        return replace(advice, untried=outcome or NOT_AMONG_THE_FIRST * is_open or advice.untried)
+
+    return [*map(told, finding.advice)]
 
 
 def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
@@ -522,7 +529,9 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
         strength = "watch"
     elif strength == "watch" and any(_promotes(trial, finding) for trial in trials):
         strength = "act"
-    elif fault_of(finding).often_meant and (trials or _does_not_apply(advice)):
+    elif fault_of(finding).often_meant and (
+        trials or any(a.untried not in ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST) for a in advice)
+    ):
         strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
 
@@ -534,10 +543,6 @@ def _promotes(trial: Trial, finding: Finding) -> bool:
         return False
     # A share of a loss means something only above zero.
     return left == 1 or (trial.loss_without > 0 and trial.loss < left * trial.loss_without)
-
-
-def _does_not_apply(advice: Sequence[Advice]) -> bool:
-    return any(a.untried not in ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST) for a in advice)
 
 
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
