@@ -278,13 +278,9 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
 
 
 def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
-    """Return the torch schedulers that hold this optimizer, wherever they are kept.
-
-    Those that are parts of another one are left out: it says when they step.
-    """
+    """Return the torch schedulers that hold this optimizer, wherever they are kept."""
     holders = gc.get_referrers(optimizer)
     attributes = [x for x in holders if isinstance(x, dict) and x.get("optimizer") is optimizer]
     found = [*holders, *gc.get_referrers(*attributes)]
     kept = [x for x in found if isinstance(x, LRScheduler) and x.optimizer is optimizer]
-    parts = {id(part) for x in kept for part in getattr(x, "_schedulers", ())}
-    return list({id(x): x for x in kept if id(x) not in parts}.values())
+    return list({id(x): x for x in kept}.values())
