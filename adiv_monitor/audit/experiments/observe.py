@@ -265,7 +265,6 @@ def _notes(setup: Setup) -> Iterator[str]:
 def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
     parameters = list(fork.model.parameters())
     kind = type(setup.model)
-    plain = [s for step, s in enumerate(course.seconds) if step % every_n_steps]
     group = fork.optimizer.param_groups[0]
     return Facts(
         model=f"{kind.__module__}.{kind.__qualname__}",
@@ -281,7 +280,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         device=str(parameters[0].device),
         torch=str(torch.__version__),
         step_cost=setup.cost,
-        seconds_per_step=median(plain or course.seconds or [math.nan]),
+        seconds_per_step=median(course.seconds or [math.nan]),
         clip_norm=setup.clip_norm,
         resumed=bool(getattr(setup.optimizer, "state", None)),
     )
@@ -332,7 +331,7 @@ class Watching(Watch):
             for path, module in fork.model.named_modules()
             if any(p is not None for p in module._parameters.values())
         ]
-        self._given = [m.register_forward_pre_hook(_refuse) for m in setup.model.modules()]
+        self._handles += [m.register_forward_pre_hook(_refuse) for m in setup.model.modules()]
 
     def begins(self, step: int, batch: Any) -> None:
         """Keep the random numbers and buffers that the forward pass begins with."""
@@ -365,7 +364,7 @@ class Watching(Watch):
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for handle in (*self._handles, *self._given):
+        for handle in self._handles:
             handle.remove()
 
     def wiring(self, copies: Sequence[str]) -> Wiring:

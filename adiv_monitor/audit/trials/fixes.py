@@ -264,13 +264,10 @@ def _in_front(model: nn.Module, layers: Layers) -> list[tuple[nn.Module, nn.Modu
         DoesNotApply: There are none.
     """
     order = list(model.modules())
-    # Attention uses the weight of its last layer without a call of that layer.
-    read = {m.out_proj for m in order if isinstance(m, nn.MultiheadAttention)}
-    affine: set[nn.Module] = {m for m in order if isinstance(m, _AFFINE) and m not in read}
     found: list[tuple[nn.Module, nn.Module]] = []
     for module in _modules_at(model, layers):
-        inside = [m for m in module.modules() if m in affine]
-        before = [m for m in order[: order.index(module)] if m in affine]
+        inside = [m for m in module.modules() if isinstance(m, _AFFINE)]
+        before = [m for m in order[: order.index(module)] if isinstance(m, _AFFINE)]
         found += [(m, m) for m in inside] or [(module, m) for m in before[-1:]]
     return list(dict.fromkeys(some(found, "there is no linear layer or convolution here")))
 
@@ -490,13 +487,10 @@ def among(calls: Collection[Call]) -> Of:
 def _leaky_relu(fork: Fork, layers: Layers, record: Seen) -> None:
     """Replace ReLUs by leaky ReLUs of slope 0.1, in the whole model."""
 
-    def instead(call: Call) -> Tensor:
-        # The only boolean argument of a ReLU is `inplace`.
-        given = call.kwargs.get("inplace", any(x is True for x in call.args))
-        in_place = call.function.__name__.endswith("_") or given
-        return functional.leaky_relu(call.argument(0, "input"), 0.1, in_place)
+    def leaky(call: Call) -> Tensor:
+        return functional.leaky_relu(call.argument(0, "input"), 0.1)
 
-    replace_calls(fork, lambda call: call.name == "relu", instead)
+    replace_calls(fork, lambda call: call.name == "relu", leaky)
 
 
 def _taken_for_logits(fork: Fork) -> list[Call]:
@@ -526,22 +520,18 @@ def _less_dropout(fork: Fork, layers: Layers, record: Seen) -> None:
     replace_calls(fork, lambda call: rate_of(call) > HIGH, lambda call: with_rate(call, 0.1))
 
 
-@fix("unbounded-outputs", rescales=True, names=loss_inputs.BOUNDED, sigmoid=False)
-@fix("sigmoids", rescales=True, names=("softmax",), sigmoid=True)
+@fix("unbounded-outputs", rescales=True, names=loss_inputs.BOUNDED, to=torch.Tensor.clone)
+@fix("sigmoids", rescales=True, names=("softmax",), to=torch.sigmoid)
 def _within_range(
-    fork: Fork, layers: Layers, record: Seen, names: Collection[str], sigmoid: bool
+    fork: Fork, layers: Layers, record: Seen, names: Collection[str], to: Callable[[Tensor], Tensor]
 ) -> None:
     """Replace functions on the outputs that can't reach the targets by a sigmoid, or by nothing."""
-
-    def instead(call: Call) -> object:
-        x = call.argument(0, "input")
-        return x.sigmoid() if sigmoid else x
-
     look = loss_inputs.OutOfRange(fork)
     with torch.enable_grad():
         loss = see_calls(fork, look.see)
     found = [call for call, _ in look.found(loss) if call.name in names]
-    replace_calls(fork, among(found), instead, "no such function acts on the outputs")
+    nothing = "no such function acts on the outputs"
+    replace_calls(fork, among(found), lambda call: to(call.argument(0, "input")), nothing)
 
 
 @fix("uncut", rescales=True)
