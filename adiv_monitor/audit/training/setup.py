@@ -204,7 +204,7 @@ def _carried_over(model: nn.Module, optimizer: Optimizer | None, other: nn.Modul
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         hooks = [*(p._backward_hooks or {}).values()]
         for hook in filter(_is_plain, hooks * p.requires_grad):
-            q.register_hook(hook)
+            q.register_hook(hook)  # type: ignore[no-untyped-call]
         if getattr(p, "_post_accumulate_grad_hooks", None) or not all(map(_is_plain, hooks)):
             yield f"parameter '{name}'"
     if optimizer and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):

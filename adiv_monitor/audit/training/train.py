@@ -169,5 +169,5 @@ def each_warning_once() -> Iterator[None]:
                 shown.add((file, line))
                 show(message, category, file, line, *where)
 
-        warnings.showwarning = once
+        warnings.showwarning = once  # type: ignore[assignment]
         yield

@@ -72,8 +72,7 @@ class Cap:
 
     def check(self, record: Record, steps: int) -> None:
         """Raise CapReached if a run of this many steps, at the observed speed, would end later."""
-        each = record.facts.seconds_per_step
-        takes = 0.0 if math.isnan(each) else steps * each
+        takes = max(0.0, steps * record.facts.seconds_per_step)  # 0 if that is not known, NaN
         if time.perf_counter() + takes > self._end:
             self.reached = True
             raise CapReached(NO_TIME)
