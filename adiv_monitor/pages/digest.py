@@ -124,7 +124,8 @@ def _measured(record: Record) -> list[str]:
     if last is None:
         said.append("No step was measured.")
     else:
-        layers = f"{len(last.layers):,} measured layers"
+        count = len(last.layers)
+        layers = f"{count:,} measured layers" if count != 1 else "one measured layer"
         said.append(f"{percent(last.coverage)} of the trained parameters lie in the {layers}.")
     if record.first_non_finite:
         seen = markdown(record.first_non_finite)

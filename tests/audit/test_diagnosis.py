@@ -434,14 +434,16 @@ def test_a_trial_that_the_run_itself_overtakes_shows_only_a_rough_beginning() ->
 
 
 def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
-    def strength(own: float, moves: float = 0.006) -> str | None:
+    def strength(own: float, moves: float = 0.006, steps: int = STEPS) -> str | None:
         rates = trials(own=own, x01=2.29, x03=2.28, x3=1.6, x10=1.3)  # falls by 1 at the best
+        rates = {factor: replace(trial, steps=steps) for factor, trial in rates.items()}
         of = record(dict.fromkeys("abc", reading(update_ratio=moves)), rates=rates)
         low = found(of).get("rate-too-low")
         return None if low is None else low.strength
 
     assert strength(2.25) == strength(2.299) == "act"  # 0.05 of the fall
     assert strength(2.25, moves=0.02) == "watch", "layers move: it is only slow to begin"
+    assert strength(2.25, steps=12) == "watch", "so few steps are the beginning of any run"
     assert strength(2.0) == "watch"  # 0.3: ten times the steps get there, too
     assert strength(1.6) == "note"
     assert strength(1.4) is None

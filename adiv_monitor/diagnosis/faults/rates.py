@@ -135,18 +135,15 @@ def better_rate(record: Record) -> tuple[float, Trial] | None:
     """
     if course.tells_nothing(record):
         return None
-    trials = [
-        (factor, trial)
-        for factor, trial in record.rates.items()
-        if trial.steps >= course.FEWEST and math.isfinite(trial.loss)
-        if _learns(record, factor, trial)
-    ]
+    trials = [(f, t) for f, t in record.rates.items() if _learns(record, f, t)]
     best = min(trials, key=lambda pair: pair[1].loss, default=None)
     return best if best is not None and best[0] != 1 and best[1].pays else None
 
 
 def _learns(record: Record, factor: float, trial: Trial) -> bool:
     first = record.losses[0] if record.losses else math.nan
+    if trial.steps < course.FEWEST or not math.isfinite(trial.loss):
+        return False
     if factor < 1 and trial.loss_without > first:
         return True
     if record.chance is not None:
@@ -264,25 +261,17 @@ def overshoot(record: Record) -> tuple[str, Typical, float] | None:
     A weight that begins at or near zero (the second factor of a low-rank update, the end of a
     residual branch, a head) moves far relative to its output and is healthy.
     """
-    moves = [
-        (path, move)
-        for report in record.reports
-        if _rises_after(record, report.step) or _kills(record, report.step)
-        for path, move in by_layer(replace(record, reports=(report,)), "update_ratio").items()
-        if path not in record.weights or record.weights[path].gain >= LEAST_GAIN
-    ]
-    if not moves:
-        return None
-    path, move = max(moves, key=lambda pair: pair[1].value)
-    limit = KILLS if _kills(record, move.since or 0) else OVERSHOOTS
-    return (path, move, limit) if move.above(limit) else None
-
-
-def _kills(record: Record, step: int) -> bool:
-    """Return whether a layer that got a gradient up to a step gets none at the end."""
-    dead = {p for p, reading in record.reports[-1].layers.items() if reading.idle_share == 1}
-    readings = (r.layers[p] for r in record.reports if r.step <= step for p in dead & {*r.layers})
-    return any((reading.idle_share or 0.0) < 1 for reading in readings)
+    dead = {p for x in record.reports[-1:] for p, r in x.layers.items() if r.idle_share == 1}
+    near_zero = {p for p, weight in record.weights.items() if weight.gain < LEAST_GAIN}
+    killed, moves = False, []
+    for report in record.reports:
+        killed |= any((report.layers[p].idle_share or 0.0) < 1 for p in dead & {*report.layers})
+        if killed or _rises_after(record, report.step):
+            limit = KILLS if killed else OVERSHOOTS
+            moved = by_layer(replace(record, reports=(report,)), "update_ratio")
+            moves += [(p, t, limit) for p, t in moved.items() if p not in near_zero]
+    furthest = max(moves, key=lambda each: each[1].value, default=None)
+    return furthest if furthest is not None and furthest[1].above(furthest[2]) else None
 
 
 def _rises_after(record: Record, step: int) -> bool:
