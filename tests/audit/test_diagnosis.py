@@ -237,8 +237,7 @@ MILDER = [
     ("stands-still note", by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03))),
     ("stands-still watch", by_reports(*[LAYERS | {"a": reading(update_ratio=0.0)}] * 4)),
     ("settled note", by_reports(LAYERS, *[STANDS] * 3, losses=WELL)),
-    ("rate-decayed note",
-     by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01))),
+    ("settled note", by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01))),
     (f"{OUTSIDE} watch",
      by_reports(*[dict.fromkeys("bc", reading(update_ratio=0.05)) | {
          "a": reading(update_ratio=1.0)}] * 3)),
@@ -309,7 +308,6 @@ NEAR_MISSES = {
     "interference": record({"a": reading(gradient_cosine=0.05, attainable_cosine=0.1)}),
     "stands-still": by_reports(*[LITTLE] * 4, losses=WELL),
     "settled": by_reports(LAYERS, *[STANDS] * 3, losses=STILL),
-    "rate-decayed": by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0,) * 4),
     OUTSIDE: by_reports(LAYERS | {"b": reading(scale_cv=0.9)}, losses=WELL),
 }
 

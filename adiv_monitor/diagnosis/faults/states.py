@@ -37,9 +37,7 @@ from adiv_monitor.diagnosis.readings import (
     at_first,
     at_peak,
     by_layer,
-    decayed_since,
     heard,
-    learning_rate,
     maps,
     middle,
     named,
@@ -116,7 +114,7 @@ def _moves(record: Record) -> dict[str, float]:
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     moves, is_long = by_layer(at_peak(record), "update_ratio"), course.is_long_enough(record)
-    if still_rises(record.reports) or (is_long and course.fell(record)):
+    if still_rises(record) or (is_long and course.fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
     began = at_first(record, "update_ratio")[:1]
     if not is_long and any(all(t.value >= LOW for t in step.values()) for step in began):
@@ -207,7 +205,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     unclear = course.may_have_fallen(record) and not stays
     if (fell and not stays) or (unclear and not audited):
         return
-    little, rises = not audited and course.fell_little(record), still_rises(record.reports)
+    little, rises = not audited and course.fell_little(record), still_rises(record)
     told = audited or course.is_measure(record)
     factor = usual_factor(_moves(record).values()) or 1.0
     factors = [10.0, 0.1] * audited
@@ -275,24 +273,26 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     spoken_for = _spoken_for(found, "update_ratio")
     if record.rates or "*" in spoken_for:
         return
-    late, little = _quarter(record, last=True), {}
-    for part in (at_peak(record), *[late] * (len(late.reports) >= FEWEST_REPORTS)):
-        moves = by_layer(part, "update_ratio")
-        little |= {p: t for p, t in moves.items() if t.below(LOW) and p not in spoken_for}
-    began: set[str] = set()
+    peak = at_peak(record)
+    late, little, began = _quarter(peak, last=True), {}, set()
+    for part in (peak, *[late] * (len(late.reports) >= FEWEST_REPORTS)):
+        little |= {p: t for p, t in by_layer(part, "update_ratio").items() if t.below(LOW)}
     if not course.is_long_enough(record) or course.fell(record):
-        for report in _quarter(record, last=False).reports:
+        for report in _quarter(peak, last=False).reports:
             values = value_of(record, report, "update_ratio")
             began |= {path for path, value in values.items() if LOW <= value <= HIGH}
-    settled = {p: t for p, t in little.items() if t.value > 0 and p in began}
+    lately = by_layer(_quarter(record, last=True), "update_ratio")
+    settled = little | {p: t for p, t in lately.items() if t.below(LOW)}
+    settled = {p: t for p, t in settled.items() if t.value > 0 and p in began - spoken_for}
     limit = limits(record, "update_ratio")[0]
-    if still := {p: t for p, t in little.items() if p not in settled and t.below(limit)}:
+    others = {p: t for p, t in little.items() if p not in {*settled, *spoken_for}}
+    if still := {p: t for p, t in others.items() if t.below(limit)}:
         strength, said = _of_readings(record), ""
         do = "give these layers a learning rate above zero"
         factor = max(3.0, usual_factor(t.value for t in still.values()) or 0.0)
         if not any(t.value for t in still.values()):
             said = "The learning rate is zero, or other code resets the weights."
-        elif still_rises(record.reports):
+        elif still_rises(record):
             strength, do, said = "note", "", RISES_YET
         else:
             do = (f"use a learning rate {factor:g} times as high, for these layers or for all, "
@@ -301,13 +301,13 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
                 said = "The loss still falls: in fine-tuning, layers need not move far."
         yield _little(record, "stands-still", strength, still, said, do)
     if settled:
-        said = "At first they did. That is usual as a loss falls."
+        said = "At first they did. That is usual as a loss falls, or as the learning rate does."
         yield _little(record, "settled", "note", settled, said)
 
 
 def _quarter(record: Record, *, last: bool) -> Record:
-    """Return the record of the first, or the last, quarter of the steps at the peak."""
-    reports = at_peak(record).reports
+    """Return the record of the first, or the last, quarter of the steps."""
+    reports = record.reports
     first, end = (reports[0].step, reports[-1].step) if reports else (0, 0)
     length = (end - first) / 4
     kept = [r for r in reports if (r.step >= end - length if last else r.step <= first + length)]
@@ -397,19 +397,3 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         yield Finding("outside-healthy", _of_readings(record) if faulty else "note",
             f"Typical readings lie outside the healthy range: {'; '.join(said)}.",
             tuple(evidence), (AUDIT,), layers=tuple(dict.fromkeys(layers)))  # fmt: skip
-
-
-@fault("rate-decayed", "The learning rate has decayed", "rest", about="course")
-def rate_decayed(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Find layers that pictures draw as still only since the learning rate has decayed."""
-    if record.rates or (since := decayed_since(record.reports)) is None:
-        return
-    first, last = record.reports[0], record.reports[-1]
-    if any(value < LOW for value in value_of(record, last, "update_ratio").values()):
-        peak = max(learning_rate(report) or 0.0 for report in record.reports)
-        share = (learning_rate(last) or 0.0) / peak
-        yield Finding("rate-decayed", "note",
-            f"Since step {since:,}, the learning rate is below half of its peak, so the layers "
-            "move less. The findings use the steps near the peak.",
-            (Evidence("learning rate over its peak", share, step=last.step),),
-            since=max(since, first.step))  # fmt: skip
