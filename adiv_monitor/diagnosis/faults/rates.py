@@ -64,17 +64,17 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     moves = [{path: move for path, move in step.items() if move.value > 0}
              for step in at_first(record, "update_ratio")]  # fmt: skip
     off, *later = [_off_the_middle(step) for step in moves] or [{}]
-    # By how much at both steps; empty: only one was measured, or it does not last.
-    lasting = [min(off[path], later[0][path]) for path in off if later and path in later[0]]
+    lasting = [min(off[path], again[path]) for again in later for path in off if path in again]
     harms = suffers(record)
     if not off or (later and not lasting and not harms):
         return
+    # By one step alone, it is not known whether it lasts.
     act = (harms and (lasting or not later)) or max(lasting, default=0.0) > UNEVEN_ACT
     layers, middle = worst_first(off), median(move.value for move in moves[0].values())
     first = moves[0][layers[0]].value
     low, high = middle / STARVED, middle * OVERDRIVEN
     yield Finding("uneven-rates",
-        "act" if act else "watch" if later and (lasting or harms) else "note",
+        "act" if act else "watch" if later else "note",
         f"In one step, the activations of {these(record, layers)} move unlike those of the other "
         f"layers: {named(record, layers[0])} by {first:.3g} times their length, and the median "
         f"layer by {middle:.3g}. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times that, here "
@@ -187,16 +187,16 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     if (better := better_rate(record)) is None or better[0] > 1:
         return
     factor, trial = better
-    share, rough = share_of_fall(record, trial), _overtakes(record, trial)
+    share, said = share_of_fall(record, trial), said_of_rates(factor, trial)
     # A tenth of the learning rate, or less, leaves far less of the loss.
     left = factor <= 0.1 and 0 < trial.loss < LEFT_AT_A_TENTH * trial.loss_without < math.inf
-    if share < SHARE_OF_FALL_WATCH or left:
-        on = (f" The run itself goes on, and reaches {course.end(record):.3g}: only its beginning "
-              "is known to be rough.") * rough  # fmt: skip
-        act = (share < SHARE_OF_FALL_ACT or left) and not rough
-        seen = by_trial(factor, trial, share, SHARE_OF_FALL_WATCH)
-        factors = [] if rough else [factor, *(f for f in (0.1, 0.3) if f != factor)]
-        yield _too_high(act, said_of_rates(factor, trial) + on, seen, factors)
+    seen = by_trial(factor, trial, share, SHARE_OF_FALL_WATCH)
+    if _overtakes(record, trial) and (share < SHARE_OF_FALL_WATCH or left):
+        said += f" Only the beginning is rough: the run goes on to {course.end(record):.3g}."
+        yield _too_high(False, said, seen, [])
+    elif share < SHARE_OF_FALL_WATCH or left:
+        factors = [factor, *(f for f in (0.1, 0.3) if f != factor)]
+        yield _too_high(share < SHARE_OF_FALL_ACT or left, said, seen, factors)
 
 
 def by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:
@@ -243,10 +243,9 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     elif not course.fell(record) and (over := overshoot(record)) is not None:
         path, move, furthest = over
         evidence = Evidence("update_ratio", move.value, furthest, path, move.since)
+        then = "a layer is dead since" if furthest == KILLS else "the loss rose after it"
         said = (f"Step {move.since} moved the activations of {named(record, path)} by "
-                f"{move.value:.3g} times their length, and "
-                + ("a layer is dead since." if furthest == KILLS
-                   else "the loss rose after it."))  # fmt: skip
+                f"{move.value:.3g} times their length, and {then}.")  # fmt: skip
     else:
         return
     yield _too_high(suffers(record), said, (evidence,), (0.1, 0.3))
