@@ -6,16 +6,8 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
+from adiv_monitor.diagnosis.faults import remedies
 from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_if, fault, stepped
-from adiv_monitor.diagnosis.faults.remedies import (
-    OVERDRIVEN,
-    STARVED,
-    group_rates,
-    optimizer_of,
-    other_rates,
-    own_rates,
-    rates_per_layer,
-)
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import (
@@ -29,6 +21,7 @@ from adiv_monitor.diagnosis.readings import (
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.printable import quoted
 from adiv_monitor.report.wording import listed
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
@@ -72,13 +65,12 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     act = (harms and (lasting or not later)) or max(lasting, default=0.0) > UNEVEN_ACT
     layers, middle = worst_first(off), median(move.value for move in moves[0].values())
     first = moves[0][layers[0]].value
-    low, high = middle / STARVED, middle * OVERDRIVEN
+    low, high = middle / remedies.STARVED, middle * remedies.OVERDRIVEN
     yield Finding("uneven-rates",
         "act" if act else "watch" if later else "note",
         f"In one step, the activations of {these(record, layers)} move unlike those of the other "
         f"layers: {named(record, layers[0])} by {first:.3g} times their length, and the median "
-        f"layer by {middle:.3g}. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times that, here "
-        f"{low:.3g} and {high:.3g}.",
+        f"layer by {middle:.3g}. Healthy ones lie between {low:.3g} and {high:.3g}.",
         tuple(Evidence("update_ratio", value, low if value < middle else high, p)
               for p in layers[:3] for value in (moves[0][p].value,)),
         tuple(_evened(record, layers)), "No single learning rate suits both kinds of layers.",
@@ -154,14 +146,16 @@ def _learns(record: Record, factor: float, trial: Trial) -> bool:
 
 def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
-    if (groups := group_rates(record, layers)) is not None:
+    if (groups := remedies.group_rates(record, layers)) is not None:
         names = listed([f"param_groups[{group}]" for group in groups.own])
         yield Advice(
             f"give {names} the learning rate of the others, {groups.usual:g}", "group-rate"
         )
-    if rates_per_layer(record, layers):
-        yield Advice(own_rates(record, layers), "rate-per-layer")
-    if optimizer_of(record) not in SCALE_FREE:
+    if factors := remedies.rates_per_layer(record, layers):
+        own = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
+        said = f"give these layers their own learning rates: {listed(own)}"
+        yield Advice(said, "rate-per-layer")
+    if remedies.optimizer_of(record) not in SCALE_FREE:
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
 
 
@@ -173,7 +167,7 @@ def _off_the_middle(moves: dict[str, Typical]) -> dict[str, float]:
     return {
         path: max(move.value / middle, middle / move.value)
         for path, move in moves.items()
-        if move.above(middle * OVERDRIVEN) or move.below(middle / STARVED)
+        if move.above(middle * remedies.OVERDRIVEN) or move.below(middle / remedies.STARVED)
     }
 
 
@@ -220,7 +214,7 @@ def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[
     """Return the finding; without factors, no learning rate is known to be better for long."""
     longer = Advice("compare lower learning rates in runs as long as this one or longer")
     warm_up = Advice("warm the learning rate up over the first steps", "warm-up")
-    advice = (*other_rates(factors), warm_up, *[longer] * (not factors))
+    advice = (*remedies.other_rates(factors), warm_up, *[longer] * (not factors))
     return Finding("rate-too-high", act_if(act), said, tuple(seen), advice)
 
 
