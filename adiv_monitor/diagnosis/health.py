@@ -142,13 +142,11 @@ def worst_layers(report: StepReport) -> dict[str, tuple[str, ...]]:
     }  # fmt: skip
     moves = {p: x for p, x in _values(report, "update_ratio").items() if not math.isnan(x)}
     errors = {p: report.layers[p].standard_error.get("update_ratio", 0.0) for p in moves}
-    if len(moves) > 1:
-        low, high = HEALTH["update_ratio"].healthy
-        worst["update_ratio"] = ()
-        for sign, limit in ((1, low), (-1, -high)):
-            end = smallest((sign * move, errors[path], path) for path, move in moves.items())
-            if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit:
-                worst["update_ratio"] += end.layers
+    low, high = HEALTH["update_ratio"].healthy
+    for sign, limit in ((1, low), (-1, -high)) if len(moves) > 1 else ():
+        end = smallest((sign * move, errors[path], path) for path, move in moves.items())
+        if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit:
+            worst["update_ratio"] = (*worst.get("update_ratio", ()), *end.layers)
     return worst
 
 

@@ -274,7 +274,8 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     if record.rates or "*" in spoken_for:
         return
     peak = at_peak(record)
-    late, little, began = _quarter(peak, last=True), {}, set()
+    late, began = _quarter(peak, last=True), set()
+    little: dict[str, Typical] = {}
     for part in (peak, *[late] * (len(late.reports) >= FEWEST_REPORTS)):
         little |= {p: t for p, t in by_layer(part, "update_ratio").items() if t.below(LOW)}
     if not course.is_long_enough(record) or course.fell(record):
@@ -297,8 +298,6 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
         else:
             do = (f"use a learning rate {factor:g} times as high, for these layers or for all, "
                   "unless pretrained weights should stay close to their values")  # fmt: skip
-            if strength == "note":
-                said = "The loss still falls: in fine-tuning, layers need not move far."
         yield _little(record, "stands-still", strength, still, said, do)
     if settled:
         said = "At first they did. That is usual as a loss falls, or as the learning rate does."
