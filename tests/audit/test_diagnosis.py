@@ -237,8 +237,7 @@ MILDER = [
     ("stands-still note", by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03))),
     ("stands-still watch", by_reports(*[LAYERS | {"a": reading(update_ratio=0.0)}] * 4)),
     ("settled note", by_reports(LAYERS, *[STANDS] * 3, losses=WELL)),
-    ("rate-decayed note",
-     by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01))),
+    ("settled note", by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01))),
     (f"{OUTSIDE} watch",
      by_reports(*[dict.fromkeys("bc", reading(update_ratio=0.05)) | {
          "a": reading(update_ratio=1.0)}] * 3)),
@@ -309,7 +308,6 @@ NEAR_MISSES = {
     "interference": record({"a": reading(gradient_cosine=0.05, attainable_cosine=0.1)}),
     "stands-still": by_reports(*[LITTLE] * 4, losses=WELL),
     "settled": by_reports(LAYERS, *[STANDS] * 3, losses=STILL),
-    "rate-decayed": by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0,) * 4),
     OUTSIDE: by_reports(LAYERS | {"b": reading(scale_cv=0.9)}, losses=WELL),
 }
 
@@ -434,14 +432,16 @@ def test_a_trial_that_the_run_itself_overtakes_shows_only_a_rough_beginning() ->
 
 
 def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
-    def strength(own: float, moves: float = 0.006) -> str | None:
+    def strength(own: float, moves: float = 0.006, steps: int = STEPS) -> str | None:
         rates = trials(own=own, x01=2.29, x03=2.28, x3=1.6, x10=1.3)  # falls by 1 at the best
+        rates = {factor: replace(trial, steps=steps) for factor, trial in rates.items()}
         of = record(dict.fromkeys("abc", reading(update_ratio=moves)), rates=rates)
         low = found(of).get("rate-too-low")
         return None if low is None else low.strength
 
     assert strength(2.25) == strength(2.299) == "act"  # 0.05 of the fall
     assert strength(2.25, moves=0.02) == "watch", "layers move: it is only slow to begin"
+    assert strength(2.25, steps=12) == "watch", "so few steps are the beginning of any run"
     assert strength(2.0) == "watch"  # 0.3: ten times the steps get there, too
     assert strength(1.6) == "note"
     assert strength(1.4) is None
