@@ -18,7 +18,6 @@ from adiv_monitor.audit.training.batches import (
     called,
     in_words,
     is_data_set,
-    is_drawn_anew,
     loader_of,
     taken,
 )
@@ -27,7 +26,6 @@ from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_o
 from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import compared, course, end, start
-from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 
 # Without a given number of steps, a run has as many as cost no more than `MOST_STEPS` steps that
@@ -82,30 +80,18 @@ def run(
             progress=progress or silent,
             **measured,
         )
+        own = own_losses or ()
+        by_step = own.items() if isinstance(own, Mapping) else enumerate(own)
         record = replace(
             record,
             facts=replace(record.facts, **facts),
-            notes=(*notes, *record.notes),
             trained=record.trained or bool(facts.get("trained")),
+            own_losses={int(step): float(x) for step, x in by_step},
         )
-        record = _beside(record, own_losses, drawn_anew=is_drawn_anew(batches))
+        notes += [*record.notes, *filter(None, [compared(record)])]
+        record = replace(record, notes=tuple(notes))
         cap = trials.Cap(try_seconds) if try_fixes and try_seconds > 0 else None
         return _report(setup, record, cap, progress or silent)
-
-
-def _beside(
-    record: Record, losses: Mapping[int, float] | Sequence[float] | None, *, drawn_anew: bool
-) -> Record:
-    """Return the record with the losses of the user's own run, and notes on the comparison."""
-    by_step = losses if isinstance(losses, Mapping) else dict(enumerate(losses or ()))
-    record = replace(record, own_losses={int(s): float(x) for s, x in by_step.items()})
-    order = ["the loader draws another order of batches from torch's generator"] * drawn_anew
-    notes = (*(f"{said.capitalize()}." for said in order), compared(record))
-    return replace(
-        record,
-        notes=(*record.notes, *filter(None, notes)),
-        lost=(*record.lost, *(order if by_step else ())),
-    )
 
 
 def _report(
@@ -115,26 +101,26 @@ def _report(
 
     Nothing is tried without a cap, or if runs can't be compared.
     """
-    findings: tuple[Finding, ...] = ()
-    compares = record.repeats and not record.moving_targets
-    try:
-        if cap is not None and compares and _is_settled(setup, record):
-            findings = trials.untried(diagnose(record), "the loss is learnt, and steps are costly")
-        elif cap is not None and compares and not record.interrupted:
+    why = "interrupted" if record.interrupted else ""
+    if not record.repeats or record.moving_targets:
+        why = "runs can't be compared"
+    elif cap is None:
+        why = "trials are off"
+    elif _is_settled(setup, record):
+        why = "the loss is learnt, and steps are costly"
+    if cap is not None and not why:
+        try:
             rates = trials.rate_trials(setup, record, cap=cap, progress=progress)
             record = replace(record, rates=rates)
             record = replace(record, overfit=trials.overfit(setup, record, cap=cap))
             findings = trials.tried(diagnose(record), setup, record, cap=cap, progress=progress)
-            record = replace(record, hurried=cap.reached)
-        elif not record.interrupted:
-            off = "trials are off" if compares else "runs can't be compared"
-            findings = trials.untried(diagnose(record), off)
-    except KeyboardInterrupt:
-        record = replace(record, interrupted=True)
-    if record.interrupted or any(a.untried == "interrupted" for f in findings for a in f.advice):
+            return AuditReport(findings, replace(record, hurried=cap.reached))
+        except KeyboardInterrupt:
+            record, why = replace(record, interrupted=True), "interrupted"
+    if record.interrupted:
         note = "The audit was interrupted, so not all fixes were tried."
-        record = replace(record, interrupted=True, notes=(*record.notes, note))
-    return AuditReport(findings or diagnose(record), record)
+        record = replace(record, notes=(*record.notes, note))
+    return AuditReport(trials.untried(diagnose(record), why), record)
 
 
 def _is_settled(setup: Setup, record: Record) -> bool:

@@ -203,7 +203,7 @@ def difference(record: Record) -> str:
 
     mean(d) > max(4 std(d)/√n, max(means)/4, first/5) of the n paired differences d of a half.
     """
-    steps = common_steps(record)
+    steps = _common_steps(record)
     middle = len(steps) // 2
     for half in (steps[:middle], steps[middle:]) if middle >= OF_HALF else ():
         own, copy = (np.array([x[s] for s in half]) for x in (record.own_losses, record.losses))
@@ -215,26 +215,22 @@ def difference(record: Record) -> str:
             least = max(error, larger, OF_THE_FIRST * abs(record.losses[0]))
             differs = abs((own - copy).mean()) > least
         if differs:
-            return (
-                f"over the steps {half[0]} to {half[-1]}, its mean loss is {copy.mean():.3g}, and "
-                f"yours was {own.mean():.3g}"
-            )
+            means = f"its mean loss is {copy.mean():.3g}, and yours was {own.mean():.3g}"
+            return f"over the steps {half[0]} to {half[-1]}, {means}"
     return ""
 
 
-def common_steps(record: Record) -> list[int]:
+def _common_steps(record: Record) -> list[int]:
     """Return the steps whose loss is known in both runs."""
     return sorted(step for step in record.own_losses if 0 <= step < len(record.losses))
 
 
 def compared(record: Record) -> str:
     """Return a note on the comparison of losses; "" if the user gave no losses, or they differ."""
-    count = len(common_steps(record))
+    count = len(_common_steps(record))
     if not record.own_losses or difference(record):
         return ""
     if count < 2 * OF_HALF:
-        return (
-            f"Only {count} of your run's losses belong to steps that the copy took, and a "
-            f"comparison needs {2 * OF_HALF}. Log every step, or raise --steps."
-        )
+        only = f"Only {count} of your run's losses belong to steps that the copy took"
+        return f"{only}, and a comparison needs {2 * OF_HALF}. Log every step, or raise --steps."
     return f"The copy's losses agree with those of your run over {count} steps."

@@ -130,7 +130,7 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
         if found[0].name == "loss-stuck" and strongest != "note":
             return f"{NO_CAUSE}{said[:1].lower()}{said[1:].rstrip('.')}"
         first, *others = dict.fromkeys(fault_of(f).title for f in found if f.strength == strongest)
-        more = f" and {len(others)} more" if others else ""
+        more = f" and {len(others)} more" * bool(others)
         return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
     return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
 

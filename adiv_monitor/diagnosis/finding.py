@@ -76,21 +76,19 @@ class Trial:
 
     def __str__(self) -> str:
         rate = "" if self.rate == 1 else f"with learning rate × {self.rate:g}, "
-        without = "" if math.isinf(self.loss_without) else f" instead of {self.loss_without:.3g}"
+        length, without = f"{self.steps} step{'s' * (self.steps != 1)}", " instead of diverging"
+        if not math.isinf(self.loss_without):
+            without = f" instead of {self.loss_without:.3g}"
         if math.isinf(self.loss):
             as_it_is = ", as without the fix" if math.isinf(self.loss_without) else without
-            return f"{rate}the loss diverges within {self.steps} steps{as_it_is}"
+            return f"{rate}the loss diverges within {length}{as_it_is}"
         error = f" (± {self.error:.1g})" if self.error > 0 else ""
-        without = without or " instead of diverging"
-        length = "1 step" if self.steps == 1 else f"{self.steps} steps"
         return f"{rate}loss after {length} {self.loss:.3g}{without}{error}"
 
     @property
     def gain(self) -> float:
         """Decrease of the loss by the fix."""
-        if math.isinf(self.loss):
-            return -math.inf
-        return self.loss_without - self.loss
+        return -math.inf if math.isinf(self.loss) else self.loss_without - self.loss
 
     @property
     def pays(self) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,25 +15,24 @@ from adiv_monitor.report import NO_MAPS, WORST, StepReport, smallest
 GRADIENT = "gradient"
 
 
-@dataclass(frozen=True)
-class Health:
-    """The colouring of a measure.
+class Measure(NamedTuple):
+    """How a measure is called, read and coloured.
 
     Attributes:
-        short: short title, above a narrow picture; the full one is `measure_title`.
-        reads: how to read the measure, in one line.
-        logarithmic: whether values are compared by their ratios.
+        title: the measure in plain words.
+        reads: its formula, and how to read it.
         knots: (value, level), values rising: level −1 is far too little, −0.5 to 0.5 the range of
             healthy layers, 1 far too much; levels between knots are interpolated. Empty: the
             healthy range is unknown, and colours only distinguish layers.
+        logarithmic: whether values are compared by their ratios.
         of_maps: whether only layers that map features to features have the measure, or are
             comparable by it.
     """
 
-    short: str
+    title: str
     reads: str
-    logarithmic: bool = False
     knots: tuple[tuple[float, float], ...] = ()
+    logarithmic: bool = False
     of_maps: bool = False
 
     @property
@@ -57,55 +55,52 @@ class Health:
         return np.asarray(np.interp(values, at, levels), dtype=np.float64)
 
 
+# The measures that pictures draw, in this order; the first ones reveal most of 152 planted faults.
 # Inner knots are the ends of the typical range in layers of 30 healthy runs, rounded (see
-# tests/benchmarks/results/separation.md), or the limits of the audit's rules. Pictures use this
-# order; the first measures reveal most of 152 planted faults.
-HEALTH: Mapping[str, Health] = {
-    "update_ratio": Health(
-        "activations move",
+# tests/benchmarks/results/separation.md), or the limits of the audit's rules.
+HEALTH: Mapping[str, Measure] = {
+    "update_ratio": Measure(
+        "Move of the activations",
         "‖Δz‖ / ‖z‖. Healthy layers read 0.009 to 0.7. Blue: hardly moves; red: jumps.",
-        True,
         ((3e-4, -1), (0.009, -0.5), (0.7, 0.5), (10, 1)),
-        True,
-    ),
-    GRADIENT: Health(
-        "gradient arrives",
-        "‖∂L/∂z‖ over the last layer's. Blue, below 0.03: vanishes; red, above 70: explodes.",
-        True,
-        ((1e-3, -1), (0.03, -0.5), (70, 0.5), (1000, 1)),
-        True,
-    ),
-    "idle_share": Health(
-        "rows without gradient",
-        "Rows whose gradient is zero: padding, masked tokens, dead units. Healthy: below 0.15.",
-        False,
-        ((0, 0), (0.15, 0.5), (1, 1)),
-    ),
-    "descent": Health(
-        "descent",
-        "How far the loss falls by this layer, to first order. Dark: hardly, or it rises.",
-    ),
-    "update_cosine": Health(
-        "cosine of the step", "1: activations moved straight downhill. Dark: least so."
-    ),
-    "effective_lr": Health(
-        "effective learning rate",
-        "The learning rate at which activations move downhill: best alike in all layers.",
+        logarithmic=True,
         of_maps=True,
     ),
-    "scale_mean": Health(
-        "row scale", "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.", of_maps=True
+    GRADIENT: Measure(
+        "Gradient that arrives",
+        "‖∂L/∂z‖ over the last layer's. Blue, below 0.03: vanishes; red, above 70: explodes.",
+        ((1e-3, -1), (0.03, -0.5), (70, 0.5), (1000, 1)),
+        logarithmic=True,
+        of_maps=True,
     ),
-    "scale_cv": Health(
-        "spread of scales",
+    "idle_share": Measure(
+        "Zero-gradient rows",
+        "Share of rows with g_r = 0: padding, masked tokens, dead units. Healthy: below 0.15.",
+        ((0, 0), (0.15, 0.5), (1, 1)),
+    ),
+    "descent": Measure(
+        "Descent",
+        "−⟨∂L/∂Θ, ΔΘ⟩: how far this layer lowers the loss, to first order. Dark: hardly, or not.",
+    ),
+    "update_cosine": Measure(
+        "Cosine of the step", "cos(d, G): 1 where activations moved straight downhill; dark: least."
+    ),
+    "effective_lr": Measure(
+        "Effective learning rate",
+        "⟨d, G⟩ / ‖G‖²: how fast activations go downhill; best alike in all layers.",
+        of_maps=True,
+    ),
+    "scale_mean": Measure(
+        "Row scale, mean", "Mean of ‖φ‖² = ‖x‖² + 1: long rows make long steps.", of_maps=True
+    ),
+    "scale_cv": Measure(
+        "Spread of the row scales",
         "std / mean of ‖φ‖². Healthy: below 0.8. Red: a few long rows set the step.",
-        False,
         ((0, 0), (0.8, 0.5), (2, 1)),
     ),
-    "projection_cosine": Health(
-        "projection",
-        "1: nothing changed the weights after the step. Blue: something turned it.",
-        False,
+    "projection_cosine": Measure(
+        "Cosine of the projection",
+        "cos(a, u): 1 where nothing changed the weights after the step. Blue: something turned it.",
         ((0, -1), (0.98, -0.5), (1, 0)),
     ),
 }
@@ -147,13 +142,11 @@ def worst_layers(report: StepReport) -> dict[str, tuple[str, ...]]:
     }  # fmt: skip
     moves = {p: x for p, x in _values(report, "update_ratio").items() if not math.isnan(x)}
     errors = {p: report.layers[p].standard_error.get("update_ratio", 0.0) for p in moves}
-    if len(moves) > 1:
-        low, high = HEALTH["update_ratio"].healthy
-        worst["update_ratio"] = ()
-        for sign, limit in ((1, low), (-1, -high)):
-            end = smallest((sign * move, errors[path], path) for path, move in moves.items())
-            if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit:
-                worst["update_ratio"] += end.layers
+    low, high = HEALTH["update_ratio"].healthy
+    for sign, limit in ((1, low), (-1, -high)) if len(moves) > 1 else ():
+        end = smallest((sign * move, errors[path], path) for path, move in moves.items())
+        if len(end.layers) == 1 and end.value + 2 * errors[end.layers[0]] < limit:
+            worst["update_ratio"] = (*worst.get("update_ratio", ()), *end.layers)
     return worst
 
 
@@ -166,31 +159,15 @@ def is_told(measure: str, values: NDArray[np.float64]) -> bool:
     )
 
 
-class Title(NamedTuple):
-    """A measure in plain words: a short title, and its formula with how to read it."""
-
-    title: str
-    reads: str
-
-
-_MEASURES = {  # title, and formula with how to read it
-    "update_cosine": ("Cosine of the step", "cos(d, G): 1 where the step moved them downhill"),
+_OTHERS = {  # title, and formula with how to read it
     "gradient_cosine": ("Cosine of a plain gradient step", "cos(e, G): the step without optimizer"),
     "diagonal_cosine": ("Cosine with the scales alone", "cos(D G, G): 1 if rows are equally long"),
     "attainable_cosine": ("Ceiling of the cosine", "‖P G‖ / ‖G‖: the most that any step can reach"),
     "interference_ratio": ("Interference", "‖e − D G‖ / ‖D G‖: a row's move by others, to its own"),
-    "scale_cv": ("Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows"),
-    "scale_mean": ("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows"),
     "common_share": ("Share of the mean feature", "‖mean φ‖² / mean ‖φ‖²: 0 if inputs are centred"),
-    "effective_lr": ("Effective learning rate", "⟨d, G⟩ / ‖G‖²: how fast activations go downhill"),
-    "update_ratio": ("Move of the activations", "‖Δz‖ / ‖z‖: how far they move in one step"),
-    GRADIENT: ("Gradient that arrives", "‖∂L/∂z‖ of the layer over that of the last layer"),
     "harmed_fraction": ("Harmed rows", "share of rows with d_r·g_r < 0: their own loss rises"),
-    "idle_share": ("Zero-gradient rows", "share of rows with g_r = 0: padding, masks, dead units"),
     "bias_share": ("Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"),
-    "descent": ("Descent", "−⟨∂L/∂Θ, ΔΘ⟩: first-order decrease of the loss by this layer"),
     "parameter_cosine": ("Cosine of the parameters' step", "cos(u, −γ): of update and gradient"),
-    "projection_cosine": ("Cosine of the projection", "cos(a, u): what remains of the update"),
     "applied_cosine": ("Cosine of the applied change", "cos(a, −γ): of what remains and gradient"),
     "realised_cosine": ("Realised cosine", "cos(r, G): the actual change, with all layers moved"),
     "single_layer_share": ("Share of the layer's own step", "cos(r, d): of the actual change"),
@@ -223,19 +200,16 @@ _MEASURES = {  # title, and formula with how to read it
     },
     "row_cosine_p50": ("Cosine of the median row", "median of cos(d_r, g_r): how one sample fares"),
 }
-MEASURE_TITLES: Mapping[str, Title] = {name: Title(*said) for name, said in _MEASURES.items()}
+MEASURE_TITLES: Mapping[str, Measure] = {
+    **HEALTH,
+    **{name: Measure(title, f"{reads}.") for name, (title, reads) in _OTHERS.items()},
+}
 
 
 def measure_title(measure: str) -> str:
     """Return the title of a measure, or of another recorded number."""
     known = MEASURE_TITLES.get(measure)
     return sentence(measure) if known is None else known.title
-
-
-def how_to_read(measure: str) -> str:
-    """Return how to read a measure in `MEASURE_TITLES`, with the healthy range if it is known."""
-    known = HEALTH.get(measure)
-    return f"{MEASURE_TITLES[measure].reads}." if known is None else known.reads
 
 
 def chart_text(tag: str) -> str:
@@ -248,7 +222,8 @@ def chart_text(tag: str) -> str:
     measure = group.removeprefix("adiv.")
     if measure.partition(".")[0] == "summary":
         measure = name.rpartition("_")[0]
-    return f"{measure_title(measure)}: {how_to_read(measure)}" if measure in HEALTH else ""
+    known = HEALTH.get(measure)
+    return f"{known.title}: {known.reads}" if known else ""
 
 
 def fix_title(fix: str) -> str:

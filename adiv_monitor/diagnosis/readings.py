@@ -195,31 +195,24 @@ def learning_rate(report: StepReport) -> float | None:
     return max(report.learning_rates, default=None)
 
 
+def learning_rates(record: Record) -> dict[int, float]:
+    """Return the largest learning rate of the optimizer's groups by measured step, if known."""
+    return {r.step: max(r.learning_rates) for r in record.reports if r.learning_rates}
+
+
 def at_peak(record: Record) -> Record:
     """Return the record with only the measured steps whose learning rate is at least half the peak.
 
     All steps are kept if learning rates are unknown or zero, or if too few steps are at the peak to
     show what is typical.
     """
-    rates = [learning_rate(report) for report in record.reports]
-    largest = max((rate for rate in rates if rate is not None), default=0.0)
-    if not largest > 0:
-        return record
-    pairs = zip(record.reports, rates, strict=True)
-    kept = tuple(r for r, rate in pairs if rate is None or rate >= PEAK * largest)
-    return replace(record, reports=kept) if len(kept) >= _FEWEST else record
+    rates = learning_rates(record)
+    largest = max(rates.values(), default=0.0)
+    kept = tuple(r for r in record.reports if rates.get(r.step, largest) >= PEAK * largest)
+    return replace(record, reports=kept) if largest > 0 and len(kept) >= _FEWEST else record
 
 
-def still_rises(reports: Sequence[StepReport]) -> bool:
+def still_rises(record: Record) -> bool:
     """Return whether the learning rate was still rising at the last measured step."""
-    rates = [rate for report in reports if (rate := learning_rate(report)) is not None]
+    rates = [*learning_rates(record).values()]
     return len(rates) >= 2 and rates[-1] == max(rates) and rates[-1] > _RISES * rates[-2]
-
-
-def decayed_since(reports: Sequence[StepReport]) -> int | None:
-    """Return the measured step since which the learning rate is below half its peak, or None."""
-    rates = [learning_rate(report) or 0.0 for report in reports]
-    largest = max(rates, default=0.0)
-    pairs = [*zip(reports, rates, strict=True)]
-    low = [r.step for r, _ in takewhile(lambda pair: pair[1] < PEAK * largest, reversed(pairs))]
-    return min(low, default=None)

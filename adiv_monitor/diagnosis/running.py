@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, nan
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from adiv_monitor.diagnosis.diagnose import diagnose
 from adiv_monitor.diagnosis.finding import Finding
@@ -11,6 +11,7 @@ from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.report import Alarm, StepReport
 from adiv_monitor.report.wording import non_finite_words
 
+_T = TypeVar("_T")
 MOST_REPORTS = 100
 MOST_LOSSES = 2_000
 
@@ -37,23 +38,62 @@ class Raised:
         return f"{self.alarm} (step {self.last:,}; {self.times:,} times since step {self.first:,})"
 
 
+class Thinned(Generic[_T]):
+    """A bounded history by step: the first two items, every n-th after them, and the last.
+
+    n doubles whenever there are more than `most`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.count = 0  # of the items that were added
+        self._most, self._stride = most, 1
+        self._kept: list[tuple[int, int, _T]] = []  # (its number, its step, item)
+
+    def add(self, step: int, item: _T) -> None:
+        """Add the item of one more step."""
+        if self._kept and not self.stays(self._kept[-1][0]):
+            self._kept.pop()
+        self._kept.append((self.count, step, item))
+        self.count += 1
+        while len(self._kept) > self._most:
+            self._stride *= 2
+            *before, last = self._kept
+            self._kept = [*(kept for kept in before if self.stays(kept[0])), last]
+
+    def stays(self, number: int) -> bool:
+        """Return whether the item of this number stays when others follow."""
+        return number < 2 or number % self._stride == 0
+
+    def pop(self) -> _T:
+        """Remove the last item, as if it had not been added, and return it."""
+        self.count -= 1
+        return self._kept.pop()[2]
+
+    def go_back_to(self, step: int) -> None:
+        """Forget the items from this step on."""
+        self._kept = [kept for kept in self._kept if kept[1] < step]
+        self.count = self._kept[-1][0] + 1 if self._kept else 0
+
+    @property
+    def pairs(self) -> list[tuple[int, _T]]:
+        """The kept (step, item), in the order in which they were added."""
+        return [(step, item) for _, step, item in self._kept]
+
+
 class Running:
     """A bounded history of the reports of a training.
 
-    It keeps the first two reports, by which rules judge the beginning, the last one, and every n-th
-    between, where n doubles whenever there are more than `MOST_REPORTS`. All but the last are kept
-    without distributions over rows, as objects that all histories of a run share, so that hundreds
-    of layers take some ten MiB.
+    Of many reports, it keeps the first two, by which rules judge the beginning, the last one, and
+    some between. All but the last are kept without distributions over rows, as objects that all
+    histories of a run share, so that hundreds of layers take some ten MiB.
 
     If layers are measured in turn, the reports of a round are merged into one of all layers so far.
     """
 
     def __init__(self) -> None:
-        self.count = 0  # of reports, or of rounds of them, that were added
-        self._kept: list[tuple[int, StepReport]] = []  # with the index of the report
-        self._stride = 1
+        self._reports: Thinned[StepReport] = Thinned(MOST_REPORTS)
+        self._losses: Thinned[float] = Thinned(MOST_LOSSES)
         self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
-        self._losses = Losses()
         # Step and place of the first value that is not finite; None: all examined are finite.
         self.first_non_finite: tuple[int, str] | None = None
         self._skipped: tuple[int, int] | None = None  # first step, and number, of passing ones
@@ -65,37 +105,32 @@ class Running:
         A step before the last one begins another training, or goes on from an earlier checkpoint:
         what was measured from this step on is forgotten. Several monitors may report the same one.
         """
-        if self._kept and report.step < self.last.step:
+        if self.count and report.step < self.last.step:
             self._go_back_to(report.step)
         self.add_losses({step: x for step, x in report.losses.items() if step < report.step})
         if self.first_non_finite is None and (first := report.first_non_finite) is not None:
             self.first_non_finite = report.step, non_finite_words(report, *first)
         self.add_losses({step: x for step, x in report.losses.items() if step >= report.step})
         newest = report
-        if self._kept:
-            number, before = self._kept.pop()
-            round_, turn = before.turn, report.turn
+        if self.count:
+            before, turn = self._reports.pop(), report.turn
+            round_ = before.turn
             if round_ and turn and (turn.of, turn.first) == (round_.of, round_.last + 1):
-                newest, self.count = _together(before, report), number
-            elif self._stays(number):
-                self._kept.append((number, before.lean))
-        self._kept.append((self.count, newest))
-        self.count += 1
+                newest = _together(before, report)
+            else:
+                stays = self._reports.stays(self.count)
+                self._reports.add(before.step, before.lean if stays else before)
+        self._reports.add(report.step, newest)
         for alarm in report.alarms:
             key = alarm.rule, alarm.layer
             raised = self._raised.setdefault(key, Raised(alarm, report.step, report.step))
             raised.alarm, raised.last, raised.times = alarm, report.step, raised.times + 1
-        while len(self._kept) > MOST_REPORTS:
-            self._stride *= 2
-            last = self._kept[-1]
-            self._kept = [pair for pair in self._kept[:-1] if self._stays(pair[0])] + [last]
 
     def _go_back_to(self, step: int) -> None:
-        self._kept = [pair for pair in self._kept if pair[1].step < step]
-        self.count = self._kept[-1][0] + 1 if self._kept else 0
+        self._reports.go_back_to(step)
+        self._losses.go_back_to(step)
         # How often the others held before this step is not known.
         self._raised = {key: raised for key, raised in self._raised.items() if raised.last < step}
-        self._losses.go_back_to(step)
         if self.first_non_finite is not None and self.first_non_finite[0] >= step:
             self.first_non_finite = None
         if self._skipped is not None and self._skipped[0] >= step:
@@ -103,8 +138,8 @@ class Running:
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of further steps, with or without reports."""
-        self._losses.add(losses)
         for step, loss in losses.items():
+            self._losses.add(step, loss)
             if self.first_non_finite is None and not isfinite(loss):
                 self.first_non_finite, self._passing = (step, "the loss"), 0
             if self.first_non_finite is not None and self.first_non_finite[1] == "the loss":
@@ -114,13 +149,15 @@ class Running:
                     first, count = self._skipped or (self.first_non_finite[0], 0)
                     self._skipped, self.first_non_finite = (first, count + self._passing), None
 
-    def _stays(self, number: int) -> bool:
-        return number < 2 or number % self._stride == 0
+    @property
+    def count(self) -> int:
+        """The number of reports, or of rounds of them, that were added."""
+        return self._reports.count
 
     @property
     def last(self) -> StepReport:
         """The last report, with its distributions; at least one must have been added."""
-        return self._kept[-1][1]
+        return self.reports[-1]
 
     @property
     def alarms(self) -> tuple[Raised, ...]:
@@ -130,11 +167,11 @@ class Running:
     @property
     def reports(self) -> tuple[StepReport, ...]:
         """The kept reports, oldest first; the last one with its distributions."""
-        return tuple(report for _, report in self._kept)
+        return tuple(report for _, report in self._reports.pairs)
 
     def record(self) -> Record:
         """Return the record for the audit's rules; facts outside the reports are unknown in it."""
-        reports, losses = self.reports, self._losses.course()
+        reports, losses = self.reports, _course(dict(self._losses.pairs))
         step, place = self.first_non_finite or (None, None)
         return Record(
             Facts("", 0, 0, "", {}, 0, 0, 0, 1, 0, "", "", nan),  # unknown
@@ -156,46 +193,14 @@ class Running:
         return diagnose(self.record())
 
 
-class Losses:
-    """A bounded history of losses by step: the first, the last, and every n-th between.
+def _course(losses: Mapping[int, float]) -> dict[int, float]:
+    """Return step → loss; if the last losses are not finite, it ends with the first of them.
 
-    The stride n doubles whenever there are more than `MOST_LOSSES`.
+    Other losses that are not finite are left out.
     """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, float] = {}
-        self._last: dict[int, float] = {}  # only the last loss
-        self._count = 0
-        self._stride = 1
-
-    def add(self, losses: Mapping[int, float]) -> None:
-        """Add the losses of further steps."""
-        self._last = dict([*losses.items()][-1:]) or self._last
-        for step, loss in losses.items():
-            if self._count % self._stride == 0:
-                self._kept[step] = loss
-            self._count += 1
-            if len(self._kept) > MOST_LOSSES:
-                self._stride *= 2
-                self._kept = dict(list(self._kept.items())[::2])
-
-    def go_back_to(self, step: int) -> None:
-        """Forget the losses from this step on."""
-        self._kept, self._last = (
-            {number: loss for number, loss in losses.items() if number < step}
-            for losses in (self._kept, self._last)
-        )
-        if not self._kept:
-            self._count, self._stride = 0, 1
-
-    def course(self) -> dict[int, float]:
-        """Return step → loss; if the last losses are not finite, it ends with the first of them.
-
-        Other losses that are not finite are left out.
-        """
-        kept = list((self._kept | self._last).items())
-        after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
-        return {s: loss for s, loss in kept[:after] if isfinite(loss)} | dict(kept[after:][:1])
+    kept = [*losses.items()]
+    after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
+    return {s: loss for s, loss in kept[:after] if isfinite(loss)} | dict(kept[after:][:1])
 
 
 def _together(report: StepReport, later: StepReport) -> StepReport:

@@ -122,8 +122,9 @@ def _measured(record: Record) -> list[str]:
     last, notes = last_with_direction(record.reports), notes_of(record)
     said, lines = "No step was measured.", list[str]()
     if last is not None:
-        share, layers = percent(last.coverage), f"{len(last.layers):,} measured layers"
-        said = f"{share} of the trained parameters lie in the {layers}."
+        count = len(last.layers)
+        layers = f"{count:,} measured layers" if count != 1 else "one measured layer"
+        said = f"{percent(last.coverage)} of the trained parameters lie in the {layers}."
         lines += [f"not measured: {line}" for line in not_measured(last)]
     if record.first_non_finite:
         seen = markdown(record.first_non_finite)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.health import GRADIENT, how_to_read, measure_title, value_of
+from adiv_monitor.diagnosis.health import GRADIENT, MEASURE_TITLES, measure_title, value_of
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pictures.colours import bar, is_judged, painted
 from adiv_monitor.pictures.grid import Grid, grids, layers_of, legend
@@ -80,7 +80,7 @@ def _measure(record: Record, found: Grid) -> dict[str, Any]:
     return {
         "name": name,
         "title": measure_title(name),
-        "reads": how_to_read(name),
+        "reads": MEASURE_TITLES[name].reads,
         "low": ("worse " if bad == "min" else "") + meant.ticks[meant.low],
         "high": meant.ticks[meant.high] + (" worse" if bad == "max" else ""),
         "span": [round(place * (COLOURS - 1)) for place in (meant.low, meant.high)],

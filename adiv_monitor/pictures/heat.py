@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from adiv_monitor.diagnosis.health import HEALTH, how_to_read, measure_title
+from adiv_monitor.diagnosis.health import MEASURE_TITLES, measure_title
 from adiv_monitor.pictures.colours import (
     HEALTHY,
     NO_VALUE,
@@ -60,7 +60,7 @@ def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
     title, reads = Font(17), Font(13, colour=MUTED)
     words = title.wrapped(f"{measure_title(found.measure)} ({found.measure})", room)
     top = picture.lines(_MARGIN, _MARGIN - 4, words, title) + 2
-    words = reads.wrapped(how_to_read(found.measure), room)
+    words = reads.wrapped(MEASURE_TITLES[found.measure].reads, room)
     top = picture.lines(_MARGIN, top, words, reads) + 6
     # Each named layer has room for a line of twelve pixels.
     layers = len(found.layers)
@@ -147,7 +147,7 @@ def _panels(
     left = _MARGIN + max(font._replace(bold=True).width(name) for name in beside) + 8
     each = int((_WIDTH - _MARGIN - left + _GAP) / len(grids)) - _GAP
     if len(grids) > 1:
-        titles = [style.title.wrapped(HEALTH[g.measure].short, each) for g in grids]
+        titles = [style.title.wrapped(measure_title(g.measure), each) for g in grids]
         highest = max(map(len, titles))
         for i, lines in enumerate(titles):
             down = (highest - len(lines)) * style.title.line

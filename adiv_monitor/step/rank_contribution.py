@@ -206,8 +206,10 @@ def _dots(products: ByPiece, pieces: PieceShares) -> Dots[float]:
     (keys, numbers, known), (shares, partial) = products, pieces
     of_pieces = numbers[:, [keys.index(key) for key in shares]]
     first, *others = (of_pieces @ np.array(list(shares.values()))).tolist()
-    optional = [x if is_known else None for x, is_known in zip(others, known[1:], strict=True)]
-    return Dots(first, *optional, partial)
+    w_w, w_gamma, a_a, a_w, a_gamma = [
+        x if is_known else None for x, is_known in zip(others, known[1:], strict=True)
+    ]
+    return Dots(first, w_w, w_gamma, a_a, a_w, a_gamma, partial)
 
 
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:

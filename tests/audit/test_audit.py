@@ -4,7 +4,6 @@ import copy
 import math
 import random
 import re
-import threading
 import time
 import warnings
 from dataclasses import replace
@@ -206,12 +205,6 @@ def test_a_compiled_model() -> None:
     assert record.units.keys() == {f"_orig_mod.{path}" for path in expected.units}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
-def test_a_scripted_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"RecursiveScriptModule.*scripted.*before"):
-        seen(torch.jit.script(mlp()))
-
-
 def test_ctrl_c_while_fixes_are_tried_keeps_what_was_found() -> None:
     def progress(what: str, done: int, of: int) -> None:
         if what == "fixes":
@@ -251,14 +244,14 @@ def test_hooks_and_schedulers_are_told_of() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mine: list[bool] = []
-    optimizer.register_step_post_hook(lambda stepped, *args: mine.append(stepped is optimizer))
-    lock = threading.Lock()  # which can't be copied
-    optimizer.register_step_pre_hook(lambda *args: lock.release() if lock.locked() else None)
+    optimizer.register_step_post_hook(lambda *args: mine.append(True))
+    model[0].weight.register_hook(lambda gradient: mine.append(True))  # type: ignore[no-untyped-call]
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     lost = "; ".join(seen(model.eval(), optimizer=optimizer).lost)
-    for word in ("hooks on the optimizer do not run", "scheduler", "evaluation mode"):
+    hooks = "hooks on parameter '0.weight', the optimizer do not run"
+    for word in (hooks, "scheduler", "evaluation mode"):
         assert word in lost
-    assert not mine  # a copy of the hook ran, with a copy of the list
+    assert not mine
 
 
 def test_a_model_with_its_own_loss() -> None:
@@ -335,7 +328,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no batches": ({"batches": []}, ValueError, "no batch.*at least one"),
     "no iterable": ({"batches": 3}, TypeError, "batches=….*int.*iterable"),
     "empty batch": ({"batches": [(torch.ones(0, 6), torch.ones(0).long())]}, ValueError, "empty"),
-    "locked batch": ({"batches": [(x for x in batches())]}, TypeError, "can't copy"),
     "loss": ({"loss": "mse"}, TypeError, "loss=….*str.*function"),
     "loss of nothing": ({"loss": None, "batches": [b[:1] for b in batches()]}, TypeError, "`loss`"),
     "loss of three": ({"loss": nn.TripletMarginLoss()}, TypeError, "TripletMarginLoss.*lambda"),

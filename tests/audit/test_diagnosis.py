@@ -237,8 +237,7 @@ MILDER = [
     ("stands-still note", by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03))),
     ("stands-still watch", by_reports(*[LAYERS | {"a": reading(update_ratio=0.0)}] * 4)),
     ("settled note", by_reports(LAYERS, *[STANDS] * 3, losses=WELL)),
-    ("rate-decayed note",
-     by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01))),
+    ("settled note", by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0, 1.0, 0.01, 0.01))),
     (f"{OUTSIDE} watch",
      by_reports(*[dict.fromkeys("bc", reading(update_ratio=0.05)) | {
          "a": reading(update_ratio=1.0)}] * 3)),
@@ -309,7 +308,6 @@ NEAR_MISSES = {
     "interference": record({"a": reading(gradient_cosine=0.05, attainable_cosine=0.1)}),
     "stands-still": by_reports(*[LITTLE] * 4, losses=WELL),
     "settled": by_reports(LAYERS, *[STANDS] * 3, losses=STILL),
-    "rate-decayed": by_reports(*[LAYERS] * 2, *[STANDS] * 2, rates=(1.0,) * 4),
     OUTSIDE: by_reports(LAYERS | {"b": reading(scale_cv=0.9)}, losses=WELL),
 }
 
@@ -434,14 +432,16 @@ def test_a_trial_that_the_run_itself_overtakes_shows_only_a_rough_beginning() ->
 
 
 def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
-    def strength(own: float, moves: float = 0.006) -> str | None:
+    def strength(own: float, moves: float = 0.006, steps: int = STEPS) -> str | None:
         rates = trials(own=own, x01=2.29, x03=2.28, x3=1.6, x10=1.3)  # falls by 1 at the best
+        rates = {factor: replace(trial, steps=steps) for factor, trial in rates.items()}
         of = record(dict.fromkeys("abc", reading(update_ratio=moves)), rates=rates)
         low = found(of).get("rate-too-low")
         return None if low is None else low.strength
 
     assert strength(2.25) == strength(2.299) == "act"  # 0.05 of the fall
     assert strength(2.25, moves=0.02) == "watch", "layers move: it is only slow to begin"
+    assert strength(2.25, steps=12) == "watch", "so few steps are the beginning of any run"
     assert strength(2.0) == "watch"  # 0.3: ten times the steps get there, too
     assert strength(1.6) == "note"
     assert strength(1.4) is None
@@ -640,7 +640,14 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("bad-initialisation act", weighed(gain=17.0, bare=True)),  # that no layer holds
     ("bad-initialisation no", weighed(gain=0.01, bare=True)),
     ("bad-initialisation act",
-     record(weights=dict.fromkeys("abc", WeightStatistics(0.6, 0.0, 1.0)), losses=STILL)),
+     record(weights=dict.fromkeys("abc", WeightStatistics(0.6, 0.0, 1.0)))),
+    ("one-sided-weights no",
+     replace(HITS["one-sided-weights"],
+             weights=dict.fromkeys("abc", WeightStatistics(0.6, 0.0, 1.0)))),
+    ("input-partly-ignored watch",
+     replace(HITS["input-partly-ignored"], probed={
+         **HITS["input-partly-ignored"].probed,
+         **probed("zero-slope", words={"kind": "step"}).probed})),
     ("bad-initialisation act", record(losses=HIGH)),
     ("bad-initialisation no", record(losses=(*HIGH[:-1], -0.1))),  # as PPO's
     ("bad-initialisation no",
@@ -652,6 +659,9 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("input-scale act", record({"a": reading(scale_p50=60.0)}, inputs=LONGER)),
     ("input-scale act", first_layer(scale_mean=1e6)),
     ("input-scale no", first_layer(scale_mean=65.0)),
+    ("input-scale watch",
+     replace(units(dead=40), inputs={"0": replace(INPUTS, std=6.0)}, facts=adam(), losses=WELL)),
+    ("input-scale act", replace(units(dead=40), inputs=WIDE, facts=adam(), losses=WELL)),
     ("input-mean watch", first_layer(common_share=0.95)),
     ("input-mean no", first_layer(common_share=0.8)),
     # Queries and keys hear little of the loss while attention is even, if the values hear more.
@@ -662,6 +672,20 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("dead-units act", by_reports(*[IDLE] * 6)),
     ("dead-units no", by_reports(*[IDLE] * 3, *[LAYERS] * 3)),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "place", "is_first"),
+    [((2.3, 2.0, 1.8, math.nan), "loss", True), ((2.3, 9.0, 300.0, math.nan), "loss", False),
+     ((2.3, 2.0, 1.8, math.nan), "output of a", False)],
+)  # fmt: skip
+def test_what_the_loss_alone_makes_is_no_consequence_of_the_inputs(
+    losses: tuple[float, ...], place: str, is_first: bool
+) -> None:
+    of = record(losses=losses, first_non_finite=place, inputs=WIDE)
+    first, *_ = diagnose(of)
+    assert (first.name == "non-finite") is is_first
+    assert ("outputs are finite" in found(of)["non-finite"].summary) is is_first
 
 
 @pytest.mark.parametrize("name, of", FURTHER)

@@ -65,6 +65,15 @@ def test_inputs_are_named_and_labels_and_tokens_are_none() -> None:
     assert found(Mean(), batches(), loss).keys() == {"x", "1.0", "1.1"}
 
 
+def test_matrices_that_relate_samples_are_no_features() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        near = torch.cdist(x, x).le(2).float()
+        return nn.functional.cross_entropy(model(x, near / near.sum(1), x @ x.mT), y)
+
+    assert found(Mean(), batches(), loss).keys() == {"x", "2"}  # the products have both signs
+
+
 def test_a_model_that_is_not_called_itself_is_told_of() -> None:
     record = seen(nn.Sequential(nn.Linear(6, 3)), loss=lambda m, batch: cross_entropy(m[0], batch))
     assert record.inputs == {}

@@ -55,8 +55,41 @@ def of_outputs(change: Callable[[Tensor], Tensor]) -> Setup:
 def test_targets_beyond_the_range_of_the_function_on_the_outputs_are_found() -> None:
     (fact,) = asked("targets-out-of-range", of_outputs(lambda z: z.tanh().flatten().view(-1, 3)))
     assert (fact.words["low"], fact.words["high"]) == ("-1", "1") and fact.numbers["share"] > 0.3
-    for reaching in (lambda z: 7 * z.tanh(), lambda z: z.tanh().mul_(9.0), lambda z: z.relu() - 8):
+    for within in (lambda z: z.clamp(-1, 1), lambda z: 1 - 2 * z.sigmoid()):
+        (fact,) = asked("targets-out-of-range", of_outputs(within))
+        assert (fact.words["low"], fact.words["high"]) == ("-1", "1")
+    for reaching in (lambda z: 7 * z.tanh(), lambda z: z.tanh().mul_(9.0), lambda z: z.relu() - 8,
+                     lambda z: z.clamp(-5.9, 5.9)):  # fmt: skip
         assert asked("targets-out-of-range", of_outputs(reaching)) == ()
+
+
+class Spells(nn.Module):
+    """Scores of four symbols at each of twelve places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x[:, :, None]).log_softmax(2).transpose(0, 1)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_blank_of_a_ctc_loss_is_no_label(flat: bool) -> None:
+    def of(blank: int, padding: int, z: Tensor, y: Tensor) -> Tensor:
+        lengths = torch.full((len(y),), 2)
+        labels = torch.stack([y, y, torch.full_like(y, padding)], 1)
+        labels = labels[:, :2].flatten() if flat else labels
+        return functional.ctc_loss(z, labels, torch.full((len(y),), 12), lengths, blank)
+
+    def spelt(blank: int) -> tuple[Fact, ...]:
+        loss = partial(of, blank, blank)
+        return asked("targets-out-of-range", with_loss(loss, lambda x, y: y, model=Spells()))
+
+    (fact,) = spelt(0)
+    assert fact.words["blank"] == "0" and 0.2 < fact.numbers["share"] < 0.5
+    assert strengths("targets-out-of-range", (fact,)) == ["act"]
+    assert spelt(3) == ()  # the padding behind the labels is no label
 
 
 def as_mask(x: Tensor, y: Tensor) -> Tensor:
@@ -151,6 +184,11 @@ def test_losses_of_probabilities_get_logits() -> None:
     assert asked(name, with_loss(of_classes(dice), lambda x, y: y), trained=True)
     shares = of_classes(lambda z, y: dice(z.softmax(1), y))
     assert asked(name, with_loss(shares, lambda x, y: y), trained=True) == ()
+
+    def close_to_a_pole(z: Tensor, y: Tensor) -> Tensor:
+        return dice(z - z.mean() - (y.sum() + 0.9) / z.numel() if z.requires_grad else z, y)
+
+    assert asked(name, with_loss(close_to_a_pole, several), trained=True)
 
 
 @pytest.mark.parametrize(
@@ -429,6 +467,20 @@ def test_pairs_that_are_drawn_together_should_be_the_near_ones(
     (wrong,), (right,) = (asked(name, of_pairs(margin, x, is_cosine)) for x in (False, True))
     assert wrong.numbers["share"] < 0.1 and right.numbers["share"] > 0.9
     assert strengths(name, (wrong,)) == ["act"] and strengths(name, (right,)) == []
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_positives_of_triplets_should_be_the_near_ones(swapped: bool) -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        order = batch[1].argsort()
+        anchors, near = batch[0][order], batch[0][order].roll(1, 0)
+        others = near, anchors.roll(len(order) // 2, 0)
+        a, b, c = (model(x) for x in (anchors, *(others[::-1] if swapped else others)))
+        return functional.triplet_margin_loss(a, b, c, margin=0.1)
+
+    facts = asked("pairs-reversed", setup(loss=of, batches=of_pairs(0.5, True).batches))
+    assert (facts[0].numbers["share"] < 0.2) is swapped
+    assert strengths("pairs-reversed", facts) == ["act"] * swapped
 
 
 def test_labels_without_a_relation_to_the_inputs_reverse_no_pairs() -> None:

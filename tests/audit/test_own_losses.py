@@ -110,15 +110,6 @@ def test_the_order_that_a_loaders_generator_draws_is_the_runs_own() -> None:
     own = loop(model, sgd(model), data)
     assert report.record.losses == own[:3]
     assert report.record.facts.data == "DataLoader of TensorDataset"
-    assert not any("another order of batches" in note for note in report.record.notes)
-
-
-def test_an_order_that_is_drawn_anew_is_noted_and_said_beside_own_losses() -> None:
-    report = audited(data=loader())
-    assert any("another order of batches" in note for note in report.record.notes)
-    assert "another order of batches" not in report.verdict
-    said = audited(data=loader(), own_losses=[1.0] * 3)
-    assert "the loader draws another order of batches" in said.verdict
 
 
 class Taught(nn.Module):

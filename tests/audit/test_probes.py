@@ -89,15 +89,14 @@ def test_every_probe_has_a_planted_bug_on_each_side() -> None:
 
 def test_probes_change_nothing_and_draw_nothing() -> None:
     model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.9), nn.Linear(16, 3))
-    seen: list[float] = []
-    model[0].weight.register_hook(lambda g: seen.append(float(g.sum())) or 1e-6 * g)  # type: ignore[no-untyped-call, func-returns-value]
+    model[0].weight.register_hook(lambda g: 1e-6 * g)  # type: ignore[no-untyped-call]
     before = {name: x.clone() for name, x in model.state_dict().items()}
     of = setup(model=model)
     chance = torch.get_rng_state()
     told = asked(of, of.fork())
     assert torch.equal(chance, torch.get_rng_state())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters()) and seen == []
+    assert all(p.grad is None for p in model.parameters())
     assert told["gradient-hooks"].facts and told["dropout-too-high"].facts
     assert asked(of, of.fork()) == told
 
@@ -124,7 +123,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.function = function
         self.first, self.head = nn.Linear(12, 8), nn.Linear(8, 3)
-        self.listed = [nn.Linear(8, 8)]
+        self.listed, self.moved = [nn.Linear(8, 8)], [nn.Parameter(torch.zeros(8)) * 1]
         self.graph = nn.Buffer(torch.eye(32) + torch.eye(32).roll(1, 0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,7 +283,7 @@ def test_of_pairs_and_of_lists_it_is_not_known_whether_samples_mix() -> None:
                batches=((lists, torch.arange(12) % 3),))  # fmt: skip
     assert "list" in asked_one("samples-mixed", of).untold
     assert not asked_one("input-partly-ignored", of).facts
-    assert math.isnan(input_matters(of.fork(), list(of.batches)))
+    assert math.isnan(input_matters(of.fork(), of.batches[0]))
 
 
 # Hidden parameters, and activation functions
@@ -298,7 +297,8 @@ def in_a_list(net: Any, x: Tensor) -> Tensor:
     ("function", "place"),
     [(in_a_list, "listed[0].weight"), (plain, ""),
      (lambda net, x: net.head(nn.Linear(8, 8)(net.first(x))), "linear (test_probes.py:"),
-     (lambda net, x: net.head(net.first(x) @ nn.Parameter(torch.randn(8, 8))), "matmul")],
+     (lambda net, x: net.head(net.first(x) @ nn.Parameter(torch.randn(8, 8))), "matmul"),
+     (lambda net, x: net.head(net.first(x) + net.moved[0]), "moved")],
 )  # fmt: skip
 def test_parameters_that_are_not_registered_are_named(function: Any, place: str) -> None:
     found = facts_of("hidden-parameters", function)
@@ -490,7 +490,9 @@ def of_features(features: slice) -> Any:
 def test_features_that_are_ignored_are_named_and_constant_ones_are_not() -> None:
     told = asked_one("input-partly-ignored", setup(model=of_features(slice(0, 7))))
     (fact,) = told.facts
-    assert fact.place == "features 7 to 11 of the input" and fact.numbers["share"] == 5 / 12
+    assert (
+        fact.place == "features 7, 8, 9 and 2 more of the input" and fact.numbers["share"] == 5 / 12
+    )
     padded = tuple((x * (torch.arange(12) < 7), y) for x, y in batches())
     for of in (
         setup(model=of_features(slice(0, 7)), batches=padded),
@@ -498,6 +500,21 @@ def test_features_that_are_ignored_are_named_and_constant_ones_are_not() -> None
         setup(),
     ):
         assert not asked_one("input-partly-ignored", of).facts
+
+
+def by_sample(net: Any, x: Tensor) -> Tensor:
+    return plain(net, functional.layer_norm(x, x.shape[1:]))
+
+
+def test_what_a_normalisation_of_samples_removes_counts_where_too_little_is_learnt() -> None:
+    probed = asked_one("input-partly-ignored", setup(model=Net(by_sample)))
+    assert [fact.words["level"] for fact in probed.facts] == ["mean", "scale"]
+    skill = {"reference": 0.9, "error": 0.1, "per class": 9.0, "held out": 200.0}
+    for share, said in ((0.1, ["watch"]), (0.8, [])):
+        fact = Fact("", {**skill, "model": share})
+        answers = {"input-partly-ignored": probed, "behind-reference": Probed((fact,))}
+        found = {f.name: f for f in diagnose(made_record(probed=answers))}
+        assert [f.strength for n, f in found.items() if n == "input-partly-ignored"] == said
 
 
 # Batches
@@ -636,7 +653,7 @@ def test_whether_inputs_matter_is_unknown_for_a_model_that_returns_its_loss() ->
     """Of pairs, whose order says nothing."""
     loses = Net(lambda net, x: (net.first(x) - net.first(x).mean(0)).square().mean())
     of = setup(model=loses, loss=lambda model, batch: model(batch[0]))
-    assert math.isnan(input_matters(of.fork(), list(of.batches[:2])))
+    assert math.isnan(input_matters(of.fork(), of.batches[0]))
 
 
 def negated(model: nn.Module, batch: Any) -> Tensor:

@@ -356,6 +356,33 @@ def test_a_feature_that_is_the_target_is_named() -> None:
     assert not leaked(lambda y: (y == 1).float()), "tells one class of three"
 
 
+@pytest.mark.parametrize(("noise", "is_leak"), [(0.0, True), (1e-3, False)])
+def test_a_window_that_holds_its_target_is_told_from_one_that_is_close(
+    noise: float, is_leak: bool
+) -> None:
+    """Of slow sequences, the last value explains nearly all of the next one."""
+    steps = torch.randn(4, 16, 7, generator=torch.Generator().manual_seed(0)).cumsum(2)
+    made = tuple((x[:, :, None], x[:, 4:5] * 2 + noise * x[:, :1].cos()) for x in steps)
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+    facts = told("target-leak", setup(model=Last(), loss=of, batches=made)).facts
+    assert [fact.place for fact in facts] == ["place 4 of input 'x'"] * is_leak
+    assert len(found("target-leak", *facts)) == is_leak
+
+
+class Last(nn.Module):
+    """A map of the last place of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x[:, -1])
+
+
 def moved(move: Any) -> Probed:
     torch.manual_seed(0)
     y = (torch.rand(2, 32, 5, 5) > 0.7).float()

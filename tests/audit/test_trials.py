@@ -273,7 +273,7 @@ def test_what_does_not_pay_is_something_to_watch() -> None:
     assert [f.strength for f in found] == ["act", "act", "act", "watch", "note", "note"]
     assert found[0].name == "non-finite" and found[0].advice[0].trial is not None
     assert found[1] == findings[2]
-    assert found[2].advice[0].untried == "there is no weight decay"
+    assert found[2].advice[0].untried == "no weight_decay is above 0"
     assert found[3].advice[0].trial is not None and not found[3].advice[0].trial.pays
     assert found[4] == findings[4]  # a note is not tried
     assert found[5].advice[0].trial == NO_GAIN[10]  # but says so where that was tried anyway
@@ -395,11 +395,8 @@ def interrupting(at: int) -> Any:
 
 def test_the_keyboard_stops_all_trials() -> None:
     seen = ran(healthy())
-    stopped = healthy(loss=interrupting(15))
-    (found,) = tried([finding("warm-up", "rate*0.1", "clip")], stopped, seen)
-    outcomes = {a.fix: (a.trial is not None, a.untried) for a in found.advice}
-    assert outcomes["warm-up"] == (True, "")
-    assert outcomes["rate*0.1"] == outcomes["clip"] == (False, "interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        tried([finding("warm-up")], healthy(loss=interrupting(3)), seen)
     for trial in (rate_trials, overfit):
         with pytest.raises(KeyboardInterrupt):
             trial(healthy(loss=interrupting(3)), seen)

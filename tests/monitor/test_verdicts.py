@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 pytest.importorskip("pytorch_lightning")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from verdict_runs import BREAKS, DECAYS, EVERY, LOOPS, STATES, STEPS, Seen, seen
+from verdict_runs import BREAKS, EVERY, LOOPS, STATES, STEPS, Seen, seen
 
 from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.diagnose import NOTHING, finding_title, running_headline
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
     @property
     def strength(self) -> str:
-        found = [f.strength for f in self.findings.values() if f.name != "rate-decayed"]
+        found = [f.strength for f in self.findings.values()]
         return found[0] if found else "nothing"
 
     def layers(self, finding: str) -> tuple[str, ...]:
@@ -277,10 +277,8 @@ def without_gradients(case: Case) -> None:
 
 
 def decayed(case: Case) -> None:
-    low = -(-DECAYS // EVERY) * EVERY
-    assert case.findings["rate-decayed"].since == low
-    assert case.headline == NOTHING
-    read(case, f"Since step {low}, the learning rate is below half of its peak (at step")
+    assert case.findings.keys() == {"settled"} and case.headline == NOTHING
+    read(case, "or as the learning rate does")
 
 
 def warms_up(case: Case) -> None:

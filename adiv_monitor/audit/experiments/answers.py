@@ -85,8 +85,9 @@ def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
 
 # Logits in place of probabilities
 
-# Relative to the first loss: outputs that equal the targets have a loss that is closer to 0 than
-# `PERFECT`, and outputs of twice the targets one that is lower by at least `LOWER`.
+# Relative to the first loss, or that of wrong outputs if it is smaller: outputs that equal the
+# targets have a loss that is closer to 0 than `PERFECT`, and outputs of twice the targets one that
+# is lower by at least `LOWER`.
 PERFECT, LOWER = 0.05, 0.1
 OUTSIDE = 0.05  # share of the trained model's outputs below 0 or above 1, at least
 
@@ -110,7 +111,9 @@ def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def _beyond(of: Answered, target: Tensor) -> Losses | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
     at, beyond = of.loss(target), of.loss(2 * target)
-    is_lower = abs(at) < PERFECT * abs(of.first) and beyond < at - LOWER * abs(of.first)
+    # Of logits of both signs, a loss that divides by their sum may be of any size.
+    scale = min(abs(of.first), abs(of.loss(1 - target)))
+    is_lower = abs(at) < PERFECT * scale and beyond < at - LOWER * scale
     return (at, beyond) if is_lower else None  # NaN is neither
 
 
@@ -234,9 +237,10 @@ _NEAR = 0.1  # of the distance between the outputs of a pair
 def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return how often pairs that are drawn together are nearer in the inputs than others.
 
-    The loss calls the model with two tensors and gets one output for each. A pair (u, v) with
-    outputs (a, b) and the loss's gradient g at a is drawn together if g · (a − b) > 0, and pushed
-    apart if it is below 0: what labels mean to the loss does not count, but what it does. The share
+    The loss calls the model with two tensors, or the three of a triplet, and gets one output for
+    each. A pair (u, v) with outputs (a, b), a the first one, and the loss's gradient g at b is
+    drawn together if g · (b − a) > 0, and pushed apart if it is below 0: what labels mean to the
+    loss does not count, but what it does. The share
     is of all couples of a pair drawn together and one pushed apart (Mann and Whitney, 1947). Labels
     that say nothing about the inputs give 1/2, with a standard error of √((m + n + 1) / 12mn).
     """
@@ -258,14 +262,14 @@ def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
     """Return the pull on each pair, and the distance of its inputs; None: there are no pairs.
 
-    Outputs of a pair are moved towards each other, so that a margin leaves none out.
+    Outputs are moved towards the first one, so that a margin leaves no pair out.
     """
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
     def near(x: Tensor) -> Tensor:
         if outputs and x.shape == outputs[0].shape:
-            x = (outputs[0] + _NEAR * (x - outputs[0])).detach()
+            x = (outputs[0] + _NEAR * (x - outputs[0])).detach().requires_grad_()
         outputs.append(x)
         return x
 
@@ -275,14 +279,15 @@ def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
 
     with fork.model.register_forward_hook(instead), torch.enable_grad():
         loss = see_calls(fork, lambda call: None, batch)
-    if len(inputs) != 2 or len(outputs) != 2 or not outputs[0].requires_grad:
+    if not 1 < len(inputs) == len(outputs) < 4 or not outputs[0].requires_grad:
         return None
-    (u, v), (a, b) = inputs, outputs
-    alike = u.shape == v.shape and a.shape == b.shape and len(u) == len(a)
-    if not alike or min(u.ndim, a.ndim) < 2 or not u.is_floating_point():
+    (u, *v), (a, *b) = inputs, outputs
+    alike = {x.shape for x in inputs} == {u.shape} and {x.shape for x in outputs} == {a.shape}
+    if not alike or len(u) != len(a) or min(u.ndim, a.ndim) < 2 or not u.is_floating_point():
         return None
-    (g,) = torch.autograd.grad(loss, a)
-    return (g * (a - b).detach()).flatten(1).sum(1), (u - v).flatten(1).norm(dim=1)
+    pulls = [(g * (x - a).detach()).flatten(1).sum(1)
+             for x, g in zip(b, torch.autograd.grad(loss, b), strict=True)]  # fmt: skip
+    return torch.cat(pulls), torch.cat([(x - u).flatten(1).norm(dim=1) for x in v])
 
 
 # A small network's answers
@@ -290,7 +295,6 @@ def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
 EVERY = 4  # one of so many batches is held out
 BATCHES = 8  # fewest different batches
 SAMPLES = 100  # fewest samples that are held out
-SOME = 32  # samples after which a model that explains as much as the small network is told
 EXPLAINS = 0.3  # of the labels: what a small network must explain
 MOST_SAMPLES, MOST_FEATURES, HIDDEN = 2048, 512, 256
 PENALTY = 0.1  # times the number of samples
@@ -311,7 +315,10 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if len(given) < BATCHES:
         raise Untold(f"{len(given)} different batches: too few to hold some out")
     fork = setup.fork()
-    y = _labels(fork, given)
+    _, first = _compared(fork, given[0])
+    y = [part.detach().flatten().cpu().to(first.dtype) for part in parts_like(first, given)]
+    if not y:
+        raise Untold(_UNKNOWN)
     x = [_inputs(fork, *pair) for pair in zip(given, y, strict=True)]
     rows, told = torch.cat(x), torch.cat(y)
     # A sample that is given again, as in a second epoch, is one: it is not seen and held out.
@@ -335,15 +342,6 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
         "held out": float(len(others)),
     }
     return (Fact("", numbers),)
-
-
-def _labels(fork: Fork, batches: Sequence[Any]) -> list[Tensor]:
-    """Return the labels of each batch: the tensor that a loss gets with the first."""
-    _, labels = _compared(fork, batches[0])
-    found = parts_like(labels, batches)
-    if not found:
-        raise Untold(_UNKNOWN)
-    return [x.detach().flatten().cpu().to(labels.dtype) for x in found]
 
 
 def _inputs(fork: Fork, batch: Any, labels: Tensor) -> Tensor:
@@ -386,8 +384,7 @@ def _predicted(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Tensor:
 
     Its last layer is fitted by least squares, with a penalty.
     """
-    mean, std = x.mean(0), x.std(0)
-    std = torch.where(std > 0, std, torch.ones_like(std))
+    mean, std = x.mean(0), x.std(0).where(x.std(0) > 0, 1.0)
     with seeded(seed):
         weight = torch.randn(x.shape[1], HIDDEN) / math.sqrt(x.shape[1])
         bias = torch.randn(HIDDEN)
@@ -419,19 +416,11 @@ def skill(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def _own_share(fork: Fork, batches: Sequence[Any], enough: float) -> float:
-    """Return what the model explains in evaluation or in training mode, whichever is more.
-
-    No more batches run once it explains enough of some.
-    """
-    shares = []
+    """Return what the model explains in evaluation mode; in training mode if that is more."""
+    shares: list[float] = []
     for training in (False, True):
-        fork.model.train(training)
-        pairs = []
-        for batch in batches:
-            pairs.append(_compared(fork, batch))
-            predicted, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-            share = skill(predicted, labels)[0] if len(set(labels.tolist())) > 1 else -math.inf
-            if share >= enough and len(labels) >= SOME:
-                return share
-        shares.append(share)
+        if not shares or shares[0] < enough:
+            fork.model.train(training)
+            pairs = zip(*(_compared(fork, batch) for batch in batches), strict=True)
+            shares.append(skill(*map(torch.cat, pairs))[0])
     return max(shares)

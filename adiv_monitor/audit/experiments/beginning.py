@@ -113,14 +113,10 @@ def _statistics(
     rms, width = float(rows.square().mean().sqrt()), math.sqrt(rows.shape[1])
     distinct = len(torch.unique(rows, dim=0))
     return WeightStatistics(
-        gain=rms * width,
+        gain=rms * width, rms=rms, gradient_gain=rms * math.sqrt(fan_out),
         bias=0.0 if bias is None else float(bias.double().square().mean().sqrt()),
         alike=(len(rows) - distinct) / max(len(rows) - 1, 1),
-        rms=rms,
-        gradient_gain=rms * math.sqrt(fan_out),
-        largest=float(rows.abs().max()) * width,
-        **where,
-    )
+        largest=float(rows.abs().max()) * width, **where)  # fmt: skip
 
 
 def are_trained(setup: Setup) -> bool:

@@ -65,18 +65,24 @@ def _labels_of(batches: Sequence[Any]) -> list[Tensor]:
 def input_statistics(fork: Fork) -> dict[str, InputStatistics] | None:
     """Return statistics of the model's floating-point inputs in some batches, by argument.
 
-    Of several tensors in an argument, each has a number. None: the loss does not call the model.
+    Of several tensors in an argument, each has a number. Matrices that relate samples, such as
+    adjacencies, are left out. None: the loss does not call the model.
     """
     given: dict[str, list[Tensor]] = defaultdict(list)
     for batch in spread(fork.batches):
         if not (called := arguments(fork, batch)):
             return None
         for name, value in called.items():
-            found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()]
+            found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()
+                     and not (len(called) > 1 and _relates(x))]  # fmt: skip
             for number, x in enumerate(found if is_input(name) else ()):
                 key = name if len(found) == 1 else f"{name}.{number}"
                 given[key].append(x.detach().to_dense().cpu())
     return {name: _statistics(parts) for name, parts in given.items()}
+
+
+def _relates(x: Tensor) -> bool:
+    return x.ndim == 2 and len(x) == x.shape[1] and bool((x.to_dense() >= 0).all())
 
 
 def _statistics(parts: Sequence[Tensor]) -> InputStatistics:
@@ -87,15 +93,11 @@ def _statistics(parts: Sequence[Tensor]) -> InputStatistics:
     varying = stds[low != high]
     lengths = torch.cat([part.double().reshape(len(part), -1).square().sum(1) for part in parts])
     return InputStatistics(
-        mean=float(x.mean()),
-        std=float(x.std(correction=0)),
-        minimum=float(low.min()),
-        maximum=float(high.max()),
+        mean=float(x.mean()), std=float(x.std(correction=0)), features=len(means),
+        minimum=float(low.min()), maximum=float(high.max()),
         feature_mean_spread=float(means.std(correction=0)),
         feature_std_ratio=float(varying.max() / varying.median()) if len(varying) else math.nan,
-        length_cv=float(lengths.std(correction=0) / lengths.mean()),
-        features=len(means),
-    )
+        length_cv=float(lengths.std(correction=0) / lengths.mean()))  # fmt: skip
 
 
 # Batches
@@ -239,23 +241,21 @@ def _targets(setup: Setup) -> list[Fact]:
 
 # Do they fit?
 
+COPIED = 1e-9  # share of the target's variance that rounding leaves to a copy
 ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.mT,
-    "rows-reversed": lambda y: y.flip(1),
-    "columns-reversed": lambda y: y.flip(2),
-    "upside-down": lambda y: y.flip(1, 2),
-    "left": lambda y: y.rot90(1, (1, 2)),
-    "right": lambda y: y.rot90(-1, (1, 2)),
-}
+    "transposed": lambda y: y.mT, "upside-down": lambda y: y.flip(1, 2),
+    "rows-reversed": lambda y: y.flip(1), "columns-reversed": lambda y: y.flip(2),
+    "left": lambda y: y.rot90(1, (1, 2)), "right": lambda y: y.rot90(-1, (1, 2)),
+}  # fmt: skip
 
 
 @asks("target-leak")
 def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the features (of several) that determine the target of all samples, and how well.
 
-    A feature determines the target if it is the same up to a factor and an offset. Tokens and
-    images are left out.
+    A feature determines the target if it is the same up to a factor and an offset, and nothing else
+    if it is that of a place of a sequence: neighbours are alike. Tokens and images are left out.
     """
     batches = spread(setup.batches)
     labels = _labels_of(batches)
@@ -263,14 +263,17 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("no label for each sample")
     y = torch.cat(labels)
     for name, parts in _given(setup, batches).items():
-        if not all(x.ndim == 2 and x.is_floating_point() for x in parts):
+        shapes = {x.shape[1:] for x in parts}
+        if not all(1 < x.ndim < 4 and x.is_floating_point() for x in parts) or len(shapes) > 1:
             continue
-        x = _features(parts)
+        x = _features([part.flatten(1) for part in parts])
         if x.shape[1] > 1 and len(x) == len(y) >= ENOUGH and bool(x.isfinite().all()):
             shares = explained(x, y)
-            best = int(shares.argmax())
-            numbers = {"feature": best, "share": float(shares[best]), "samples": len(y)}
-            yield Fact(f"input '{name}'", {k: float(v) for k, v in numbers.items()})
+            of, feature = divmod(int(shares.argmax()), parts[0].shape[-1])
+            at = f"place {of} of " if parts[0].ndim == 3 else ""
+            if not at or shares.max() > 1 - COPIED:
+                numbers = {"feature": feature, "share": float(shares.max()), "samples": len(y)}
+                yield Fact(f"{at}input '{name}'", {k: float(v) for k, v in numbers.items()})
 
 
 def explained(x: Tensor, y: Tensor) -> Tensor:

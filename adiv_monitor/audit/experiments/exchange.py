@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
 from adiv_monitor.features.rows import to_compute_dtype
+from adiv_monitor.report.wording import listed
 
 _SAME = 1e-5  # share of an output's rms: rounding
 _BEYOND = 1.2  # factor on the share of one sample's entries
@@ -37,32 +38,30 @@ BY_INDEX = ("index_add", "index_reduce", "scatter_add", "scatter_reduce")
 BY_MATRIX = (*PRODUCTS, "addmm", "_sparse_mm", "_sparse_addmm")
 
 
-def input_matters(fork: Fork, batches: Sequence[Any]) -> float:
+def input_matters(fork: Fork, batch: Any) -> float:
     """Return how much a model's outputs change when inputs are exchanged between samples.
 
-    ‖f(x) − f(x′)‖ / ‖f(x)‖ over these batches, where x′ are the inputs of the model's forward pass
-    moved on by one sample; labels, targets and masks stay. Both passes use the same random numbers.
+    ‖f(x) − f(x′)‖ / ‖f(x)‖, where x′ are the inputs of the model's forward pass moved on by one
+    sample; labels, targets and masks stay. Both passes use the same random numbers.
 
     Returns:
         The ratio; 0: the model ignores its inputs. NaN if it is unknown: the model's forward pass
         does not run, all samples are alike, or come in a list, something is not finite, or no
         output has a part for each sample, as where the forward pass returns the loss itself.
     """
-    difference = length = 0.0
     try:
-        for batch in batches:
-            run = ChangedInputs(fork, batch)
-            others = run.outputs(_next_sample)
-            if all(torch.equal(x, _next_sample(x)) for x in run.inputs):
-                continue
-            for x, y in zip(run.own, others, strict=True):
-                # Means over the samples are left out, since they do not depend on the order.
-                if x.ndim and x.numel() >= size_of(run.inputs):
-                    x, y = to_compute_dtype(x), to_compute_dtype(y)
-                    difference += float((x - y).square().sum())
-                    length += float(x.square().sum())
+        run = ChangedInputs(fork, batch)
+        pairs = zip(run.own, run.outputs(_next_sample), strict=True)
     except Exception:  # a forward pass may reject other samples' inputs
         return math.nan
+    if all(torch.equal(x, _next_sample(x)) for x in run.inputs):
+        return math.nan
+    # Means over the samples are left out, since they do not depend on the order.
+    size = size_of(run.inputs)
+    parts = [pair for pair in pairs if pair[0].ndim and pair[0].numel() >= size]
+    both = [(to_compute_dtype(x), to_compute_dtype(y)) for x, y in parts]
+    difference = sum(float((x - y).square().sum()) for x, y in both)
+    length = sum(float(x.square().sum()) for x, _ in both)
     return math.sqrt(difference / length) if 0 < length < math.inf else math.nan
 
 
@@ -200,8 +199,6 @@ def _may_lie_along_1(fork: Fork, batch: Any) -> bool:
 
 # Order
 
-PATCHES = ("conv2d", "unfold")  # functions whose stride may equal their kernel size
-
 
 @asks("order-ignored")
 def order_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
@@ -217,11 +214,10 @@ def order_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
     batch, fork = first(setup.batches[0], SAMPLES), still(fork)
-    calls = calls_of(fork, lambda call: call.name in (*PATCHES, "embedding_bag"), batch)
-    patch = next(filter(None, map(patch_of, calls)), 0)
+    patch = max(map(patch_of, calls_of(fork, patch_of, batch)[:1]), default=0)
     inputs = [*given_inputs(fork, batch).values()]
     count = places(inputs[0], patch) if inputs else 0
-    if count < 3 or any(call.name == "embedding_bag" for call in calls):
+    if count < 3:
         return ()
     run = ChangedInputs(fork, batch)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
@@ -248,19 +244,15 @@ def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
 
 
 def patch_of(call: Call) -> int:
-    """Return the size of the patches that a call cuts images into; 0 if it cuts none."""
+    """Return the size of the patches that a convolution cuts images into; 0 if it cuts none."""
     x = call.argument(0, "input")
-    if call.name not in PATCHES or not isinstance(x, Tensor) or x.ndim != 4:
+    if call.name != "conv2d" or x.ndim != 4:
         return 0
-    if call.name == "unfold":
-        kernel, stride = call.argument(1, "kernel_size"), call.argument(4, "stride", 1)
-    else:
-        kernel = tuple(call.argument(1, "weight").shape[2:])
-        stride = call.argument(3, "stride", 1)
-    sizes = {n for s in (kernel, stride) for n in (s if isinstance(s, (tuple, list)) else (s,))}
-    size = int(next(iter(sizes)))
-    fits = not (x.shape[2] % size or x.shape[3] % size)
-    return size if len(sizes) == 1 and size > 1 and fits else 0
+    strides = nn.modules.utils._pair(call.argument(3, "stride", 1))
+    sizes = {*call.argument(1, "weight").shape[2:], *strides}
+    size = int(min(sizes))
+    fits = len(sizes) == 1 and not (x.shape[2] % size or x.shape[3] % size)
+    return size if fits and size > 1 else 0
 
 
 def places(x: Tensor, patch: int) -> int:
@@ -283,18 +275,22 @@ def _at_places(x: Tensor, patch: int, change: Callable[[Tensor], Tensor]) -> Ten
 
 PARTS = 16  # most parts of an axis
 VARIES = 0.25  # share of the samples in which a part must differ from the next one's
-# Axes of an input after the first, and the most parts of each.
-_AXES = {
-    2: {"features": PARTS},
-    3: {"places": PARTS, "features": PARTS},
-    4: {"channels": PARTS, "rows": 4, "columns": 4},
-}
+# Names of an input's axes after the first, by their number.
+_AXES = {2: ("features",), 3: ("places", "features"), 4: ("channels", "rows", "columns")}
 # Functions with a boolean mask → position and name of that argument.
 MASKS = {
     "masked_fill": (1, "mask"),
     "scaled_dot_product_attention": (3, "attn_mask"),
     "multi_head_attention_forward": (14, "key_padding_mask"),
 }
+
+
+# What a normalisation of single samples removes.
+_LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x + x.std() * _rising(x),
+    "scale": lambda x: x * (1 + _rising(x)),
+}
+HARDLY = 1e-3  # of the outputs' spread over the samples: what the ε of a normalisation leaves
 
 
 class Part(NamedTuple):
@@ -309,17 +305,14 @@ class Part(NamedTuple):
         """Return a view of this part of an input."""
         return x.narrow(self.axis, self.start, self.stop - self.start)
 
-    def __str__(self) -> str:
-        last = self.stop - 1
-        return f"{self.name} {self.start}" + f" to {last}" * (last > self.start)
-
 
 @asks("input-partly-ignored")
 def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the parts whose exchange between samples changes no output, before and after training.
 
     Parts that are equal in nearly all samples, such as padding, are left out, and so is an input
-    that is ignored as a whole, unless another is not.
+    that is ignored as a whole, unless another is not. The mean and the scale of each sample, which
+    a normalisation of single samples removes, are such parts, too.
     """
     batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
     gradients, after = input_gradients(fork, batch), ChangedInputs(fork, batch)
@@ -340,10 +333,9 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         has_gradient = number in gradients and bool(part.of(gradients[number]).any())
         return not has_gradient and is_same(after) and is_same(before())
 
-    def fact(place: str, x: Tensor, share: float, parts: int, **words: str) -> Fact:
+    def fact(place: str, x: Tensor, share: float, **words: str) -> Fact:
         words |= {"masked": "True"} if masks() else {}
-        numbers = {"share": share, "parts": float(parts)}
-        return Fact(place, numbers, {"shape": str(tuple(x.shape)), **words})
+        return Fact(place, {"share": share}, {"shape": str(tuple(x.shape)), **words})
 
     found, unused, inputs = [], [], [*zip(after.names, after.inputs, strict=True)]
     for number, (name, x) in enumerate(inputs):
@@ -351,31 +343,35 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         parts = [part for part in _parts(x) if _varies(part.of(x))]
         silent = [part for part in parts if is_silent(number, part)]
         if len(silent) < len(parts):
-            share = len(silent) / len(parts)
-            found += [fact(f"{part} of {of}", x, share, len(silent)) for part in _joined(silent)]
+            for axis, some in groupby(silent, key=lambda part: part.name):
+                entries = listed([f"{i}" for part in some for i in range(part.start, part.stop)])
+                found.append(fact(f"{axis} {entries} of {of}", x, len(silent) / len(parts)))
+            for level, change in _LEVELS.items() if x.is_floating_point() and x.ndim > 1 else ():
+                same = _hardly_change(after.own, after.outputs(change, number))
+                if same and _hardly_change(before().own, before().outputs(change, number)):
+                    found.append(fact(f"the {level} of each sample of {of}", x, 1.0, level=level))
         elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
-            unused.append(fact(f"input '{name}'", x, 1.0, 1, whole="True"))
+            unused.append(fact(f"input '{name}'", x, 1.0, whole="True"))
     return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
+
+
+def _rising(x: Tensor) -> Tensor:
+    """Return a number of its own for each sample."""
+    steps = torch.linspace(0.5, 1.0, len(x), dtype=x.dtype, device=x.device)
+    return steps.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _hardly_change(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    pairs = [*zip(some, others, strict=True)]
+    return bool(pairs) and all((x - y).norm() < HARDLY * (x - x.mean(0)).norm() for x, y in pairs)
 
 
 def _parts(x: Tensor) -> Iterator[Part]:
     is_tokens = x.ndim == 2 and not x.is_floating_point()
-    axes = {"places": PARTS} if is_tokens else _AXES.get(x.ndim, {})
-    for axis, (name, most) in enumerate(axes.items(), start=1):
-        length, count = x.shape[axis], min(x.shape[axis], most)
+    for axis, name in enumerate(("places",) if is_tokens else _AXES.get(x.ndim, ()), start=1):
+        length, count = x.shape[axis], min(x.shape[axis], PARTS)
         edges = [i * length // count for i in range(count + 1)] if length > 1 else []
         yield from (Part(name, axis, start, stop) for start, stop in pairwise(edges))
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    """Return the parts, with neighbours along an axis as one."""
-    joined: list[Part] = []
-    for part in parts:
-        if joined and (joined[-1].axis, joined[-1].stop) == (part.axis, part.start):
-            joined[-1] = joined[-1]._replace(stop=part.stop)
-        else:
-            joined.append(part)
-    return joined
 
 
 def _varies(part: Tensor) -> bool:
@@ -453,21 +449,25 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     batch = setup.batches[0]
     parts, size = [*tensors(batch)], size_of(batch)
-    shapes = [x.shape for x in parts if x.is_floating_point() and x.ndim > 1]
-    like = [i for i, x in enumerate(parts) if x.is_floating_point() and len(x) == size > 1
-            and shapes.count(x.shape) > 1]  # fmt: skip
-    loss = RepeatedLoss(setup.fork())
+    floats = [i for i, x in enumerate(parts) if x.is_floating_point() and len(x) == size > 1]
+    shapes = [parts[i].shape for i in floats if parts[i].ndim > 1]
+    like = [i for i in floats if shapes.count(parts[i].shape) > 1]
     flags = [i for i, x in enumerate(parts) if len(parts) > 2 and len(x) == x.numel() == size > 1
              and set(x.flatten().tolist()) == {0, 1}]  # fmt: skip
-    own = loss.of(batch) if like or flags else 0.0
-    for i in flags:
-        if loss.of(with_tensor(batch, i, lambda x: x.logical_not().to(x.dtype))) == own:
-            yield Fact("", {"unread": float(i)}, {"shape": str(tuple(parts[i].shape))})
-    unread = [i for i in like if all(loss.of(with_tensor(batch, i, change)) == own
-                                     for change in (_next_sample, lambda x: 0.5 * x))]  # fmt: skip
+    if not like and not flags:
+        return
+    loss = RepeatedLoss(setup.fork())
+    own = loss.of(batch)
+
+    def is_unread(i: int, *changes: Callable[[Tensor], Tensor]) -> bool:
+        return all(loss.of(with_tensor(batch, i, change)) == own for change in changes)
+
+    def fact(i: int, **numbers: float) -> Fact:
+        return Fact("", {"unread": float(i), **numbers}, {"shape": str(tuple(parts[i].shape))})
+
+    yield from (fact(i) for i in flags if is_unread(i, lambda x: x.logical_not().to(x.dtype)))
+    unread = [i for i in like if is_unread(i, _next_sample, lambda x: 0.5 * x)]
     for i in unread:
-        shape = parts[i].shape
-        read = [j for j in like if j not in unread and parts[j].shape == shape]
+        read = [j for j in like if j not in unread and parts[j].shape == parts[i].shape]
         if read and not any(torch.equal(parts[i], parts[j]) for j in read):
-            numbers = {"unread": float(i), "read": float(read[0])}
-            yield Fact("", numbers, {"shape": str(tuple(shape))})
+            yield fact(i, read=float(read[0]))

@@ -15,6 +15,7 @@ from adiv_monitor.audit.experiments.calls import (
     calls_of,
     change_calls,
     flat,
+    given,
     rate_of,
     see_calls,
 )
@@ -227,20 +228,21 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
         return None
     w, n = w - w.mean(), n - n.mean()
     common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
-    numbers = {
-        "slope": float((w * n).sum() / n.square().sum()),
-        "correlation": float((w * n).sum() / (w.norm() * n.norm())),
-        "times": float(weight[common] / weight[rare]),
-        "more": float(counted[common] / counted[rare]),
-    }
+    numbers = {"slope": float((w * n).sum() / n.square().sum()),
+               "correlation": float((w * n).sum() / (w.norm() * n.norm())),
+               "times": float(weight[common] / weight[rare]),
+               "more": float(counted[common] / counted[rare])}  # fmt: skip
     return Fact(call.place, numbers, {"common": str(common), "rare": str(rare)})
 
 
 # Targets that the function on the outputs can't reach
 
-# Functions with a bounded range that never fall.
+# Functions with a bounded range that never fall; and what moves or scales a result by a number.
 BOUNDED = ("relu", "softplus", "relu6", "sigmoid", "special_expit", "hardsigmoid", "tanh",
-           "hardtanh")  # fmt: skip
+           "hardtanh", "clamp", "clamp_min", "clamp_max", "clip", "exp", "elu")  # fmt: skip
+_MOVES = ("mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "add", "__add__",
+          "__radd__", "sub", "__sub__", "rsub", "__rsub__")  # fmt: skip
+NEARLY = 0.05  # of the targets' standard deviation: those that are less beyond a range count as met
 SEVERAL = 1.5  # sum of the targets of a sample from which on they are of several classes
 
 
@@ -249,7 +251,8 @@ class OutOfRange:
     """The share of targets that the function on the outputs can't reach.
 
     These are targets outside its range, rows of targets of several classes at once, if it is a
-    softmax, whose results sum to 1, or targets of a binary cross-entropy below 0 or above 1.
+    softmax, whose results sum to 1, targets of a binary cross-entropy below 0 or above 1, or labels
+    of a CTC loss that are its blank.
     """
 
     def __init__(self, fork: Fork) -> None:
@@ -264,10 +267,19 @@ class OutOfRange:
                 self._compare(call, output, target.double())
         if call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
             self._known.note(call.result, (call, None))
-        elif call.name in BOUNDED:
-            ends = torch.tensor([-math.inf, math.inf])
-            ends = call.function(ends, *call.args[1:], **call.kwargs)
-            self._known.note(call.result, (call, ends.tolist()))
+        elif call.name == "ctc_loss":
+            y, blank = call.argument(1, "targets"), int(call.argument(4, "blank", 0))
+            places = torch.arange(y.shape[-1], device=y.device)
+            lengths = torch.as_tensor(call.argument(3, "target_lengths"), device=y.device)
+            y = y[places < lengths[:, None]] if y.ndim > 1 else y
+            self._met.append((call, call, y == blank, y, {"blank": str(blank)}))
+        elif call.args and call.name in (*BOUNDED, *_MOVES) and len(given(call)) == 1:
+            source, ends = self._known.of(call.args[0]) or (call, None)
+            if call.name in BOUNDED:
+                source, ends = call, [-math.inf, math.inf]
+            if ends is not None:
+                ends = call.function(torch.tensor(ends), *call.args[1:], **call.kwargs)
+                self._known.note(call.result, (source, sorted(ends.tolist())))
 
     def _compare(self, call: Call, x: Tensor, y: Tensor) -> None:
         source, ends = self._known.of(x) or (call, None)
@@ -277,7 +289,8 @@ class OutOfRange:
             self._met.append((call, call, (y < 0) | (y > 1), y, {}))
         elif ends is not None:
             words = {"low": f"{ends[0]:g}", "high": f"{ends[1]:g}"}
-            self._met.append((call, source, (y < ends[0]) | (y > ends[1]), y, words))
+            beyond = torch.maximum(ends[0] - y, y - ends[1]) > NEARLY * y.std()
+            self._met.append((call, source, beyond, y, words))
         elif is_own and x.shape == y.shape:
             self._met.append((call, source, y.sum(axis) > SEVERAL, y, {"sum": "1"}))
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
-from operator import itemgetter
 from statistics import median
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.experiments.activations import Units
 from adiv_monitor.audit.experiments.beginning import are_trained, unused, weights
+from adiv_monitor.audit.experiments.calls import Call, flat, watched
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments
 from adiv_monitor.audit.experiments.concerned import of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
@@ -47,7 +47,6 @@ from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
-from adiv_monitor.report import StepReport
 from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
@@ -142,7 +141,7 @@ def observe(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
-        reports=tuple(_told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
+        reports=tuple(replace(r, layers=in_order(r.layers, ran)) for r in monitor.reports),
         realised=watch.realised,
         wiring=watch.wiring(copies),
         first_non_finite=watch.first_non_finite,
@@ -189,16 +188,15 @@ def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
 def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> Record:
     """Add to a record the facts from forward passes of the trained fork and of untrained ones."""
     found: dict[str, Any] = {}
-    notes = list(record.notes)
-    batches = _spread(setup.batches)
+    notes, wiring = list(record.notes), record.wiring
     try:
         small = of_few(setup) if setup.is_costly else setup
-        begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
         inputs = input_statistics(setup.fork())
         if inputs is None:
             notes.append(_NO_INPUTS)
         with torch.enable_grad():
             repeats = same(setup.fork().first_loss(), record.losses[0])
+        begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
         found |= {"weights": begin, "inputs": inputs or {}, "repeats": repeats}
         if not repeats:
             notes.append(_ANEW)
@@ -209,18 +207,17 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
             if moving_targets(small, fork):
                 found["moving_targets"] = True
                 notes.append(_MOVING)
-        wiring = record.wiring
         names = unused(setup.fork(), setup.batches[0], wiring.unreached)
         found["probed"] = asked(setup, fork, small=small)
         # A model that died in training used its inputs before: that is another fault.
         forks = [setup.fork()]
         if all(bool(p.isfinite().all()) for p in fork.model.parameters()):
-            found["units"] = _units(fork, batches)
+            found["units"] = _units(fork, spread(setup.batches, MOST_BATCHES))
             forks.append(fork)
         matters = math.nan
-        for of, batch in product(forks, batches[:EXCHANGED]):
+        for of, batch in product(forks, spread(setup.batches, EXCHANGED)):
             if not matters > CLEARLY:
-                matters = float(np.fmax(matters, input_matters(of, [batch])))
+                matters = float(np.fmax(matters, input_matters(of, batch)))
         found["wiring"] = replace(wiring, unused=names, input_matters=matters)
     except KeyboardInterrupt:
         found["interrupted"] = True
@@ -250,14 +247,6 @@ def _units(fork: Fork, batches: Sequence[Any]) -> Any:
     return units.statistics()
 
 
-def _spread(batches: Sequence[Any]) -> list[Any]:
-    """Return some batches, evenly spread, in an order in which the first few are spread, too."""
-    wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
-    found = spread(batches, min(max(BATCHES, wanted), MOST_BATCHES))
-    apart = max(1, len(found) // BATCHES)
-    return [x for i in range(apart) for x in found[i::apart]]
-
-
 def _trains_any(fork: Fork) -> bool:
     """Return whether the optimizer holds any trained parameter; if not, a rule reports that."""
     own = {id(p) for p in fork.model.parameters() if p.requires_grad}
@@ -268,7 +257,7 @@ def _lost(setup: Setup, fork: Fork, copies: Sequence[str]) -> Iterator[str]:
     """Yield differences between the copy and the run, for the verdict."""
     if fork.lost:
         on = ", ".join(dict.fromkeys(fork.lost))
-        yield f"hooks on {on} do not run, because their objects can't be copied"
+        yield f"hooks on {on} do not run, because they may change your objects"
     if not setup.model.training:
         yield "the model was given in evaluation mode and is trained in training mode"
     if hasattr(getattr(setup.optimizer, "step", None), "_wrapped_by_lr_sched"):
@@ -290,7 +279,6 @@ def _notes(setup: Setup) -> Iterator[str]:
 def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
     parameters = list(fork.model.parameters())
     kind = type(setup.model)
-    plain = [s for step, s in enumerate(course.seconds) if step % every_n_steps]
     group = fork.optimizer.param_groups[0]
     return Facts(
         model=f"{kind.__module__}.{kind.__qualname__}",
@@ -306,7 +294,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         device=str(parameters[0].device),
         torch=str(torch.__version__),
         step_cost=setup.cost,
-        seconds_per_step=median(plain or course.seconds or [math.nan]),
+        seconds_per_step=median(course.seconds or [math.nan]),
         clip_norm=setup.clip_norm,
         resumed=bool(getattr(setup.optimizer, "state", None)),
     )
@@ -319,24 +307,6 @@ def _plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
-
-
-def _told(report: StepReport) -> StepReport:
-    """Return a report whose readings have seven significant digits, as float32 has."""
-    parts = ("layers", "attention", "alignment")
-    return replace(report, **{name: _cut(getattr(report, name)) for name in parts})
-
-
-def _cut(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    if isinstance(value, Mapping):
-        return {key: _cut(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_cut, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _cut(getattr(value, f.name)) for f in fields(value)})
-    return value
 
 
 # Gradients, the order of modules, values that are not finite
@@ -364,10 +334,6 @@ class Watching(Watch):
         self._every = every_n_steps
         self._end_step = end_step
         self._progress = progress
-        self._given: list[Gradient] = [
-            (p, p.grad, None if p.grad is None else p.grad.clone())
-            for p in setup.model.parameters()
-        ]
         self._named = dict(fork.model.named_parameters())
         self._unreached = {name for name, p in self._named.items() if p.requires_grad}
         self._zero = set(self._unreached)
@@ -379,6 +345,7 @@ class Watching(Watch):
             for path, module in fork.model.named_modules()
             if any(p is not None for p in module._parameters.values())
         ]
+        self._handles += [m.register_forward_pre_hook(_refuse) for m in setup.model.modules()]
 
     def begins(self, step: int, batch: Any) -> None:
         """Keep the random numbers and buffers that the forward pass begins with."""
@@ -391,9 +358,7 @@ class Watching(Watch):
             self.first_non_finite = _in_forward(self._fork, self._repeated, step, batch)
 
     def has_gradients(self, step: int, loss: Tensor) -> None:
-        """Observe the gradients and check that only the fork received any."""
-        if step == 0:
-            _check_untouched(self._given)
+        """Observe the gradients."""
         for name in sorted(self._zero):
             gradient = self._named[name].grad
             if gradient is not None:
@@ -431,25 +396,13 @@ class Watching(Watch):
         )
 
 
-# Gradients of the user's own model
-
-Gradient = tuple[nn.Parameter, Tensor | None, Tensor | None]  # and a copy
-
-
-def _check_untouched(before: list[Gradient]) -> None:
-    """Compare the gradients of the user's model with those before a copy's backward pass.
+def _refuse(module: nn.Module, args: Any) -> None:
+    """Refuse a pass of the user's own model that would give it gradients.
 
     Raises:
-        ValueError: The user's model received gradients; its former ones are restored.
+        ValueError: This is one.
     """
-    touched = [
-        (p, grad, values) for p, grad, values in before
-        if p.grad is not grad or (grad is not None and not grad.equal(values))  # type: ignore[arg-type]
-    ]  # fmt: skip
-    for parameter, grad, values in touched:
-        parameter.grad = grad if grad is None or values is None else grad.copy_(values)
-    before.clear()
-    if touched:
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             "audit(loss=…): loss(model, batch) used the model that was given to audit, "
             "expected the one that it is called with, a copy: use its first argument"
@@ -463,7 +416,7 @@ def _in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
     """Locate the first value that is not finite in a forward pass whose loss is not finite.
 
     The weights must be those of that pass. The order is that of the computation: the weights, the
-    data, the outputs of modules, the loss.
+    data, the results of functions.
     """
     when = f"after step {step - 1}" if step else "before training"
     given = [
@@ -472,7 +425,15 @@ def _in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
         *(("data", x) for x in tensors(batch)),
     ]
     found = [place for place, x in given if _is_broken(x)]
-    return found[0] if found else _in_modules(fork.model, loss, batch) or "loss"
+
+    def see(call: Call) -> None:
+        if any(map(_is_broken, flat(call.result))):
+            found.append(f"result of {call.place}")
+
+    if not found:
+        with patch.object(fork, "loss", watched(fork.loss, see)):
+            loss.of(batch)
+    return found[0] if found else "loss"
 
 
 def _in_backward(model: nn.Module) -> str:
@@ -481,25 +442,6 @@ def _in_backward(model: nn.Module) -> str:
         if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all()):
             return f"gradient of {name}"
     return "norm of the gradient"
-
-
-def _in_modules(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str:
-    """Run the forward pass again and return the first module whose output is not finite.
-
-    NaN and +∞ have precedence over -∞.
-    """
-    found: list[tuple[bool, str]] = []
-
-    def look(path: str, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = list(tensors(output))
-        if not all(bool(x.isfinite().all()) for x in outputs):
-            found.append((not any(map(_is_broken, outputs)), path or type(module).__name__))
-
-    with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            hooks.enter_context(module.register_forward_hook(partial(look, path)))
-        loss.of(batch)
-    return f"output of {min(found, key=itemgetter(0))[1]}" if found else ""
 
 
 def _is_broken(x: Tensor) -> bool:

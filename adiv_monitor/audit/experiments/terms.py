@@ -103,13 +103,8 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if not all(map(math.isfinite, train(fork).losses)):
         return ()
     freed, alone = (others(_terms(setup.fork_like(fork), moved)) for moved in (False, True))
-    numbers = {
-        "with": learnt,
-        "without": alone - freed,
-        "others": freed,
-        "penalty": sum(own) - others(own),
-        "penalty after": sum(after) - left,
-    }
+    numbers = {"with": learnt, "without": alone - freed, "others": freed,
+               "penalty": sum(own) - others(own), "penalty after": sum(after) - left}  # fmt: skip
     return (Fact("", numbers),)
 
 

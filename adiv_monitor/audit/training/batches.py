@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 DEFAULT_SIZE = 16  # samples in a batch of a data set
 
@@ -37,14 +37,6 @@ def as_drawn(batches: object) -> Iterator[None]:
             generator.set_state(state)
 
 
-def is_drawn_anew(batches: object) -> bool:
-    """Return whether a loader draws its order with torch's own random numbers."""
-    if not isinstance(batches, DataLoader):
-        return False
-    sampler = getattr(batches.batch_sampler, "sampler", batches.sampler)
-    return isinstance(sampler, RandomSampler) and not _generators(batches)
-
-
 def in_words(batches: object) -> str:
     """Return the class of a loader with that of its data set, or of another iterable."""
     kind = type(batches).__name__
@@ -65,7 +57,7 @@ def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any
     A batch that occurs again with unchanged tensors gets the same copy.
 
     Raises:
-        TypeError: `batches` can't be iterated over, or a batch can't be copied.
+        TypeError: `batches` can't be iterated over.
         ValueError: There is no batch, or one without samples.
     """
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
@@ -98,19 +90,8 @@ def _alike(batch: Any, copied: Any) -> bool:
 
 
 def copied(batch: Any) -> Any:
-    """Return a copy of the batch that a model may write into.
-
-    Raises:
-        TypeError: The batch can't be copied.
-    """
-    try:
-        return copy.deepcopy(batch)
-    except Exception as error:
-        raise TypeError(
-            f"audit(batches=…): got a {type(batch).__name__} that copy.deepcopy can't copy "
-            f"({type(error).__name__}: {error}), expected tensors (detached ones), or "
-            "structures of them"
-        ) from error
+    """Return a copy of the batch that a model may write into."""
+    return copy.deepcopy(batch)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -6,12 +6,11 @@ import itertools
 import math
 import random
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from types import CellType, FunctionType, ModuleType
+from functools import cached_property
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ class Fork:
         batches: One batch per step.
         clip_norm: Largest norm of the gradient; None: not clipped.
         seed: Seed of the run's random numbers.
-        lost: The hooks that could not be copied, by their owners.
+        lost: The owners of hooks that the copy lacks.
     """
 
     model: nn.Module
@@ -107,7 +106,7 @@ class Setup:
             TypeError: The model can't be copied, or the factory returned no optimizer.
             ValueError: The optimizer holds none of the model's parameters.
         """
-        memo = _copies_of_empty_tables(self.model)
+        memo = _leaves(self.model)
         try:
             model, loss = copy.deepcopy((self.model, _own_modules(self.loss)), memo)
         except Exception as error:
@@ -117,12 +116,6 @@ class Setup:
                 "are trained: give it before its first forward pass, without hooks that hold "
                 "tensors, or teach its class __deepcopy__"
             ) from error
-        if not all(parameter.is_leaf for parameter in model.parameters()):
-            raise TypeError(
-                f"audit(model=…): got a {type(self.model).__name__} whose copies can't be trained "
-                "(scripted?), expected a plain torch.nn.Module: give it as it is before "
-                "torch.jit.script"
-            )
         if not model.training:
             model.train()
         own = self.optimizer if isinstance(self.optimizer, Optimizer) else None
@@ -133,16 +126,11 @@ class Setup:
         for i, rate in peaks.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        lost = tuple(carry_over((self.model, own), (model, optimizer), memo))
+        lost = tuple(_carried_over(self.model, own, model))
         loss = loss or self.loss
         if self.differentiates:
-            loss = partial(_with_gradients, loss)
+            loss = torch.enable_grad()(loss)
         return Fork(model, optimizer, loss, batches, self.clip_norm, self.seed, lost)
-
-
-def _with_gradients(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
-    with torch.enable_grad():
-        return loss(model, batch)
 
 
 def _own_modules(loss: Loss) -> Loss | None:
@@ -152,13 +140,15 @@ def _own_modules(loss: Loss) -> Loss | None:
     return loss if is_module else None
 
 
-def _copies_of_empty_tables(model: nn.Module) -> dict[int, Any]:
-    """Return copies of the empty tables of a model's hooks, by id, for `copy.deepcopy`.
+def _leaves(model: nn.Module) -> dict[int, Any]:
+    """Return copies of the tensors in a model's attributes that torch can't copy, by id.
 
-    Every module has a dozen of them. They take a quarter of the time to copy a MobileNet.
+    They were computed from parameters, as by `nn.Parameter(x).to(device)`: no step trains them.
     """
-    tables = (x for module in model.modules() for x in vars(module).values())
-    return {id(x): OrderedDict() for x in tables if type(x) is OrderedDict and not (x or vars(x))}
+    values = (x for m in model.modules() for x in (*vars(m).values(), *m._buffers.values()))
+    each = (x for value in values for x in (value if isinstance(value, list) else [value]))
+    tensors = (x for x in each if isinstance(x, Tensor) and not x.is_leaf)
+    return {id(x): x.detach().clone().requires_grad_() for x in tensors}
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
@@ -205,43 +195,29 @@ def seeded(seed: int) -> Iterator[None]:
 
 # Hooks, which copies lose
 
-Memo = dict[int, Any]
 
+def _carried_over(model: nn.Module, optimizer: Optimizer | None, other: nn.Module) -> Iterator[str]:
+    """Register plain hooks of parameters on their copies; yield the owners of all other hooks.
 
-def carry_over(
-    given: tuple[nn.Module, Optimizer | None], copies: tuple[nn.Module, Optimizer], memo: Memo
-) -> list[str]:
-    """Register the hooks of a model's parameters and of its optimizer on their copies.
-
-    The objects that a hook refers to, in its closure or as globals, are copied too, so that nothing
-    of the user's is changed.
-
-    Args:
-        given: The user's model and optimizer; None: the optimizer was made for the copy.
-        copies: Their copies.
-        memo: id of an original → its copy.
-
-    Returns:
-        The owners of the hooks that can't be copied: parameters by name, or the optimizer.
+    Those may change objects of the user's.
     """
-    places: list[tuple[str, dict[int, Any] | None, Callable[..., object]]] = []
-    (model, own), (other, theirs) = given, copies
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        owner, late = f"parameter '{name}'", getattr(p, "_post_accumulate_grad_hooks", None)
-        places.append((owner, p._backward_hooks, q.register_hook))
-        places.append((owner, late, q.register_post_accumulate_grad_hook))
-    if own is not None:
-        owner = "the optimizer"
-        places.append((owner, own._optimizer_step_pre_hooks, theirs.register_step_pre_hook))
-        places.append((owner, own._optimizer_step_post_hooks, theirs.register_step_post_hook))
-    lost = []
-    for owner, hooks, register in places:
-        for hook in (hooks or {}).values():
-            try:
-                register(_rebound(hook, memo))
-            except Exception:  # copying user objects may raise anything
-                lost.append(owner)
-    return lost
+        hooks = [*(p._backward_hooks or {}).values()]
+        for hook in filter(_is_plain, hooks * p.requires_grad):
+            q.register_hook(hook)  # type: ignore[no-untyped-call]
+        if getattr(p, "_post_accumulate_grad_hooks", None) or not all(map(_is_plain, hooks)):
+            yield f"parameter '{name}'"
+    if optimizer and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+        yield "the optimizer"
+
+
+def _is_plain(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is a function that refers to nothing but numbers and Python modules."""
+    if not isinstance(hook, FunctionType):
+        return False
+    used = [hook.__globals__[n] for n in hook.__code__.co_names if n in hook.__globals__]
+    closure = [cell.cell_contents for cell in hook.__closure__ or ()]
+    return all(isinstance(x, (int, float, ModuleType)) for x in (*used, *closure))
 
 
 def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -249,36 +225,13 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
     Returns whether there were any.
     """
-    held = [
-        *(p._backward_hooks for p in model.parameters()),
-        *(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()),
-        *(m._backward_hooks for m in model.modules()),
-        *(m._backward_pre_hooks for m in model.modules()),
-        optimizer._optimizer_step_pre_hooks,
-    ]
-    found = [hooks for hooks in held if hooks]
+    names = ("backward_hooks", "post_accumulate_grad_hooks", "backward_pre_hooks")
+    holders = (*model.parameters(), *model.modules())
+    found = [hooks for x in holders for name in names if (hooks := getattr(x, f"_{name}", None))]
+    found += filter(None, [optimizer._optimizer_step_pre_hooks])
     for hooks in found:
         hooks.clear()
     return bool(found)
-
-
-def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any]:
-    """Return the hook bound to copies of its objects; raises what copying them raises."""
-    if not isinstance(hook, FunctionType):
-        return copy.deepcopy(hook, memo)  # a method, or an object that is called
-    closure = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in hook.__closure__ or ())
-    used = hook.__globals__.keys() & {*hook.__code__.co_names}
-    own = hook.__globals__ | {name: _copied(hook.__globals__[name], memo) for name in used}
-    defaults = tuple(_copied(x, memo) for x in hook.__defaults__ or ())
-    return FunctionType(hook.__code__, own, hook.__name__, defaults, closure)
-
-
-def _copied(value: Any, memo: Memo) -> Any:
-    """Return a copy of an object that a hook refers to; Python modules are returned as they are.
-
-    `copy.deepcopy` also returns functions and classes as they are.
-    """
-    return value if isinstance(value, ModuleType) else copy.deepcopy(value, memo)
 
 
 # Warm-ups
@@ -296,53 +249,38 @@ def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
     """
     groups = {i: g for i, g in enumerate(optimizer.param_groups) if g.get("initial_lr", 0) > 0}
     schedulers = _schedulers(optimizer) if groups else []
-    if not schedulers:
-        return {i: float(g["initial_lr"]) for i, g in groups.items() if g["lr"] == 0}
-    every = [_peaks(scheduler, steps) for scheduler in schedulers]
-    return {i: max(peaks.get(i, 0.0) for peaks in every) for peaks in every for i in peaks}
+    every = [_peaks(scheduler, steps) for scheduler in schedulers] or [
+        {i: float(g["initial_lr"]) for i, g in groups.items() if g["lr"] == 0}
+    ]
+    peaks = {i: max(peaks.get(i, 0.0) for peaks in every) for i in groups}
+    return {i: peak for i, peak in peaks.items() if peak > groups[i]["lr"] * (1 + 1e-6)}
 
 
 def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
-    optimizer = scheduler.optimizer
-    start = _rates(optimizer)
-    peaks, last, step = dict(start), 0, 0
+    groups = scheduler.optimizer.param_groups
     # Schedulers write to groups only: no parameters and no state are copied.
-    memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    memo[id(optimizer.state)] = {}
-    with warnings.catch_warnings():
+    memo: dict[int, Any] = {id(p): p for group in groups for p in group["params"]}
+    memo[id(scheduler.optimizer.state)] = {}
+    peaks, last, step = dict.fromkeys(range(len(groups)), 0.0), 0, 0
+    with warnings.catch_warnings(), suppress(Exception):  # at its end, or it waits for a loss
         warnings.simplefilter("ignore")  # the scheduler steps before the optimizer does
-        try:
-            moved = copy.deepcopy(scheduler, memo)
-            while peaks and step < MOST and step - last < STILL:
-                moved.step()
-                step += 1
-                higher = {i: x for i, x in _rates(moved.optimizer).items() if x > peaks.get(i, x)}
-                last = step if higher else last
-                peaks |= higher
-                if step == steps:
-                    peaks = {i: peak for i, peak in peaks.items() if peak > 0}
-        except Exception:  # of a scheduler that is at its end, or that waits for a loss
-            pass
+        moved = copy.deepcopy(scheduler, memo)
+        while step < MOST and step - last < STILL and (any(peaks.values()) or step <= steps):
+            rates = {i: float(group["lr"]) for i, group in enumerate(moved.optimizer.param_groups)}
+            if higher := {i: rate for i, rate in rates.items() if rate > peaks[i]}:
+                peaks, last = peaks | higher, step
+            moved.step()
+            step += 1
     for i, peak in peaks.items():
         if step - last < STILL or math.isinf(peak):  # a long warm-up, or a search for a rate
-            group = optimizer.param_groups[i]
-            peaks[i] = min(peak, float(group.get("max_lr", group["initial_lr"])))
-    return {i: peak for i, peak in peaks.items() if peak > start[i] * (1 + 1e-6)}
-
-
-def _rates(optimizer: Optimizer) -> dict[int, float]:
-    groups = enumerate(optimizer.param_groups)
-    return {i: float(group["lr"]) for i, group in groups if "initial_lr" in group}
+            peaks[i] = min(peak, float(groups[i].get("max_lr", groups[i].get("initial_lr", 0.0))))
+    return peaks
 
 
 def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
-    """Return the torch schedulers that hold this optimizer, wherever they are kept.
-
-    Those that are parts of another one are left out: it says when they step.
-    """
+    """Return the torch schedulers that hold this optimizer, wherever they are kept."""
     holders = gc.get_referrers(optimizer)
     attributes = [x for x in holders if isinstance(x, dict) and x.get("optimizer") is optimizer]
     found = [*holders, *gc.get_referrers(*attributes)]
     kept = [x for x in found if isinstance(x, LRScheduler) and x.optimizer is optimizer]
-    parts = {id(part) for x in kept for part in getattr(x, "_schedulers", ())}
-    return list({id(x): x for x in kept if id(x) not in parts}.values())
+    return list({id(x): x for x in kept}.values())

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -157,7 +156,7 @@ def _number(loss: object) -> float:
 
 @contextmanager
 def each_warning_once() -> Iterator[None]:
-    """Show each warning once, whatever numbers it names.
+    """Show one warning of each line of code.
 
     Python forgets which ones it showed wherever filters change for a while, as in some schedulers.
     """
@@ -165,11 +164,10 @@ def each_warning_once() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def once(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            what = category, re.sub(r"\d+", "", str(message))
-            if what not in shown:
-                shown.add(what)
-                show(message, category, *where)
+        def once(message: Any, category: Any, file: str, line: int, *where: Any) -> None:
+            if (file, line) not in shown:
+                shown.add((file, line))
+                show(message, category, file, line, *where)
 
         warnings.showwarning = once  # type: ignore[assignment]
         yield

@@ -17,8 +17,14 @@ from torch import Tensor, nn
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, silent, train
-from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply, Fix
-from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
+from adiv_monitor.audit.trials.fixes import (
+    FAR_FACTORS,
+    FIXES,
+    DoesNotApply,
+    Fix,
+    rate_name,
+    scale_rate,
+)
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.faults.remedies import other_rates, usual_factor
@@ -66,8 +72,7 @@ class Cap:
 
     def check(self, record: Record, steps: int) -> None:
         """Raise CapReached if a run of this many steps, at the observed speed, would end later."""
-        each = record.facts.seconds_per_step
-        takes = 0.0 if math.isnan(each) else steps * each
+        takes = max(0.0, steps * record.facts.seconds_per_step)  # 0 if that is not known, NaN
         if time.perf_counter() + takes > self._end:
             self.reached = True
             raise CapReached(NO_TIME)
@@ -391,10 +396,8 @@ def _of_one_batch(setup: Setup, rate: float) -> Trial:
     fork.loss = as_first
     losses, n = losses_of(fork), quarter(setup.steps)
     found = compared("overfit", losses, losses[:1] * setup.steps, setup.steps)
-    falls = False
-    if math.isfinite(found.loss):
-        fell = float(np.mean(losses[-2 * n : -n])) - found.loss
-        falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
+    fell = float(np.mean(losses[-2 * n : -n])) - found.loss if math.isfinite(found.loss) else 0.0
+    falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
     return replace(found, loss_without=losses[0], rate=rate, falls=falls)
 
 
@@ -436,6 +439,9 @@ def tried(
 
     Returns:
         The findings, strongest first.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted a run.
     """
     rates = record.rates.values()
     steps = next((trial.steps for trial in rates), min(FEWEST, setup.steps))
@@ -443,10 +449,9 @@ def tried(
     left = max(affordable(record, FOR_FIXES), steps)  # the very first is tried whatever it costs
     bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
     outcomes = _outcomes(findings, bench, progress)
-    plain = [i for i, f in enumerate(findings) if f.strength == "act" and fault_of(f).certain]
-    certain = max(plain, default=-1)
+    certain = [f.strength == "act" and fault_of(f).certain for f in findings]
     judged = [
-        _judged(finding, _told(finding, outcomes), record, certain=i <= certain)
+        _judged(finding, _told(finding, outcomes), record, certain=any(certain[i:]))
         for i, finding in enumerate(findings)
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
@@ -478,28 +483,24 @@ def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> 
         rank = STRENGTHS.index(finding.strength)
         first = [key for key in keys if key not in outcomes][: FIRST[rank]]
         wanted += [(rank, number, i, key) for number, key in enumerate(first)]
-    interrupted = ""
     for done, (*_, key) in enumerate(sorted(wanted)):
-        try:
-            if key not in outcomes:
-                outcomes[key] = interrupted or _outcome(bench, *key)
-            progress("fixes", done + 1, len(wanted))
-        except KeyboardInterrupt:
-            interrupted = "interrupted"
-            outcomes.setdefault(key, interrupted)
+        if key not in outcomes:
+            outcomes[key] = _outcome(bench, *key)
+        progress("fixes", done + 1, len(wanted))
     return outcomes
 
 
 def _told(finding: Finding, outcomes: Outcomes) -> list[Advice]:
     """Return the finding's advice with the trials, or the reasons why there are none."""
-    told = []
-    for advice in finding.advice:
+
+    def told(advice: Advice) -> Advice:
+        outcome = outcomes.get((advice.fix or "", finding.layers_for(advice)), "")
+        if isinstance(outcome, Trial):
+            return replace(advice, trial=outcome)
         is_open = advice.fix in FIXES and finding.strength != "note"
-        why = NOT_AMONG_THE_FIRST if is_open else advice.untried
-        outcome = outcomes.get((advice.fix or "", finding.layers_for(advice)), why)
-        trial, why = (outcome, "") if isinstance(outcome, Trial) else (None, outcome)
-        told.append(replace(advice, trial=trial, untried=why))
-    return told
+        return replace(advice, untried=outcome or NOT_AMONG_THE_FIRST * is_open or advice.untried)
+
+    return [*map(told, finding.advice)]
 
 
 def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
@@ -527,7 +528,9 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
         strength = "watch"
     elif strength == "watch" and any(_promotes(trial, finding) for trial in trials):
         strength = "act"
-    elif fault_of(finding).often_meant and (trials or _does_not_apply(advice)):
+    elif fault_of(finding).often_meant and (
+        trials or any(a.untried not in ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST) for a in advice)
+    ):
         strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
 
@@ -539,10 +542,6 @@ def _promotes(trial: Trial, finding: Finding) -> bool:
         return False
     # A share of a loss means something only above zero.
     return left == 1 or (trial.loss_without > 0 and trial.loss < left * trial.loss_without)
-
-
-def _does_not_apply(advice: Sequence[Advice]) -> bool:
-    return any(a.untried not in ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST) for a in advice)
 
 
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:

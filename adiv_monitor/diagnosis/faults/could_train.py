@@ -12,15 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.course import (
-    STILL,
-    course,
-    end,
-    is_known,
-    is_measure,
-    noise,
-    smoothed,
-)
+from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_REPORTS,
     LEARNING,
@@ -41,7 +33,7 @@ from adiv_monitor.diagnosis.readings import (
     SCALE_FREE,
     at_peak,
     by_layer,
-    learning_rate,
+    learning_rates,
     maps,
     named,
     these,
@@ -78,7 +70,7 @@ def strength(record: Record) -> Strength:
 
 
 def _goes_badly(record: Record) -> bool:
-    return course(record) in ("rises", "does not fall")
+    return course.course(record) in ("rises", "does not fall")
 
 
 def share_of(
@@ -116,12 +108,10 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
     if kept:
         largest = worst_first(kept)[0]
         yield Finding("not-zeroed", "act",
-            f"The gradients of {these(record, [*kept])} are not zeroed between optimizer steps: "
-            "before a step's first backward pass, `.grad` typically holds an earlier gradient, "
-            f"{kept[largest]:.3g} times as long as the one used.",
+            f"Before a step's first backward pass, `.grad` of {these(record, [*kept])} typically "
+            f"holds an earlier gradient, {kept[largest]:.3g} times as long as the one used.",
             (Evidence("gradient kept, over the gradient used", kept[largest], KEPT, largest),),
-            (Advice("call optimizer.zero_grad() once for every step, unless another loss goes "
-                    "backward before the forward pass"),),
+            (Advice("call optimizer.zero_grad() once for every step"),),
             "A lower learning rate still follows the sum of all gradients so far.",
             layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
@@ -146,8 +136,7 @@ def reversed_(record: Record) -> Iterator[Finding]:
             f"The gradients of {these(record, [*turned])} are turned round between the backward "
             "pass and the step: a step along them raises the loss.",
             (Evidence("gradient_cosine", -turned[first], 0, first),),
-            (Advice("look for a minus sign, or for a hook that reverses gradients, between the "
-                    "backward pass and the step"),),
+            (Advice("look for a minus sign or a hook between the backward pass and the step"),),
             "No learning rate makes steps uphill lower the loss.",
             layers=worst_first(turned))  # fmt: skip
 
@@ -174,8 +163,7 @@ def zeroed_between(record: Record) -> Iterator[Finding]:
             f"Gradients are zeroed between the micro-batches of a step: of {count + 1} backward "
             "passes, the optimizer uses the last one alone.",
             (Evidence("backward passes of a step that were zeroed", count, 0),),
-            (Advice("call optimizer.zero_grad() once for every optimizer step, not for each "
-                    "backward"),))  # fmt: skip
+            (Advice("call optimizer.zero_grad() once for every optimizer step"),))  # fmt: skip
 
 
 @finds("monitor")
@@ -190,7 +178,8 @@ def untrained(record: Record) -> Iterator[Finding]:
     if not several(record) or others or not (most := max(r.trainable for r in reports)):
         return
     now = max(sizes[len(sizes) // 2 :])
-    ended, never = now < (1 - ENDED) * max(sizes), now < most / 2 and course(record) != "falls"
+    ended = now < (1 - ENDED) * max(sizes)
+    never = now < most / 2 and course.course(record) != "falls"
     if not ended and not never:
         return
     first = next(i for i in range(len(sizes)) if max(sizes[i:]) == now)
@@ -257,23 +246,21 @@ def clipped(record: Record) -> Iterator[Finding]:
         return
     scale, share = median(scales), median(shares)
     if share < CLIPPED and median(moves) < HEALTH["update_ratio"].healthy[0]:
-        scaled = scale > 1
+        scaled = f", which a scaler still multiplies by {scale:g}," if scale > 1 else ""
         yield Finding("clipping-always", "act",
-            f"Clipping takes the step: the optimizer gets {share:.2g} times the gradient."
-            + (" The gradients are clipped while they are still multiplied by the scale "
-               f"{scale:g} of the mixed-precision scaler.") * scaled,
+            f"Clipping takes the step: of the gradient{scaled} the optimizer gets {share:.2g} "
+            "times its length.",
             (Evidence("gradient used, over that of the backward pass", share, CLIPPED),),
             (Advice("call scaler.unscale_(optimizer) before the gradients are clipped" if scaled
                     else "clip at a higher norm, or not at all"),),
-            "A higher learning rate makes up for it only while gradients keep their "
-            "length.")  # fmt: skip
+            "A higher learning rate helps only while gradients keep their length.")  # fmt: skip
 
 
 @fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
        shown_by=reported("learning_rates"))  # fmt: skip
 def rate_gone(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is gone long before the end, sooner if the loss does not fall."""
-    rates = _rates(record)
+    rates = learning_rates(record)
     if len(rates) < FEWEST_MEASURED or not any(rates.values()):
         return  # a rate of zero is another finding
     peak, (first, *_, last) = max(rates.values()), rates
@@ -282,38 +269,33 @@ def rate_gone(record: Record) -> Iterator[Finding]:
     since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
     if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
         yield Finding("rate-gone", strength(record),
-            f"The schedule brings the learning rate below {limit:g} of its peak by step {since:,}: "
-            "from then on hardly anything is learnt.",
+            f"By step {since:,}, the schedule has the learning rate below {limit:g} of its peak.",
             (Evidence("learning rate over its peak", rates[last] / peak, limit, step=last),),
             (Advice("make the schedule as long as the training, in batches or in epochs"),),
             "A higher base learning rate decays as soon.", since=since)  # fmt: skip
 
 
-def _rates(record: Record) -> dict[int, float]:
-    return {r.step: rate for r in record.reports if (rate := learning_rate(r)) is not None}
-
-
 @loop_fault(
     "rate-rises",
     "The learning rate rises until the loss does",
-    shown_by=lambda record: is_known(record) and reported("learning_rates")(record),
+    shown_by=lambda record: course.is_known(record) and reported("learning_rates")(record),
 )
 def rate_rises(record: Record) -> Iterator[Finding]:
     """Find a learning rate that rises on, as the loss does, long after the lowest loss."""
-    rates, smooth = _rates(record), smoothed(record)
+    rates, smooth = learning_rates(record), course.smoothed(record)
     if len(rates) < FEWEST_MEASURED or not smooth or not math.isfinite(record.losses[0]):
         return
     lowest, last = min(range(len(smooth)), key=smooth.__getitem__), max(rates)
-    there = record.steps_of_losses[lowest]
+    there, before_it = record.steps_of_losses[lowest], record.losses[: lowest + 1]
     before = max((rate for step, rate in rates.items() if step <= there), default=0.0)
     times = rates[last] / before if before > 0 else 0.0
-    before_it = replace(record, losses=record.losses[: lowest + 1])
-    learnt = record.losses[0] - smooth[lowest] > 2 * noise(before_it)
+    least = 2 * course.noise(replace(record, losses=before_it))
+    learnt = record.losses[0] - smooth[lowest] > least
     long = len(smooth) - lowest > RISEN_SHARE * len(smooth)
-    if times >= RISEN and learnt and long and end(record) > 2 * abs(smooth[lowest]):
-        yield Finding("rate-rises", "act" if is_measure(record) else "note",
-            "The learning rate rises, and so does the loss: since the lowest loss, near step "
-            f"{there:,}, it has grown {times:.3g} times.",
+    if times >= RISEN and learnt and long and course.end(record) > 2 * abs(smooth[lowest]):
+        yield Finding("rate-rises", "act" if course.is_measure(record) else "note",
+            f"Since the lowest loss, near step {there:,}, the learning rate has grown {times:.3g} "
+            "times, and the loss rises.",
             (Evidence("learning rate over that at the lowest loss", times, RISEN, step=last),),
             (Advice(f"end the schedule's rise near step {there:,}, or lower its peak"),),
             since=there)  # fmt: skip
@@ -327,25 +309,21 @@ def rate_rises(record: Record) -> Iterator[Finding]:
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
-    advice = Advice(
-        "look for load_state_dict, copy_, reset_parameters or a moving average that writes to the "
-        "weights of the model in training, and is not undone"
-    )
-    wholly = sum(share >= RETURNED for share in back) > len(back) / 2
-    often = sum(share > SET_BACK for share in back) > len(back) / 2
-    if len(back) >= FEWEST_MEASURED - 1 and (wholly or (often and _goes_badly(record))):
-        share = median(back)
-        yield Finding("weights-set-back", strength(record),
-            "The weights are set back between the optimizer's steps: measured steps begin after "
-            f"{percent(share)} of the way since an earlier one is undone.",
-            (Evidence("share of the weights' way that is undone", share, SET_BACK),),
-            (advice,))  # fmt: skip
+    limit = SET_BACK if _goes_badly(record) else RETURNED
+    if len(back) >= FEWEST_MEASURED - 1 and sum(share > limit for share in back) > len(back) / 2:
+        since, share = None, median(back)
+        said = f"measured steps begin with {percent(share)} of the way since an earlier one undone"
+        seen = Evidence("share of the weights' way that is undone", share, limit)
     elif anew := _begins_anew(record):
-        yield Finding("weights-set-back", strength(record),
-            f"The training begins anew {len(anew)} times, first at step {anew[0]:,}: the loss "
-            f"jumps to where it began, {record.losses[0]:.3g}, and falls again as at first.",
-            (Evidence("jumps of the loss to its beginning", len(anew), FEWEST_JUMPS),),
-            (advice,), since=anew[0])  # fmt: skip
+        since, said = anew[0], f"{len(anew)} times, the loss jumps to where it began, and falls"
+        seen = Evidence("jumps of the loss to its beginning", len(anew), FEWEST_JUMPS, step=anew[0])
+    else:
+        return
+    yield Finding("weights-set-back", strength(record), f"The weights are set back: {said}.",
+        (seen,),
+        (Advice("look for load_state_dict, copy_, reset_parameters or a moving average that writes "
+                "to the weights of the model in training, and is not undone"),),
+        since=since)  # fmt: skip
 
 
 def _begins_anew(record: Record) -> list[int]:
@@ -355,13 +333,14 @@ def _begins_anew(record: Record) -> list[int]:
     stays where it was at first, within a quarter of that way.
     """
     losses, k = record.losses, FEWEST_REPORTS
-    if not is_known(record) or not is_measure(record):
+    if not course.is_known(record) or not course.is_measure(record):
         return []
     means = [fmean(losses[i : i + k]) for i in range(len(losses) - k + 1)]
     way = means[0] - min(means)
     jumps = [i for i in range(k, len(means)) if losses[i] - losses[i - 1] > way / 2]
     back = all(abs(means[i] - means[0]) < way / 4 for i in jumps)
-    many, fell = len(jumps) >= FEWEST_JUMPS, way > max(STILL * abs(means[0]), 4 * noise(record))
+    fell = way > max(course.STILL * abs(means[0]), 4 * course.noise(record))
+    many = len(jumps) >= FEWEST_JUMPS
     return [record.steps_of_losses[i] for i in jumps] if back and fell and many else []
 
 
@@ -396,8 +375,7 @@ def summed(record: Record) -> Iterator[Finding]:
     far = any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values())
     if far and optimizer_of(record) not in SCALE_FREE and _goes_badly(record):
         yield Finding("gradients-summed", "act",
-            f"The gradients of {k} micro-batches are summed, not averaged: the steps are {k} times "
-            "as long as those of their mean, and too long for this loss.",
+            f"The gradients of {k} micro-batches are summed, and the steps are too long.",
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
             (Advice(f"divide the loss of each micro-batch by {k}"),
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
@@ -410,11 +388,10 @@ def sorted_samples(record: Record) -> Iterator[Finding]:
     if len(record.reports) < FEWEST_SAME or not cosines or not _goes_badly(record):
         return
     (path, cosine), *_ = cosines
-    if cosine.above(ALIKE) and is_measure(record) and overshoot(record) is None:
+    if cosine.above(ALIKE) and course.is_measure(record) and overshoot(record) is None:
         yield Finding("unshuffled", "act",
-            "The samples of a batch are alike, and the loss does not fall: in a typical step, they "
-            f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}), and "
-            "later batches for another one. Are the data sorted, by their class or target?",
+            "The samples of a batch seem to be sorted by their class or target: in a typical step, "
+            f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}).",
             (Evidence("gradient_cosine", cosine.value, ALIKE, path),),
             (Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),),
             "Larger batches of sorted data are sorted too.", against=())  # fmt: skip

@@ -47,14 +47,10 @@ ALIKE = 0.5  # share of units that equal another
 # 2021), there of weights' gradients. Healthy nets read 0.03 to 3; an untrained EfficientNet 76.
 VANISHED, EXPLODED = 1e-3, 70.0
 # Gradients shrink or grow on their way through all layers, not only those that a finding names.
-_AGAIN, _LAYER_NORM, _BATCH_NORM = (
-    Advice(text, fix, everywhere=True)
-    for text, fix in (
-        ("initialise all weights again, scaled by their fan-in", "reinitialise"),
-        ("add layer normalisation in front of all layers", "layer-norm"),
-        ("add batch normalisation in front of all layers", "batch-norm"),
-    )
-)
+_AGAIN, _LAYER_NORM, _BATCH_NORM = (Advice(text, fix, everywhere=True) for text, fix in (
+    ("initialise all weights again, scaled by their fan-in", "reinitialise"),
+    ("add layer normalisation in front of all layers", "layer-norm"),
+    ("add batch normalisation in front of all layers", "batch-norm")))  # fmt: skip
 # Loss of the trained model with dropout over the loss without: a third of the loss is due to
 # dropout.
 DROPOUT_COSTS = 1.5
@@ -85,7 +81,9 @@ told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,
      "return nearly the same value.",
      [Number("abs(mean) / rms", "share", above=0.3)],
      Advice("draw the weights around zero, as torch.randn does", "centred-weights"),
-     unless=lambda record: record.trained, of_modules=True, acts_below=1.0)  # fmt: skip
+     # Another finding says so, and that they stay so.
+     unless=lambda record: record.trained or any(e.measure == "alike" for e in _gains(record)),
+     of_modules=True, acts_below=1.0)  # fmt: skip
 
 
 told(__name__, "attention-saturated", "Attention that begins saturated", "watch",
@@ -100,7 +98,7 @@ _SAID = {
     "loss": "the first loss is {value:.3g}, but a constant prediction has a loss of {chance:.3g}",
     "gain": "{layer} multiplies the length of signals by {value:.3g}",
     "bias": "the biases of {layer} have an rms of {value:.3g}",
-    "alike": "{value:.0%} of the units of {layer} equal another unit",
+    "alike": "{value:.0%} of the units of {layer} equal another unit, and will stay equal",
 }
 
 
@@ -119,7 +117,8 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     # large biases in front of a softplus (Mamba).
     far = "loss" in first and record.losses[0] > FAR * FIRST_LOSS * (record.chance or math.inf)
     unusual = bool(first.keys() & {"gain", "alike"})
-    harmful = far or (unusual and suffers(record)) or (layers and dead_share(record) > DEAD_ACT)
+    harmful = far or "alike" in first or (unusual and suffers(record))
+    harmful |= bool(layers) and dead_share(record) > DEAD_ACT
     said = [words.format(layer=named(record, first[measure].layer or ""),
                          value=first[measure].value, chance=record.chance or 0.0)
             for measure, words in _SAID.items() if measure in first]  # fmt: skip

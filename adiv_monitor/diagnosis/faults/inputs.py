@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from adiv_monitor.diagnosis.course import is_unbounded, start
+from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
-from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.rates import overshoot, suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
@@ -74,11 +74,21 @@ def is_broken(record: Record) -> bool:
 
 def by_training(record: Record) -> bool:
     """Return whether values became not finite in training; other findings are likely the cause."""
-    if record.first_non_finite == DATA:
+    if record.first_non_finite == DATA or _by_loss(record):
         return False
     if record.is_audited:
         return len(record.losses) > 1
     return record.non_finite_since != 0 or (record.first_non_finite or "").startswith(STEP)
+
+
+def _by_loss(record: Record) -> bool:
+    """Return whether the loss alone makes the value, as log(0) does, and no step was too long.
+
+    Otherwise it comes at the end of losses that rise.
+    """
+    finite = [*filter(math.isfinite, record.losses)]
+    usual = record.is_audited and finite and max(finite) < PEAK * abs(start(record))
+    return bool(usual) and record.first_non_finite == "loss" and overshoot(record) is None
 
 
 def non_finite(record: Record) -> Finding:
@@ -89,15 +99,15 @@ def non_finite(record: Record) -> Finding:
     step = bad if record.non_finite_since is None else record.non_finite_since
     before = [r.step for r in record.reports if r.step < (step or 0)]
     at = f" at {clip_norm(record):.2g}" * bool(record.gradient_norms)
-    by_steps = (
-        Advice("lower the learning rate", "rate*0.1"),
-        Advice(f"clip the gradient's norm{at}", "clip"),
-    )
+    by_steps = (Advice("lower the learning rate", "rate*0.1"),
+                Advice(f"clip the gradient's norm{at}", "clip"))  # fmt: skip
     return Finding("non-finite", "act",
         f"Step {step or 0:,} is the first with values that are not finite. The first one is in: "
         f"{where}."
         # Values between measured steps are unknown.
-        + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else ""),
+        + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else "")
+        + " The outputs are finite, and the losses before it are no larger than usual."
+        * _by_loss(record),
         (Evidence(where, math.nan if bad is None else losses[bad], step=step),),
         (*by_steps * by_training(record),
          Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}, and "
@@ -175,12 +185,9 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
     """
     sizes = [rows.value for path in maps(record) if (rows := entries(record, path)) is not None]
     rms = math.hypot(seen.mean, seen.std)
-    return (
-        not sizes
-        or any(rms / READ_AS_IT_IS < size < READ_AS_IT_IS * rms for size in sizes)
-        or (seen.std > LARGE_STD and max(sizes) > LARGE_STD)
-        or (seen.std < SMALL_STD and min(sizes) < SMALL_STD)
-    )
+    alike = any(rms / READ_AS_IT_IS < size < READ_AS_IT_IS * rms for size in sizes)
+    return not sizes or alike or (seen.std > LARGE_STD and max(sizes) > LARGE_STD) or (
+        seen.std < SMALL_STD and min(sizes) < SMALL_STD)  # fmt: skip
 
 
 def _long_rows(record: Record) -> float:
@@ -204,7 +211,8 @@ def _costs(record: Record, std: float = 0.0) -> bool:
     """Return whether the first layer trains badly, which makes an unusual input a fault.
 
     It does not if a normalisation right behind it removes the scale, or if the optimizer's step
-    does not depend on the scale while the loss begins where it should and falls. If inputs were not
+    does not depend on the scale while the loss begins where it should and falls. Units may be dead
+    for other reasons, unless entries are far too large. If inputs were not
     observed, the loss tells, or entries that are far too large for any optimizer.
     """
     normalised = any(_is_normalised(record, first) for first in maps(record)[:1])
@@ -212,7 +220,8 @@ def _costs(record: Record, std: float = 0.0) -> bool:
         return suffers(record) or (std > FAR_TOO_LARGE and not normalised)
     known = record.chance is not None and bool(record.losses)
     bad_start = known and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
-    harmed = bad_start or suffers(record) or dead_share(record) > DEAD_ACT
+    flat = dead_share(record) > DEAD_ACT and not 0 < std < FAR_TOO_LARGE
+    harmed = bad_start or suffers(record) or flat
     return not normalised and (harmed or not scale_free(record.facts))
 
 
@@ -250,10 +259,8 @@ def target_scale(record: Record) -> Iterator[Finding]:
     """Find a loss that is large by its unit, from large targets or a sum over the batch."""
     if record.chance is not None and record.chance > LARGE_TARGETS and not is_unbounded(record):
         faulty = suffers(record) or not all(map(math.isfinite, record.losses))
-        smaller_steps = (
-            Advice("learning rate × 0.1", "rate*0.1"),
-            Advice("use AdamW with learning rate 0.001", "adamw"),
-        )
+        smaller_steps = (Advice("learning rate × 0.1", "rate*0.1"),
+                         Advice("use AdamW with learning rate 0.001", "adamw"))  # fmt: skip
         yield Finding("target-scale", "act" if faulty else "note",
             f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
             "are in large units, or the loss is a sum.",

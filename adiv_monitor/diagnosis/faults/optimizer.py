@@ -103,8 +103,7 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         else f"Code that runs within the step changes the weights of {where}, unless the optimizer "
         f"turns it: the first step has a cosine of {cosine:.3g} with its gradient.",
         of_layers(f"{measure}_cosine", cosines, limit),
-        (Advice("train without the code that changes the weights (a trial can remove hooks of the "
-                "optimizer and max_norm)", "no-projection"),
+        (Advice("train without the code that changes the weights"),
          Advice("project the gradient onto the constraint before the step")),
         "With a higher learning rate, the other code undoes more of each step." * bool(undone),
         layers=layers, against=HIGHER_RATES)  # fmt: skip

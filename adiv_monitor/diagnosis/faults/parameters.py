@@ -60,7 +60,7 @@ def not_held(record: Record) -> Iterator[Finding]:
             (Evidence("share of the trainable parameters", share, LEAST_SHARE) if paths else
              Evidence("parameters not held", len(names), 0),),
             (Advice("pass these parameters to the optimizer: create it after the model is "
-                    "complete, or add a parameter group", "hold-parameters" if audited else None),
+                    "complete, or add a parameter group"),
              Advice("set requires_grad=False, if these parameters should not be trained")),
              layers=paths or names)  # fmt: skip
 
@@ -134,7 +134,7 @@ def frozen(record: Record) -> Iterator[Finding]:
         f"No step trains {_several(names)}: requires_grad is False."
         + f" Weights that look like torch's initialisation: {listed(untrained)}." * bool(untrained),
         (Evidence("frozen parameters", len(names)),),
-        (Advice("set requires_grad=True, unless these parameters should stay frozen", "unfreeze"),),
+        (Advice("set requires_grad=True, unless these parameters should stay frozen"),),
         layers=names)  # fmt: skip
 
 

@@ -6,16 +6,8 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
+from adiv_monitor.diagnosis.faults import remedies
 from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_if, fault, stepped
-from adiv_monitor.diagnosis.faults.remedies import (
-    OVERDRIVEN,
-    STARVED,
-    group_rates,
-    optimizer_of,
-    other_rates,
-    own_rates,
-    rates_per_layer,
-)
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import (
@@ -29,6 +21,7 @@ from adiv_monitor.diagnosis.readings import (
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.printable import quoted
 from adiv_monitor.report.wording import listed
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
@@ -64,21 +57,20 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     moves = [{path: move for path, move in step.items() if move.value > 0}
              for step in at_first(record, "update_ratio")]  # fmt: skip
     off, *later = [_off_the_middle(step) for step in moves] or [{}]
-    # By how much at both steps; empty: only one was measured, or it does not last.
-    lasting = [min(off[path], later[0][path]) for path in off if later and path in later[0]]
+    lasting = [min(off[path], again[path]) for again in later for path in off if path in again]
     harms = suffers(record)
     if not off or (later and not lasting and not harms):
         return
+    # By one step alone, it is not known whether it lasts.
     act = (harms and (lasting or not later)) or max(lasting, default=0.0) > UNEVEN_ACT
     layers, middle = worst_first(off), median(move.value for move in moves[0].values())
     first = moves[0][layers[0]].value
-    low, high = middle / STARVED, middle * OVERDRIVEN
+    low, high = middle / remedies.STARVED, middle * remedies.OVERDRIVEN
     yield Finding("uneven-rates",
-        "act" if act else "watch" if later and (lasting or harms) else "note",
+        "act" if act else "watch" if later else "note",
         f"In one step, the activations of {these(record, layers)} move unlike those of the other "
         f"layers: {named(record, layers[0])} by {first:.3g} times their length, and the median "
-        f"layer by {middle:.3g}. The limits are 1/{STARVED:g} and {OVERDRIVEN:g} times that, here "
-        f"{low:.3g} and {high:.3g}.",
+        f"layer by {middle:.3g}. Healthy ones lie between {low:.3g} and {high:.3g}.",
         tuple(Evidence("update_ratio", value, low if value < middle else high, p)
               for p in layers[:3] for value in (moves[0][p].value,)),
         tuple(_evened(record, layers)), "No single learning rate suits both kinds of layers.",
@@ -135,18 +127,15 @@ def better_rate(record: Record) -> tuple[float, Trial] | None:
     """
     if course.tells_nothing(record):
         return None
-    trials = [
-        (factor, trial)
-        for factor, trial in record.rates.items()
-        if trial.steps >= course.FEWEST and math.isfinite(trial.loss)
-        if _learns(record, factor, trial)
-    ]
+    trials = [(f, t) for f, t in record.rates.items() if _learns(record, f, t)]
     best = min(trials, key=lambda pair: pair[1].loss, default=None)
     return best if best is not None and best[0] != 1 and best[1].pays else None
 
 
 def _learns(record: Record, factor: float, trial: Trial) -> bool:
     first = record.losses[0] if record.losses else math.nan
+    if trial.steps < course.FEWEST or not math.isfinite(trial.loss):
+        return False
     if factor < 1 and trial.loss_without > first:
         return True
     if record.chance is not None:
@@ -157,14 +146,16 @@ def _learns(record: Record, factor: float, trial: Trial) -> bool:
 
 def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
-    if (groups := group_rates(record, layers)) is not None:
+    if (groups := remedies.group_rates(record, layers)) is not None:
         names = listed([f"param_groups[{group}]" for group in groups.own])
         yield Advice(
             f"give {names} the learning rate of the others, {groups.usual:g}", "group-rate"
         )
-    if rates_per_layer(record, layers):
-        yield Advice(own_rates(record, layers), "rate-per-layer")
-    if optimizer_of(record) not in SCALE_FREE:
+    if factors := remedies.rates_per_layer(record, layers):
+        own = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
+        said = f"give these layers their own learning rates: {listed(own)}"
+        yield Advice(said, "rate-per-layer")
+    if remedies.optimizer_of(record) not in SCALE_FREE:
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
 
 
@@ -176,7 +167,7 @@ def _off_the_middle(moves: dict[str, Typical]) -> dict[str, float]:
     return {
         path: max(move.value / middle, middle / move.value)
         for path, move in moves.items()
-        if move.above(middle * OVERDRIVEN) or move.below(middle / STARVED)
+        if move.above(middle * remedies.OVERDRIVEN) or move.below(middle / remedies.STARVED)
     }
 
 
@@ -190,16 +181,16 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     if (better := better_rate(record)) is None or better[0] > 1:
         return
     factor, trial = better
-    share, rough = share_of_fall(record, trial), _overtakes(record, trial)
+    share, said = share_of_fall(record, trial), said_of_rates(factor, trial)
     # A tenth of the learning rate, or less, leaves far less of the loss.
     left = factor <= 0.1 and 0 < trial.loss < LEFT_AT_A_TENTH * trial.loss_without < math.inf
-    if share < SHARE_OF_FALL_WATCH or left:
-        on = (f" The run itself goes on, and reaches {course.end(record):.3g}: only its beginning "
-              "is known to be rough.") * rough  # fmt: skip
-        act = (share < SHARE_OF_FALL_ACT or left) and not rough
-        seen = by_trial(factor, trial, share, SHARE_OF_FALL_WATCH)
-        factors = [] if rough else [factor, *(f for f in (0.1, 0.3) if f != factor)]
-        yield _too_high(act, said_of_rates(factor, trial) + on, seen, factors)
+    seen = by_trial(factor, trial, share, SHARE_OF_FALL_WATCH)
+    if _overtakes(record, trial) and (share < SHARE_OF_FALL_WATCH or left):
+        said += f" Only the beginning is rough: the run goes on to {course.end(record):.3g}."
+        yield _too_high(False, said, seen, [])
+    elif share < SHARE_OF_FALL_WATCH or left:
+        factors = [factor, *(f for f in (0.1, 0.3) if f != factor)]
+        yield _too_high(share < SHARE_OF_FALL_ACT or left, said, seen, factors)
 
 
 def by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:
@@ -223,7 +214,7 @@ def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[
     """Return the finding; without factors, no learning rate is known to be better for long."""
     longer = Advice("compare lower learning rates in runs as long as this one or longer")
     warm_up = Advice("warm the learning rate up over the first steps", "warm-up")
-    advice = (*other_rates(factors), warm_up, *[longer] * (not factors))
+    advice = (*remedies.other_rates(factors), warm_up, *[longer] * (not factors))
     return Finding("rate-too-high", act_if(act), said, tuple(seen), advice)
 
 
@@ -246,10 +237,9 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     elif not course.fell(record) and (over := overshoot(record)) is not None:
         path, move, furthest = over
         evidence = Evidence("update_ratio", move.value, furthest, path, move.since)
+        then = "a layer is dead since" if furthest == KILLS else "the loss rose after it"
         said = (f"Step {move.since} moved the activations of {named(record, path)} by "
-                f"{move.value:.3g} times their length, and "
-                + ("a layer is dead since." if furthest == KILLS
-                   else "the loss rose after it."))  # fmt: skip
+                f"{move.value:.3g} times their length, and {then}.")  # fmt: skip
     else:
         return
     yield _too_high(suffers(record), said, (evidence,), (0.1, 0.3))
@@ -264,25 +254,17 @@ def overshoot(record: Record) -> tuple[str, Typical, float] | None:
     A weight that begins at or near zero (the second factor of a low-rank update, the end of a
     residual branch, a head) moves far relative to its output and is healthy.
     """
-    moves = [
-        (path, move)
-        for report in record.reports
-        if _rises_after(record, report.step) or _kills(record, report.step)
-        for path, move in by_layer(replace(record, reports=(report,)), "update_ratio").items()
-        if path not in record.weights or record.weights[path].gain >= LEAST_GAIN
-    ]
-    if not moves:
-        return None
-    path, move = max(moves, key=lambda pair: pair[1].value)
-    limit = KILLS if _kills(record, move.since or 0) else OVERSHOOTS
-    return (path, move, limit) if move.above(limit) else None
-
-
-def _kills(record: Record, step: int) -> bool:
-    """Return whether a layer that got a gradient up to a step gets none at the end."""
-    dead = {p for p, reading in record.reports[-1].layers.items() if reading.idle_share == 1}
-    readings = (r.layers[p] for r in record.reports if r.step <= step for p in dead & {*r.layers})
-    return any((reading.idle_share or 0.0) < 1 for reading in readings)
+    dead = {p for x in record.reports[-1:] for p, r in x.layers.items() if r.idle_share == 1}
+    near_zero = {p for p, weight in record.weights.items() if weight.gain < LEAST_GAIN}
+    killed, moves = False, []
+    for report in record.reports:
+        killed |= any((report.layers[p].idle_share or 0.0) < 1 for p in dead & {*report.layers})
+        if killed or _rises_after(record, report.step):
+            limit = KILLS if killed else OVERSHOOTS
+            moved = by_layer(replace(record, reports=(report,)), "update_ratio")
+            moves += [(p, t, limit) for p, t in moved.items() if p not in near_zero]
+    furthest = max(moves, key=lambda each: each[1].value, default=None)
+    return furthest if furthest is not None and furthest[1].above(furthest[2]) else None
 
 
 def _rises_after(record: Record, step: int) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -12,10 +12,8 @@ from adiv_monitor.diagnosis.finding import Advice
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import at_first
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.printable import quoted
 
 USUAL = 0.9  # momentum, and Adam's β₁
-SAID = 6  # most layers whose learning rates an advice lists
 MOVES = 0.01  # move of activations, relative to their length, in a step of a model that learns
 AT_MOST = 100.0  # largest factor on a layer's learning rate
 LEAST, MOST = 0.7, 1.4  # factors between them change nothing that can be told
@@ -111,11 +109,8 @@ def group_rates(record: Record, layers: Collection[str]) -> GroupRates | None:
     None: they do not, or the groups are not known.
     """
     first = record.reports[0]
-    rates = {
-        path: first.learning_rates[group]
-        for path, group in first.groups.items()
-        if 0 <= group < len(first.learning_rates)
-    }
+    rates = {path: first.learning_rates[group] for path, group in first.groups.items()
+             if 0 <= group < len(first.learning_rates)}  # fmt: skip
     others = Counter(rate for path, rate in rates.items() if path not in layers)
     if not others or not rates.keys() >= set(layers):
         return None
@@ -129,12 +124,3 @@ def group_rates(record: Record, layers: Collection[str]) -> GroupRates | None:
 def optimizer_of(record: Record) -> str:
     """Return the class name of the run's optimizer; "" if it is not known."""
     return record.facts.optimizer or next((r.optimizer for r in record.reports), "")
-
-
-def own_rates(record: Record, layers: Sequence[str]) -> str:
-    """Return advice with the factors of `rates_per_layer`."""
-    factors = rates_per_layer(record, layers)
-    said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
-    more = f" and {len(said) - SAID} more, each by the ratio of its limit to its move"
-    shown = ", ".join(said[:SAID]) + more * (len(said) > SAID)
-    return "give these layers their own learning rates" + (f": {shown}" if said else "")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
@@ -98,11 +99,16 @@ told(__name__, "attention-axis", "Attention weights summed over another axis", "
 @fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",),
        acts_below=1.0)  # fmt: skip
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
-    """Find places, features or patches that no output depends on, before and after training."""
-    if facts := record.found_by("input-partly-ignored"):
-        # Where units are flat, no input gets through: that is another finding. An argument of the
-        # model that is not used may be meant for others.
+    """Find places, features or patches that no output depends on, before and after training.
+
+    That the level or scale of each sample is lost matters only where the model learns too little.
+    """
+    facts, is_behind = record.found_by("input-partly-ignored"), any(behind_reference(record))
+    if facts := tuple(fact for fact in facts if is_behind or "level" not in fact.words):
+        # Where units or steps are flat, no input gets through: that is another finding. An argument
+        # of the model that is not used may be meant for others.
         flat = any(dead_units(record)) or any(saturated_units(record))
+        flat |= any(fact.words["kind"] == "step" for fact in record.found_by("zero-slope"))
         unused = all("whole" in fact.words for fact in facts)
         mask = Advice("check the mask: does True keep or ignore?", "inverted-masks")  # fmt: skip
         yield Finding("input-partly-ignored", act_if(suffers(record) and not flat and not unused),
@@ -110,6 +116,8 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
             f"{facts[0].words['shape']}), neither before nor after training.",
             (Evidence("share of the parts", facts[0].numbers["share"], 0.0),),
             (*[mask] * any("masked" in fact.words for fact in facts),
+             *[Advice("normalise each feature over all samples, not each sample by itself")]
+             * ("level" in facts[0].words),
              Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 

@@ -37,9 +37,7 @@ from adiv_monitor.diagnosis.readings import (
     at_first,
     at_peak,
     by_layer,
-    decayed_since,
     heard,
-    learning_rate,
     maps,
     middle,
     named,
@@ -62,23 +60,18 @@ OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
 # Measures that indicate faults. Zero-gradient rows may be padding, and corrected layers a choice.
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
 LOW, HIGH = HEALTH["update_ratio"].healthy
-_WORDS: Mapping[tuple[str, bool], str] = {  # (measure, whether it is too large) → words
-    ("update_ratio", True): "the activations of {} move by more than {:g} times their length",
-    (GRADIENT, False): "the gradient at {} is less than {:g} times that at the last layer",
-    (GRADIENT, True): "the gradient at {} is more than {:g} times that at the last layer",
-    ("idle_share", True): "more rows of {} than a share of {:g} have no gradient (padding, masked "
-    "tokens, dead units)",
-    ("scale_cv", True): "the row scales of {} have a standard deviation of more than {:g} times "
-    "their mean",
-    ("projection_cosine", False): "the change of the weights of {} has a cosine below {:g} with "
-    "the optimizer's update",
-}
+# Those that are reported, and whether because they are too large.
+_REPORTED = (
+    *(("update_ratio", True), (GRADIENT, False), (GRADIENT, True), ("idle_share", True)),
+    *(("scale_cv", True), ("projection_cosine", False)),
+)
 LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
 ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
 # In few steps a higher learning rate gets further, as more steps would, and need not be better in
 # the end: AdamW's usual 1e-3 has 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below
 # 0.11.
 SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE = 0.125, 0.5, 0.8
+LONG = 24  # fewest steps of a trial that tells more than a run's beginning
 # Typical ‖Δz‖ / ‖z‖ of a step in the layer that moves most. Healthy runs have 0.01 to 0.5.
 HARDLY_MOVES = 3e-3
 # Share of the first loss that is left after overfitting one small batch.
@@ -103,7 +96,8 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
     shares = SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE
     limits = dict(zip(STRENGTHS, shares, strict=True))
     strength = next((name for name, limit in limits.items() if share < limit), None)
-    if strength == "act" and median(_moves(record).values() or [0.0]) >= LOW:
+    is_slow = median(_moves(record).values() or [0.0]) < LOW
+    if strength == "act" and not (is_slow and trial.steps >= LONG):
         strength = "watch"  # a run that is slow at first only looks like that, too
     if strength is not None:
         yield Finding("rate-too-low", strength, said_of_rates(factor, trial)
@@ -120,7 +114,7 @@ def _moves(record: Record) -> dict[str, float]:
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     moves, is_long = by_layer(at_peak(record), "update_ratio"), course.is_long_enough(record)
-    if still_rises(record.reports) or (is_long and course.fell(record)):
+    if still_rises(record) or (is_long and course.fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
     began = at_first(record, "update_ratio")[:1]
     if not is_long and any(all(t.value >= LOW for t in step.values()) for step in began):
@@ -211,15 +205,16 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     unclear = course.may_have_fallen(record) and not stays
     if (fell and not stays) or (unclear and not audited):
         return
-    little, rises = not audited and course.fell_little(record), still_rises(record.reports)
+    little, rises = not audited and course.fell_little(record), still_rises(record)
     told = audited or course.is_measure(record)
     factor = usual_factor(_moves(record).values()) or 1.0
-    factors = [10.0, 0.1] if audited else []
-    if end > (1 + course.STILL) * record.losses[0] > 0:
-        factors = [0.1]
+    factors = [10.0, 0.1] * audited
     if factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
+    elif end > (1 + course.STILL) * record.losses[0] > 0:
+        factors = [0.1]
     advice = other_rates(factors) or (AUDIT,)
+    said = "does not fall"
     if unclear:
         said = f"may fall, but differs by {course.noise(record):.3g} from batch to batch"
         advice = (Advice("train for more steps: the mean over more batches has less noise"),)
@@ -229,8 +224,6 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         said = f"falls by less than {course.STILL:.0%}"
     elif (fell or course.may_have_fallen(record)) and start == record.chance:
         said = f"ends no lower than {start:.3g}, the loss of a constant prediction"
-    else:
-        said = "does not fall"
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
         f"The loss {said}: {record.losses[0]:.3g} at first, {end:.3g} at the end."
         + " However, the model overfits one small batch."
@@ -280,60 +273,55 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     spoken_for = _spoken_for(found, "update_ratio")
     if record.rates or "*" in spoken_for:
         return
-    late = _quarter(record, last=True)
-    little: dict[str, Typical] = {}
-    for part in (at_peak(record), *[late] * (len(late.reports) >= FEWEST_REPORTS)):
-        moves = by_layer(part, "update_ratio")
-        little |= {p: t for p, t in moves.items() if t.below(LOW) and p not in spoken_for}
+    peak = at_peak(record)
+    late = _quarter(peak, last=True)
     began: set[str] = set()
+    little: dict[str, Typical] = {}
+    for part in (peak, *[late] * (len(late.reports) >= FEWEST_REPORTS)):
+        little |= {p: t for p, t in by_layer(part, "update_ratio").items() if t.below(LOW)}
     if not course.is_long_enough(record) or course.fell(record):
-        for report in _quarter(record, last=False).reports:
+        for report in _quarter(peak, last=False).reports:
             values = value_of(record, report, "update_ratio")
             began |= {path for path, value in values.items() if LOW <= value <= HIGH}
-    settled = {p: t for p, t in little.items() if t.value > 0 and p in began}
+    lately = by_layer(_quarter(record, last=True), "update_ratio")
+    settled = little | {p: t for p, t in lately.items() if t.below(LOW)}
+    settled = {p: t for p, t in settled.items() if t.value > 0 and p in began - spoken_for}
     limit = limits(record, "update_ratio")[0]
-    if still := {p: t for p, t in little.items() if p not in settled and t.below(limit)}:
-        yield _stands_still(record, still)
+    others = {p: t for p, t in little.items() if p not in {*settled, *spoken_for}}
+    if still := {p: t for p, t in others.items() if t.below(limit)}:
+        strength, said = _of_readings(record), ""
+        do = "give these layers a learning rate above zero"
+        factor = max(3.0, usual_factor(t.value for t in still.values()) or 0.0)
+        if not any(t.value for t in still.values()):
+            said = "The learning rate is zero, or other code resets the weights."
+        elif still_rises(record):
+            strength, do, said = "note", "", RISES_YET
+        else:
+            do = (f"use a learning rate {factor:g} times as high, for these layers or for all, "
+                  "unless pretrained weights should stay close to their values")  # fmt: skip
+        yield _little(record, "stands-still", strength, still, said, do)
     if settled:
-        yield _little(record, "settled", "note", settled,
-                      "At first they did. That is usual as a loss falls.", ())  # fmt: skip
+        said = "At first they did. That is usual as a loss falls, or as the learning rate does."
+        yield _little(record, "settled", "note", settled, said)
 
 
 def _quarter(record: Record, *, last: bool) -> Record:
-    """Return the record of the first, or the last, quarter of the steps at the peak."""
-    reports = at_peak(record).reports
+    """Return the record of the first, or the last, quarter of the steps."""
+    reports = record.reports
     first, end = (reports[0].step, reports[-1].step) if reports else (0, 0)
     length = (end - first) / 4
     kept = [r for r in reports if (r.step >= end - length if last else r.step <= first + length)]
     return replace(record, reports=tuple(kept))
 
 
-def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
-    strength, said = _of_readings(record), ""
-    moves = [move.value for move in layers.values()]
-    advice: tuple[Advice, ...] = (
-        Advice(f"use a learning rate {max(3.0, usual_factor(moves) or 0.0):g} times as high, for "
-               "these layers or for all, unless pretrained weights should stay close to their "
-               "values"),
-    )  # fmt: skip
-    if not any(moves):
-        said = "The learning rate is zero, or other code resets the weights."
-        advice = (Advice("give these layers a learning rate above zero"),)
-    elif still_rises(record.reports):
-        strength, advice, said = "note", (), RISES_YET
-    elif strength == "note":
-        said = "The loss still falls: in fine-tuning, layers need not move far."
-    return _little(record, "stands-still", strength, layers, said, advice)
-
-
 def _little(record: Record, name: str, strength: Strength, layers: Mapping[str, Typical],
-            said: str, advice: tuple[Advice, ...]) -> Finding:  # fmt: skip
+            said: str, do: str = "") -> Finding:  # fmt: skip
     moves = {p: layers[p].value for p in sorted(layers, key=lambda path: layers[path].value)}
     return Finding(name, strength,
         f"In a typical step, the activations of {these(record, [*moves])} move by at most "
         f"{max(moves.values()):.3g} times their length. Healthy layers that train from scratch "
         f"move by at least {LOW:g}. {said}".rstrip(),
-        of_layers("update_ratio", moves, LOW), advice,
+        of_layers("update_ratio", moves, LOW), (Advice(do),) * bool(do),
         layers=tuple(moves), since=min(t.since or 0 for t in layers.values()))  # fmt: skip
 
 
@@ -394,12 +382,14 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
     If learning rates were tried, the loss itself has decided, and nothing is reported.
     """
     said, evidence, layers, faulty = [], [], [], False
-    for (measure, is_high), words in _WORDS.items():
+    for measure, is_high in _REPORTED:
         spoken_for = _spoken_for(found, measure)
         outside = {} if record.rates or "*" in spoken_for else _outside(record, measure, is_high)
         if paths := [path for path in outside if path not in spoken_for]:
             limit = limits(record, measure)[is_high]
-            said.append(words.format(these(record, paths), limit))
+            side = "above" if is_high else "below"
+            title = HEALTH[measure].title.lower()
+            said.append(f"{title} {side} {limit:g} at {these(record, paths)}")
             evidence += [Evidence(measure, outside[p], limit, p) for p in paths[:3]]
             layers += paths
             faulty |= measure in _TELL_FAULTS
@@ -407,19 +397,3 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         yield Finding("outside-healthy", _of_readings(record) if faulty else "note",
             f"Typical readings lie outside the healthy range: {'; '.join(said)}.",
             tuple(evidence), (AUDIT,), layers=tuple(dict.fromkeys(layers)))  # fmt: skip
-
-
-@fault("rate-decayed", "The learning rate has decayed", "rest", about="course")
-def rate_decayed(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Find layers that pictures draw as still only since the learning rate has decayed."""
-    if record.rates or (since := decayed_since(record.reports)) is None:
-        return
-    first, last = record.reports[0], record.reports[-1]
-    if any(value < LOW for value in value_of(record, last, "update_ratio").values()):
-        peak = max(learning_rate(report) or 0.0 for report in record.reports)
-        share = (learning_rate(last) or 0.0) / peak
-        yield Finding("rate-decayed", "note",
-            f"Since step {since:,}, the learning rate is below half of its peak, so the layers "
-            "move less. The findings use the steps near the peak.",
-            (Evidence("learning rate over its peak", share, step=last.step),),
-            since=max(since, first.step))  # fmt: skip

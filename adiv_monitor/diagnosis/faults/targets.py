@@ -133,12 +133,17 @@ told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGM
 # A cross-entropy has its lowest value at their shares, which some models are meant to learn.
 told(__name__, "targets-out-of-range", "", "watch", _SUM, _OUTSIDE, Advice(_SIGMOIDS),
      where=lambda f: "sum" in f.words and f.words["function"] == "cross_entropy")  # fmt: skip
+told(__name__, "targets-out-of-range", "", "act",
+     "{share:.0%} of the labels of {place} are {blank}, the index of its blank, which no decoded "
+     "sequence holds.", _OUTSIDE,
+     Advice("shift the labels by 1, or give an index of its own as `blank`"),
+     where=lambda fact: "blank" in fact.words)  # fmt: skip
 told(__name__, "targets-out-of-range", "", suffers,
      "{share:.0%} of the targets lie outside the range of the outputs: because of {place}, all lie "
      "between {low} and {high}.", _OUTSIDE,
      Advice("remove that function from the outputs, or scale the targets into its range",
             "unbounded-outputs"),
-     where=lambda fact: not {"farthest", "sum"} & fact.words.keys())  # fmt: skip
+     where=lambda fact: not {"farthest", "sum", "blank"} & fact.words.keys())  # fmt: skip
 
 
 def _differs(fact: Fact) -> bool:
@@ -190,5 +195,6 @@ told(__name__, "pairs-reversed", "Pairs the wrong way round", "act",
      "draws together are nearer in only {share:.0%} of the comparisons.",
      [Number("share in which the drawn pair is nearer", "share", below=REVERSED),
       Number("its distance from 1/2, in errors", "errors", below=-CERTAINLY)],
-     Advice("exchange the labels 0 and 1 of the pairs"),
+     Advice("exchange the labels 0 and 1 of the pairs, or the positives and negatives of the "
+            "triplets"),
      certain=True, explains=LEARNING)  # fmt: skip

@@ -28,9 +28,7 @@ LEAST_LATE = 3  # measured steps in the second half of a run, if units themselve
 # tanh nets have up to 0.35.
 SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
 # Functions with two flat ends; zeros of a ReLU are no saturation.
-FLAT_AT_BOTH_ENDS = frozenset(
-    ("tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf")
-)
+FLAT_AT_BOTH_ENDS = {"tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf"}
 # Share of clipped steps; above half, a lower learning rate is the better fix (Google's deep
 # learning tuning playbook).
 CLIPPED_SHARE = 0.5

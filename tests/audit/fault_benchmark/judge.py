@@ -29,8 +29,7 @@ from audit.fault_benchmark.run import LONGER, STEPS, Case, Healthy, Run, errors
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
-from adiv_monitor.audit.trials.fixes.optimizer import FAR_FACTORS, rate_name, scale_rate
+from adiv_monitor.audit.trials.fixes import FAR_FACTORS, FIXES, DoesNotApply, rate_name, scale_rate
 from adiv_monitor.audit.trials.trial import NOT_AMONG_THE_FIRST, Bench, best_rate, compared
 from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record

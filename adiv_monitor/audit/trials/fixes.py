@@ -1,0 +1,593 @@
+"""Fixes: changes of a fork before its training, by name.
+
+Those of the optimizer come first, then those of modules and inputs, and those of called functions.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from adiv_layers import convert
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LinearLR
+
+from adiv_monitor.audit.experiments import loss_inputs
+from adiv_monitor.audit.experiments.activations import maps_that_run
+from adiv_monitor.audit.experiments.axes import uses
+from adiv_monitor.audit.experiments.backward import cuts, undo
+from adiv_monitor.audit.experiments.beginning import OneSided, bare_weights
+from adiv_monitor.audit.experiments.calls import (
+    Call,
+    calls_of,
+    change_calls,
+    changed,
+    is_input,
+    rate_of,
+    see_calls,
+    with_rate,
+)
+from adiv_monitor.audit.experiments.changed_inputs import arguments
+from adiv_monitor.audit.experiments.exchange import ORDERED, mask_of
+from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH, NORMS
+from adiv_monitor.audit.experiments.state import COARSE
+from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
+from adiv_monitor.audit.training.batches import mapped
+from adiv_monitor.audit.training.setup import Fork, seeded, without_gradient_hooks
+from adiv_monitor.audit.training.train import held
+from adiv_monitor.capture.selection import named_modules
+from adiv_monitor.diagnosis.faults import remedies
+from adiv_monitor.diagnosis.record import Record
+
+T = TypeVar("T")
+Change = TypeVar("Change", bound=Callable[..., None])
+Layers = Sequence[str]
+Seen = Record | None  # what is known of the run that the fix is for
+
+
+class DoesNotApply(ValueError):
+    """Raised if a fix has nothing to change in a fork; the message says why."""
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change of a fork: of its model, optimizer, batches, loss or clipping.
+
+    Attributes:
+        name: The name that rules use in `Advice.fix`.
+        change: Function that changes a fork in place, from fork, paths of layers (empty: wherever
+            it applies) and the record of the run that the fix is for (None: unknown).
+        rescales: Whether the fix may need another learning rate, so that a fair trial uses several,
+            as for the unchanged model.
+    """
+
+    name: str
+    change: Callable[[Fork, Layers, Seen], None]
+    rescales: bool = False
+
+    def apply(self, fork: Fork, layers: Layers = (), record: Seen = None) -> None:
+        """Change a fork in place; random numbers follow from the fork's seed.
+
+        Raises:
+            DoesNotApply: There is nothing to change.
+        """
+        with seeded(fork.seed):
+            self.change(fork, layers, record)
+
+
+FIXES: dict[str, Fix] = {}
+
+
+def fix(name: str, *, rescales: bool = False, **given: object) -> Callable[[Change], Change]:
+    """Register the function below as the change of a fix, with these further arguments."""
+
+    def register(change: Change) -> Change:
+        FIXES[name] = Fix(name, partial(change, **given), rescales)
+        return change
+
+    return register
+
+
+def some(found: T | None, otherwise: str) -> T:
+    """Return what a fix found to change.
+
+    Raises:
+        DoesNotApply: It found nothing; `otherwise` says so.
+    """
+    if not found:
+        raise DoesNotApply(otherwise)
+    return found
+
+
+# Optimizers
+
+FAR_FACTORS = tuple(10.0**n for n in range(2, 10))  # for layers that hardly move
+
+
+def rate_name(factor: float) -> str:
+    """Return the name of the fix that multiplies the learning rate by this factor."""
+    return f"rate*{factor:g}"
+
+
+def scale_rate(optimizer: Optimizer, factor: float) -> None:
+    """Multiply every learning rate by a factor.
+
+    Raises:
+        DoesNotApply: The optimizer has no learning rate.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), (float, int, Tensor)):
+            raise DoesNotApply(f"{type(optimizer).__name__} has no learning rate that is a number")
+        group["lr"] = group["lr"] * factor
+
+
+def _rate(fork: Fork, layers: Layers, record: Seen, factor: float) -> None:
+    scale_rate(fork.optimizer, factor)
+
+
+for _factor in (0.001, 0.01, 0.1, 0.3, 3.0, 10.0, *FAR_FACTORS):
+    fix(rate_name(_factor), factor=_factor)(_rate)
+
+
+@fix("rate-per-layer")
+def _per_layer(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Scale the learning rates as `remedies.rates_per_layer` recommends, in groups of their own."""
+    wanted = {} if record is None else remedies.rates_per_layer(record, layers)
+    some(wanted, "no layer is known to move unlike the others")
+    factors = {
+        id(p): wanted.get(path, 1.0)
+        for path, module in named_modules(fork.model)
+        for p in module.parameters(recurse=False)
+    }
+    scale_rate(fork.optimizer, 1.0)
+    fork.optimizer.param_groups[:] = [
+        {**group, "params": [p], "lr": group["lr"] * factors.get(id(p), 1.0)}
+        for group in fork.optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+@fix("group-rate")
+def _group_rate(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Give the parameter groups of these layers the learning rate of most other layers."""
+    found = None if record is None or not record.reports else remedies.group_rates(record, layers)
+    if found is None:
+        raise DoesNotApply("these layers have no learning rate of their own")
+    groups = fork.optimizer.param_groups
+    for group in found.own:
+        groups[group]["lr"] = groups[found.like]["lr"]
+
+
+@fix("warm-up")
+def _warm_up(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Raise the learning rate linearly from a hundredth over the first third of the steps."""
+    scale_rate(fork.optimizer, 1.0)
+    steps = max(len(fork.batches) // 3, 1)
+    schedule = LinearLR(fork.optimizer, start_factor=0.01, total_iters=steps)
+    fork.optimizer.register_step_post_hook(lambda *_: schedule.step())
+
+
+@fix("less-momentum")
+def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Lower the momentum to 0.9, or to half of a smaller value.
+
+    Where momentum adds steps up, η/(1 − m), the learning rate in the long run, is kept.
+    """
+    groups = fork.optimizer.param_groups
+    found = [g for g in groups if g.get("momentum") or g.get("betas", (0,))[0]]
+    for group in some(found, "there is no momentum"):
+        if before := group.get("momentum"):
+            group["momentum"] = remedies.less_momentum(before)
+            if not group.get("dampening"):
+                group["lr"] = group["lr"] * (1 - group["momentum"]) / (1 - before)
+        else:
+            first, *others = group["betas"]
+            group["betas"] = (remedies.less_momentum(first), *others)
+
+
+@fix("no-decay", key="weight_decay", above=0.0, to=0.0)
+@fix("less-decay", key="weight_decay", above=0.0, times=0.1)
+@fix("usual-momentum", key="momentum", above=remedies.USUAL, to=remedies.USUAL)
+@fix("usual-epsilon", key="eps", above=USUAL_EPSILON, to=USUAL_EPSILON, rescales=True)
+def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, **new: float) -> None:
+    """Lower a setting where it is above a value: to another, or to a share of itself."""
+    larger = [g for g in fork.optimizer.param_groups if g.get(key, 0.0) > above]
+    for group in some(larger, f"no {key} is above {above:g}"):
+        group[key] = new.get("to", group[key] * new.get("times", 1.0))
+
+
+@fix("no-clip")
+def _no_clip(fork: Fork, layers: Layers, record: Seen) -> None:
+    some(fork.clip_norm is not None, "gradients are not clipped")
+    fork.clip_norm = None
+
+
+@fix("clip")
+def _clip(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
+    some(fork.clip_norm is None, "gradients are clipped already")
+    fork.clip_norm = 1.0 if record is None else remedies.clip_norm(record)
+
+
+@fix("adamw", rescales=True)
+def _adamw(fork: Fork, layers: Layers, record: Seen) -> None:
+    some(not isinstance(fork.optimizer, AdamW), "it is AdamW already")
+    fork.optimizer = AdamW(held(fork.optimizer), lr=1e-3)
+
+
+@fix("without-hooks")
+def _without_hooks(fork: Fork, layers: Layers, record: Seen) -> None:
+    some(without_gradient_hooks(fork.model, fork.optimizer), "no hook changes gradients")
+
+
+@fix("float32-weights", rescales=True)
+def _float32(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Turn model and batches of 16 bits into float32."""
+
+    def change(x: Tensor) -> Any:
+        return x.float() if x.dtype in COARSE else x
+
+    some(any(p.dtype in COARSE for p in held(fork.optimizer)), "no weights are of 16 bits")
+    fork.model.float()
+    fork.batches = [mapped(batch, change) for batch in fork.batches]
+
+
+# Modules
+
+_AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _modules_at(model: nn.Module, layers: Layers) -> list[nn.Module]:
+    """Return the modules at these paths, as reports name them; the model if there are no paths.
+
+    Several functions of one module have names such as `path#2`, which is the module at `path`.
+
+    Raises:
+        DoesNotApply: There are paths, but no module at any of them.
+    """
+    every = dict(named_modules(model))
+    paths = dict.fromkeys(layer.partition("#")[0] for layer in layers)
+    found = [every[path] for path in paths if path in every] if layers else [model]
+    return some(found, f"the model has no module at {', '.join(map(repr, paths))}")
+
+
+def _in_front(model: nn.Module, layers: Layers) -> list[tuple[nn.Module, nn.Module]]:
+    """Return modules at or inside these paths, each with the affine layer that it is or follows.
+
+    A module without such layers, such as an activation function, stands for the layer before it, in
+    the model's order. Without paths all affine layers are returned.
+
+    Raises:
+        DoesNotApply: There are none.
+    """
+    order = list(model.modules())
+    found: list[tuple[nn.Module, nn.Module]] = []
+    for module in _modules_at(model, layers):
+        inside = [m for m in module.modules() if isinstance(m, _AFFINE)]
+        before = [m for m in order[: order.index(module)] if isinstance(m, _AFFINE)]
+        found += [(m, m) for m in inside] or [(module, m) for m in before[-1:]]
+    return list(dict.fromkeys(some(found, "there is no linear layer or convolution here")))
+
+
+def _affine_at(model: nn.Module, layers: Layers) -> list[Any]:
+    """Return the affine layers of `_in_front`, which raises DoesNotApply if there are none."""
+    return list(dict.fromkeys(layer for _, layer in _in_front(model, layers)))
+
+
+@fix("affine-like", rescales=True, to="affine-like")
+@fix("norm-like", rescales=True, to="norm-like")
+def _converted(
+    fork: Fork, layers: Layers, record: Seen, to: Literal["affine-like", "norm-like"]
+) -> None:
+    """Convert layers in place: (Wx + b)/√(‖x‖² + 1), or Wx/‖x‖ + b.
+
+    The new layers hold the same parameters, so that the optimizer's state stays valid.
+    """
+    wanted = {id(module) for module in _affine_at(fork.model, layers)}
+    report = convert(fork.model, to, lambda path, module: id(module) in wanted)
+    some(report.swapped, "; ".join(dict.fromkeys(report.left.values())))
+
+
+def _layer_norm(x: Tensor, axes: int) -> Tensor:
+    """Return (x − mean)/std over a row's features; for convolutions, over a whole sample."""
+    return functional.layer_norm(x, x.shape[-axes - 1 :])
+
+
+def _batch_norm(x: Tensor, axes: int) -> Tensor:
+    """Return (x − mean)/std of every feature, or channel, over the batch's rows, as in training.
+
+    Raises:
+        ValueError: There is only one row.
+    """
+    rows = x.reshape(-1, *x.shape[-axes - 1 :])
+    return functional.batch_norm(rows, None, None, training=True).reshape(x.shape)
+
+
+@fix("layer-norm", rescales=True, norm=_layer_norm)
+@fix("batch-norm", rescales=True, norm=_batch_norm)
+def _normalised(
+    fork: Fork, layers: Layers, record: Seen, norm: Callable[[Tensor, int], Tensor]
+) -> None:
+    """Normalise the inputs of these modules by a forward pre-hook, without parameters.
+
+    A normaliser gets the number of axes of space: 0 for a linear layer.
+    """
+
+    def hook(axes: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (norm(args[0], axes), *args[1:])
+
+    for module, layer in _in_front(fork.model, layers):
+        axes = len(getattr(layer, "kernel_size", ()))
+        module.register_forward_pre_hook(partial(hook, axes))
+
+
+@fix("group-norm", rescales=True)
+def _group_norm(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Replace batch normalisations by GroupNorm of one group with the same parameters."""
+    found = [(path, m) for path, m in fork.model.named_modules() if isinstance(m, BATCH_NORM)]
+    for path, norm in some(found, "there is no batch normalisation"):
+        group = nn.GroupNorm(1, norm.num_features, norm.eps, norm.affine)
+        group.weight, group.bias = norm.weight, norm.bias
+        fork.model.set_submodule(path, group)
+
+
+@fix("train-mode")
+def _train_mode(fork: Fork, layers: Layers, record: Seen) -> None:
+    still = [m for m in fork.model.modules() if isinstance(m, NORMS) and not m.training]
+    some(still, "no normalisation is in evaluation mode")
+    for module in fork.model.modules():  # a train() of the model's own may leave parts as they are
+        module.training = True
+
+
+@fix("batch-first", rescales=True)
+def _batch_first(fork: Fork, layers: Layers, record: Seen) -> None:
+    found = [m for m in fork.model.modules() if isinstance(m, ORDERED) and not m.batch_first]
+    for module in some(found, "no recurrent layer or attention lacks batch_first=True"):
+        module.batch_first = True
+
+
+@fix("centred-weights", rescales=True)
+def _centred_weights(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
+    found = OneSided(fork)
+    see_calls(fork, found.see)
+    for weight in some(found.weights, "no weights lie on one side of zero").values():
+        nn.init.xavier_normal_(weight)
+
+
+@fix("reinitialise")
+def _reinitialise(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Draw weights from N(0, gain²/fan-in), biases as 0; reset other modules as torch does.
+
+    Weights are those of affine layers, and parameters that no such layer holds, if they are named.
+
+    The initialisation is that of He et al. 2015 and Glorot and Bengio 2010. The gain is √2, but 1
+    if the model has saturating activations, and for the layer that is registered last.
+    """
+    saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
+    bare = {name: rows for name, rows in bare_weights(fork).items() if name in layers}
+    for rows in bare.values():
+        nn.init.normal_(rows, std=(1 if saturating else 2) ** 0.5 * rows.shape[-1] ** -0.5)
+    layers = [path for path in layers if path not in bare]
+    named = _modules_at(fork.model, layers) if layers else []
+    others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, _AFFINE)]
+    for module in others:
+        module.reset_parameters()  # type: ignore[operator]
+    if (bare or others) and len(others) == len(named):
+        return
+    affine = [m for m in fork.model.modules() if isinstance(m, _AFFINE)]
+    for module in _affine_at(fork.model, layers):
+        linear = saturating or module is affine[-1]
+        nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if linear else "relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+# Inputs
+
+_CONSTANT = 1e-6  # a smaller standard deviation relative to the largest is rounding
+
+Map = tuple[Tensor, Tensor]  # what is subtracted, and what the rest is divided by
+
+
+def _standardised(features: Tensor) -> Map:
+    std, mean = torch.std_mean(features, dim=0, correction=0)
+    return mean, torch.where(std <= _CONSTANT * std.amax(), 1.0, std)
+
+
+def _centred(features: Tensor) -> Map:
+    return features.mean(0), features.new_ones(1)
+
+
+def _scaled(features: Tensor) -> Map:
+    rms = features.square().mean().sqrt()
+    return features.new_zeros(1), torch.where(rms > 0, rms, 1.0)
+
+
+@fix("standardise-inputs", rescales=True, map_of=_standardised)
+@fix("centre-inputs", rescales=True, map_of=_centred)
+@fix("scale-inputs", rescales=True, map_of=_scaled)
+def _mapped(fork: Fork, layers: Layers, record: Seen, map_of: Callable[[Tensor], Map]) -> None:
+    """Map the model's inputs by a forward pre-hook.
+
+    The map of an input follows from its features over the different batches, one a column. The
+    model itself does not run for that.
+    """
+    seen: dict[str, list[Tensor]] = {}
+    for batch in {id(batch): batch for batch in fork.batches}.values():  # each once
+        for name, x in arguments(fork, batch).items():
+            if _is_mapped(name, x):
+                seen.setdefault(name, []).append(x.detach())
+    some(seen, "the model is called with no real numbers")
+    maps = {}
+    for name, tensors in seen.items():
+        axis = feature_axis(tensors[0], fork.model)
+        last = [x[..., None] if axis is None else x.movedim(axis, -1) for x in tensors]
+        features = torch.cat([x.double().flatten(0, -2) for x in last])
+        some(bool(features.isfinite().all()), "inputs are not finite")
+        shape = [-1 if i == axis else 1 for i in range(tensors[0].dim())]
+        maps[name] = [x.reshape(shape) for x in map_of(features)]
+
+    def change(name: str, x: Any) -> Any:
+        if name not in maps or not _is_mapped(name, x):
+            return x
+        less, over = maps[name]
+        return ((x.double() - less) / over).to(x.dtype)
+
+    fork.model.register_forward_pre_hook(partial(changed, change=change), with_kwargs=True)
+
+
+def _is_mapped(name: str, x: Any) -> bool:
+    """Return whether an argument is a floating-point input."""
+    return is_input(name) and isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+
+
+def feature_axis(x: Tensor, model: nn.Module) -> int | None:
+    """Return the axis of an input's features, or channels; None if each entry is a sample.
+
+    It is the last of (samples, features) and (samples, places, features). It is the second for
+    images, and before a one-dimensional convolution of as many channels. It is the last of an image
+    if the second is longer than the last and the last has at most 4 entries, like colours.
+    """
+    if x.dim() < 3:
+        return 1 if x.dim() == 2 else None
+    if x.dim() == 3:
+        channels = {m.in_channels for m in model.modules() if isinstance(m, nn.Conv1d)}
+        return 1 if x.shape[1] in channels else 2
+    return x.dim() - 1 if x.shape[1] > x.shape[-1] and x.shape[-1] <= 4 else 1
+
+
+# Called functions
+
+Of = Callable[[Call], object]
+_NOT_CALLED = "nothing of that kind is called"
+_MAKE_VECTORS = ("embedding", "linear", "conv2d")
+
+
+def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CALLED) -> None:
+    """Replace the results of calls of a kind from now on.
+
+    Raises:
+        DoesNotApply: Nothing of that kind is called; `otherwise` says so.
+    """
+    some(calls_of(fork, is_met), otherwise)
+    change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
+
+
+def among(calls: Collection[Call]) -> Of:
+    """Return the condition that a call is one of these of another pass, by number and name."""
+    known = {(call.number, call.name) for call in calls}
+    return lambda call: (call.number, call.name) in known
+
+
+@fix("leaky-relu")
+def _leaky_relu(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Replace ReLUs by leaky ReLUs of slope 0.1, in the whole model."""
+
+    def leaky(call: Call) -> Tensor:
+        return functional.leaky_relu(call.argument(0, "input"), 0.1)
+
+    replace_calls(fork, lambda call: call.name == "relu", leaky)
+
+
+def _taken_for_logits(fork: Fork) -> list[Call]:
+    return [*filter(None, [loss_inputs.activation(fork)])]
+
+
+@fix("plain-outputs", rescales=True, find=_taken_for_logits)
+@fix("outputs-without-dropout", find=loss_inputs.dropped)
+@fix("outputs-without-norm", rescales=True, find=lambda of: loss_inputs.Normalised(of).calls(of))
+def _left_out(fork: Fork, layers: Layers, record: Seen, find: Callable[[Fork], list[Call]]) -> None:
+    """Leave out functions that act on the outputs, in front of the loss."""
+    nothing = "no such function stands in front of the loss"
+    loss_inputs.leave_out(fork, some(find(fork), nothing))
+
+
+@fix("relu-between", rescales=True)
+def _relu_between(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Put a ReLU behind each linear or convolutional layer that runs, but the last."""
+    for path in some(maps_that_run(fork)[:-1], "fewer than two layers run"):
+        fork.model.get_submodule(path).register_forward_hook(
+            lambda module, args, output: functional.relu(output)
+        )
+
+
+@fix("dropout-0.1")
+def _less_dropout(fork: Fork, layers: Layers, record: Seen) -> None:
+    replace_calls(fork, lambda call: rate_of(call) > HIGH, lambda call: with_rate(call, 0.1))
+
+
+@fix("unbounded-outputs", rescales=True, names=loss_inputs.BOUNDED, to=torch.Tensor.clone)
+@fix("sigmoids", rescales=True, names=("softmax",), to=torch.sigmoid)
+def _within_range(
+    fork: Fork, layers: Layers, record: Seen, names: Collection[str], to: Callable[[Tensor], Tensor]
+) -> None:
+    """Replace functions on the outputs that can't reach the targets by a sigmoid, or by nothing."""
+    look = loss_inputs.OutOfRange(fork)
+    with torch.enable_grad():
+        loss = see_calls(fork, look.see)
+    found = [call for call, _ in look.found(loss) if call.name in names]
+    nothing = "no such function acts on the outputs"
+    replace_calls(fork, among(found), lambda call: to(call.argument(0, "input")), nothing)
+
+
+@fix("uncut", rescales=True)
+def _uncut(fork: Fork, layers: Layers, record: Seen) -> None:
+    undo(fork, some(cuts(fork), "nothing is cut in front of parameters"))
+
+
+@fix("logits-times-10", rescales=True)
+def _logits_times_10(fork: Fork, layers: Layers, record: Seen) -> None:
+    def instead(call: Call) -> object:
+        given = {"input": call.argument(0, "input"), **call.kwargs}
+        return call.function(10.0 * given.pop("input"), *call.args[1:], **given)
+
+    replace_calls(fork, lambda call: call.name == "cross_entropy", instead)
+
+
+@fix("positions", rescales=True)
+def _positions(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Add a random vector to each place's vector that the first layer gives, of their own rms."""
+
+    def instead(call: Call) -> object:
+        made = call.function(*call.args, **call.kwargs)
+        drawn = torch.randn(made.shape[1:], generator=torch.Generator().manual_seed(fork.seed))
+        return made + made.detach().square().mean().sqrt() * drawn.to(made)
+
+    found = calls_of(fork, lambda call: call.name in _MAKE_VECTORS and call.result.ndim in (3, 4))
+    replace_calls(fork, among(found[:1]), instead, "no layer gives each place a vector")
+
+
+@fix("inverted-masks", rescales=True)
+def _inverted_masks(fork: Fork, layers: Layers, record: Seen) -> None:
+    def instead(call: Call) -> object:
+        def flipped(x: object) -> object:
+            return ~x if x is mask_of(call) and isinstance(x, Tensor) else x
+
+        others = {name: flipped(x) for name, x in call.kwargs.items()}
+        return call.function(*map(flipped, call.args), **others)
+
+    replace_calls(fork, lambda call: mask_of(call) is not None, instead)
+
+
+@fix("summed-axis", rescales=True)
+def _summed_axis(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Take the softmaxes over the axis along which their products sum, if one suits all of them."""
+    found = [use.softmax for use in uses(fork) if not use.fits]
+    nothing = "all weights sum to 1 along the axis that is summed over"
+
+    def along(axis: int) -> Fork:
+        def instead(call: Call) -> object:
+            return call.argument(0, "input").softmax(axis)
+
+        other = replace(fork)
+        replace_calls(other, among(found), instead, nothing)
+        return other
+
+    most = max((call.argument(0, "input").ndim for call in found), default=2)
+    axes = range(-1, -most, -1)  # never the first axis, that of the samples
+    fitting = [axis for axis in axes if all(use.fits for use in uses(along(axis)))]
+    fork.loss = along(some(fitting, "no axis of these softmaxes is summed over")[0]).loss
