@@ -116,12 +116,6 @@ def test_reports_are_a_list_that_keeps_the_last_ones() -> None:
     assert reports is monitor.reports and reports[1:2] == [reports[1]]
 
 
-def test_hundreds_of_layers_have_room() -> None:
-    layers = {f"blocks.{i}.linear": reading(i) for i in range(300)}
-    width, height = report(layers=layers).plot().get_size_inches()
-    assert height < 12 and width < 10
-
-
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
