@@ -1,7 +1,6 @@
 """The watch over a forward pass is active when needed, removed afterwards, and has no effect."""
 
 import copy
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -111,35 +110,6 @@ def test_modes_of_the_users_stay_where_they_were() -> None:
     assert linear == ["linear", "linear"], "calls reach a mode around ours as before"
 
 
-def test_each_thread_has_its_own_watch() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    inside: list[int] = []
-    halt, go = threading.Event(), threading.Event()
-
-    def between(x: Tensor) -> Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            go.set()
-            assert halt.wait(10)
-        return x
-
-    model.between = between
-    losses: list[Tensor] = []
-    with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
-        other = threading.Thread(target=lambda: losses.append(model(X).square().sum()))
-        other.start()
-        assert go.wait(10)
-        inside.append(len(modes()))  # the other thread is in its forward pass
-        losses.append(model(X).square().sum())
-        halt.set()
-        other.join()
-        sum(losses).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    assert inside == [0]
-    assert monitor.latest is not None
-    assert {r.rows_seen for r in monitor.latest.layers.values()} == {10}
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_functions_that_use_parameters(reentrant: bool) -> None:
     """Checkpointed functions are seen when a module is called in the recomputation."""
@@ -180,56 +150,6 @@ def test_a_model_that_is_called_in_parts() -> None:
             expected.layers[path].measures(), rel=1e-9, nan_ok=True
         )
     assert "outside" in found.unsupported["shift"]
-
-
-def test_what_is_not_trained_runs_as_without_a_watch() -> None:
-    """torch's encoder layer would choose another kernel, with other rounding, under a mode."""
-
-    class Distilled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            teacher = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-            self.teacher = teacher.requires_grad_(False)
-            self.student = nn.Linear(8, 8)
-            self.inside: list[int] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.teacher.eval()
-            taught = self.teacher(x)
-            self.inside.append(len(modes()))
-            return self.student(x) - taught
-
-    outputs = []
-    for monitored in (False, True):
-        torch.manual_seed(1)
-        model = Distilled()
-        seen: list[int] = []
-        model.teacher.linear1.register_forward_pre_hook(lambda *_, s=seen: s.append(len(modes())))
-        optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
-        monitor = Monitor(model, optimizer, on_error="raise")
-        if monitored:
-            monitor.attach()
-        else:
-            monitor.close()
-        output = model(torch.randn(2, 3, 8))
-        outputs.append(output)
-        output.square().sum().backward()
-        optimizer.step()
-        monitor.close()
-        assert not any(seen)
-        assert model.inside == [int(monitored)]
-    assert torch.equal(*outputs)
-
-
-def test_an_evaluation_before_a_measured_step_takes_its_usual_way() -> None:
-    torch.manual_seed(1)
-    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 3, 8)
-    with torch.no_grad():
-        expected = model.eval()(x)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, on_error="raise"), torch.no_grad():
-        assert torch.equal(model(x), expected)
 
 
 def test_one_module_that_is_called_within_itself() -> None:
