@@ -243,22 +243,6 @@ def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
     deviations.check(draws)
 
 
-def test_ranks_that_meet_once_the_monitor_is_attached_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The gradient's factor since the pass, and the sum of features, are known for other ranks."""
-    model, x = nn.Linear(6, 3).double(), torch.randn(8, 6, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise"):
-        parts = contributions_of_ranks(monkeypatch, WORLD)
-        model(x).square().sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-        optimizer.step()
-    (layer,) = parts[0].layers.values()
-    assert layer.evidence.since is not None and np.isfinite(layer.evidence.since).all()
-    assert layer.common is not None and layer.common.sum is not None
-
-
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("seen", [30, 128])
 def test_rows_of_one_output_raise_no_false_alarm(seen: int) -> None:
