@@ -383,7 +383,7 @@ class Told(TrainerCallback):
         self.logs.append(dict(kwargs["logs"]))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("bar", [True, False])
 def test_callbacks_get_the_summary_and_the_console_is_not_flooded(
     make: Make, bar: bool, capsys: pytest.CaptureFixture[str]
@@ -598,7 +598,7 @@ def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) 
     assert set(records[7]) == expected
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost", [{"sinks": [MemorySink()]}, {"layers": lambda path, module: path == "net.3"}]
 )
@@ -684,7 +684,7 @@ class Raise(TrainerCallback):
         raise RuntimeError("out of luck")
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [True, False])
 def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, again: bool) -> None:
     callback = DivergenceTrainerCallback(1, on_error="raise")

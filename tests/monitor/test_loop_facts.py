@@ -383,6 +383,7 @@ def tokens(number: int) -> Tensor:
     return torch.randperm(30, generator=torch.Generator().manual_seed(number)).view(6, 5) % 5
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     ("model", "draw"),
     [(two_layers, batch), (two_layers, one_hot), (Embedded, tokens), (Net, batch)],
