@@ -148,7 +148,7 @@ def test_the_scenarios_reach_every_rule_and_every_file() -> None:
     boundaries = {(b.file, b.line) for b in scenario_of()}
     rules = [*uses._RULES.values(), *(rule.function for rule in registry._RULES.values())]
     for rule in rules:
-        code = rule.__code__
+        code = getattr(rule, "func", rule).__code__  # that of a partial, too
         file = code.co_filename
         if file.startswith(str(HOME)):
             place = (str(Path(file).relative_to(HOME)), code.co_firstlineno)
