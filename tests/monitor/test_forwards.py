@@ -8,7 +8,7 @@ import torch
 from setups import one_step, same
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
@@ -70,44 +70,6 @@ def test_a_forward_that_raises_leaves_nothing_behind() -> None:
     assert monitor.latest is not None
     same(monitor.latest, one_step(net(), loss))
     assert not hooks_of(model)
-
-
-def test_modes_of_the_users_stay_where_they_were() -> None:
-    class Counts(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    for monitored in (False, True):
-        inner, outer = Counts(), Counts()
-
-        def between(x: Tensor, inner: Counts = inner) -> Tensor:
-            with inner, torch.device("cpu"):
-                return x + torch.ones(4)
-
-        model = net(between)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        monitor = Monitor(model, optimizer, on_error="raise")
-        if monitored:
-            monitor.attach()
-        else:
-            monitor.close()
-        with outer:
-            model(X).square().sum().backward()
-            assert modes() == [outer]
-        optimizer.step()
-        monitor.close()
-        seen.append((inner.names, outer.names))
-    assert "add" in seen[0][0]
-    assert seen[0][0] == seen[1][0]
-    assert [n for n in seen[0][1] if n == "linear"] == ["linear", "linear"]
-    linear = [name for name in seen[1][1] if name == "linear"]
-    assert linear == ["linear", "linear"], "calls reach a mode around ours as before"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -123,22 +123,6 @@ def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) ->
     same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
 
 
-def test_gradients_zeroed_without_a_trace() -> None:
-    """Zeroing through `.data` leaves the version counter unchanged, but is seen on the host."""
-    model, batch = mlp()
-    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-
-    def backward(model: nn.Module) -> None:
-        loss_of(model, (2 * batch[0], batch[1])).backward()
-        for parameter in model.parameters():
-            parameter.grad.data.zero_()
-        loss_of(model, batch).backward()
-
-    found = one_step(model, backward)
-    same(found, plain)
-    assert any("zeroed before a step" in note for note in found.notes)
-
-
 def test_weights_that_are_changed_before_the_step_are_told() -> None:
     """Weights changed before the step, as by decay, are noted; the change is no update."""
     model, batch = mlp()
@@ -253,30 +237,6 @@ def test_gradient_hooks_of_the_users(kind: str) -> None:
     found = one_step(model, lambda m: loss_of(m, batch).backward())
     same(found, expected, loosely=True)
     assert not found.notes
-
-
-EDITS = {
-    "noise": lambda g: g.add_(torch.randn_like(g), alpha=g.norm().item()),
-    "per entry": lambda g: g.clamp_(-0.1 * g.abs().max(), 0.1 * g.abs().max()),
-    "ascent": lambda g: g.neg_(),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_edits_that_are_no_factor_are_told(edit: str) -> None:
-    """After an edit, ⟨d, G⟩ comes from the rows, as the gradient no longer determines it."""
-    model, batch = mlp()
-
-    def edited(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            EDITS[edit](parameter.grad)
-
-    found = one_step(model, lambda m: loss_of(m, batch).backward(), edited)
-    assert any("changed since the backward pass" in note for note in found.notes)
-    if edit == "ascent":
-        for reading in found.layers.values():
-            assert reading.update_cosine == pytest.approx(reading.gradient_cosine)
-            assert reading.update_cosine < 0
 
 
 def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:

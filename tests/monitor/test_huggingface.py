@@ -251,11 +251,6 @@ def test_losses_are_those_that_the_trainer_logs(make: Make, model: type[nn.Modul
     assert losses_of(memory.reports) == pytest.approx(logged, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_evaluations_between_steps_are_no_steps(make: Make) -> None:
-    assert_same(train(make, eval_strategy="steps", eval_steps=1), plain())
-
-
 def test_an_evaluation_completes_the_report(make: Make) -> None:
     """A report completed later would miss earlier changes of the weights and include later ones."""
     steps = []
@@ -358,13 +353,6 @@ def test_the_history_holds_every_reports_summary(make: Make) -> None:
     assert "train_runtime" in trainer.state.log_history[-1]
 
 
-@pytest.mark.slow
-def test_the_interval_follows_the_trainer(make: Make) -> None:
-    trainer = make(DivergenceTrainerCallback(on_error="raise"), logging_steps=22, max_steps=24)
-    trainer.train()
-    assert list(logged(trainer)) == [1, 23]
-
-
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
@@ -436,18 +424,6 @@ def test_a_trainers_own_means_go_on(make: Make) -> None:
     means = [r["gathered"] for r in trainer.state.log_history if "loss" in r]
     assert means == [4, 4]
     assert len(logged(trainer)) == STEPS
-
-
-def test_a_forward_pass_before_the_trainer_logs_does_not_keep_it_from_that(make: Make) -> None:
-    class Sample(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            with torch.no_grad():
-                kwargs["model"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
-
-    trainer = make(DivergenceTrainerCallback(1, on_error="raise"), Sample(), logging_steps=2)
-    trainer.train()
-    assert [r["step"] for r in trainer.state.log_history if "loss" in r] == [2, 4, 6, 8]
-    assert list(logged(trainer)) == [*range(1, 9)]
 
 
 def test_only_the_first_process_writes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -707,24 +707,6 @@ def test_nothing_stays_on_the_model(failing: int | None) -> None:
     assert [report.step for report in memory.reports] == list(range(batches)), "none is lost"
 
 
-def test_other_stages_are_left_alone() -> None:
-    callback = DivergenceCallback(1)
-    model = module()
-    model.test_step = lambda batch, batch_idx: None
-    trainer(callbacks=callback).test(model, loader(), verbose=False)
-    assert not callback.monitors
-
-
-def test_two_callbacks_share_a_trainer() -> None:
-    sinks = [MemorySink(), MemorySink()]
-    callbacks = [
-        DivergenceCallback(2, layers=[f"net.{layer}"], sinks=[sink], on_error="raise")
-        for layer, sink in zip((0, 3), sinks, strict=True)
-    ]
-    trainer(callbacks=callbacks).fit(module(), loader())
-    assert [list(sink.reports[-1].layers) for sink in sinks] == [["net.0"], ["net.3"]]
-
-
 # Versions of Lightning
 
 

@@ -104,18 +104,6 @@ def kind_of(measure: str) -> str:
     return "attention" if measure in ATTENTION_MEASURES else "layers"
 
 
-def test_reports_are_a_list_that_keeps_the_last_ones() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, keep=3) as monitor:
-        reports = monitor.reports
-        for _ in range(7):
-            model(torch.ones(5, 3)).sum().backward()
-            optimizer.step()
-    assert [one.step for one in monitor.reports[-5:]] == [4, 5, 6]
-    assert reports is monitor.reports and reports[1:2] == [reports[1]]
-
-
 @pytest.mark.parametrize(
     ("draw", "said"),
     [

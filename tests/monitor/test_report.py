@@ -266,17 +266,6 @@ def test_attention_as_rows_has_one_per_head() -> None:
 # The loss, learning rates and classes of modules
 
 
-def test_the_loss_of_the_step_is_one_of_the_losses() -> None:
-    losses = {5: 2.5, 6: math.nan, 7: 0.25}
-    found = report(7, losses=losses, learning_rates=(0.1, 1e-3))
-    assert found.loss == 0.25
-    assert report(8, losses=losses).loss is None
-    assert report().loss is None
-    record = found.to_dict()
-    assert (record["loss"], record["losses"]) == (0.25, losses)
-    assert record["learning_rates"] == [0.1, 1e-3]
-
-
 def test_losses_and_learning_rates_are_read_as_they_were_written(tmp_path: Path) -> None:
     """JSON has only strings as keys, and no non-finite numbers; reading restores both."""
     losses = {5: 2.5, 6: math.nan, 7: math.inf}

@@ -83,25 +83,6 @@ def test_a_loss_that_is_not_finite(factor: float) -> None:
     assert math.isnan(reports[0].layers["0"].update_cosine)
 
 
-def test_a_step_that_overflows_has_no_cosine() -> None:
-    """Cosines of a step of 1e30, whose square overflows in single precision, are NaN."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
-    with (
-        pytest.warns(UserWarning, match="step 0: not finite .*: the update of Linear '0'"),
-        Monitor(model, optimizer, on_error="raise") as monitor,
-    ):
-        model(torch.randn(16, 5)).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    for reading in monitor.latest.layers.values():
-        assert reading.non_finite == ("update",)
-        for name in ("update_cosine", "parameter_cosine", "row_cosine_mean", "update_ratio"):
-            assert math.isnan(getattr(reading, name)), name
-        assert math.isfinite(reading.gradient_cosine or math.nan)
-
-
 @pytest.mark.parametrize("where", ["one input", "one weight"])
 def test_what_is_not_finite_first_is_named(where: str) -> None:
     """The first non-finite tensor is named, even if its row is not sampled."""
@@ -144,13 +125,6 @@ def test_empty_batches_and_zero_gradients() -> None:
     assert reading.rows_without_gradient == reading.rows_seen == 3
     for name in ("update_cosine", "row_cosine_p50", "harmed_fraction", "projection_cosine"):
         assert math.isnan(getattr(reading, name)), name
-
-
-def test_zero_inputs_leave_the_bias_alone_to_act() -> None:
-    x, y = batches(1)[0]
-    reading = both(CASES["mlp"].model(), [(x * 0, y)], on_error="raise")[0].layers["0"]
-    assert reading.scale_mean == 1
-    assert reading.bias_share == 1
 
 
 class Raises(nn.Module):
@@ -207,20 +181,6 @@ def test_a_sink_that_fails() -> None:
     assert [r.step for r in failing.reports] == [1, 3]
     assert "No space left on device" in reports[2].notes[0]
     assert not reports[3].notes
-
-
-def test_what_is_frozen_when_it_begins_is_measured_later() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = Monitor(model, optimizer, every_n_steps=1, max_overhead=0.5)
-    model.requires_grad_(False)
-    with pytest.warns(UserWarning, match="holds none of the trainable parameters"), monitor:
-        model.requires_grad_(True)
-        for _ in range(21):
-            optimizer.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-    assert [made.step for made in monitor.reports] == [20]
 
 
 @pytest.mark.parametrize("value", [1e15, 1e20, 1e30, math.inf, math.nan])

@@ -16,13 +16,11 @@ import pytest
 from example_reports import LAYERS, attention, reading, report
 
 from adiv_monitor.report import MEASURES, StepReport
-from adiv_monitor.report.blocks import blocks
 from adiv_monitor.report.wording import not_measured, percent
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     FRONT_MEASURES,
-    block_scalars,
     board_scalars,
     layer_scalars,
     summary_scalars,
@@ -105,15 +103,6 @@ def test_jsonl_has_words_for_numbers_that_are_not_finite(tmp_path: Path) -> None
     assert layer["update_cosine"] is None
     assert (layer["effective_lr"], layer["descent"]) == ("Infinity", "-Infinity")
     assert "attainable_cosine" not in layer
-
-
-def test_jsonl_continues_an_existing_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    for step in (0, 50):
-        sink = JsonlSink(path)
-        sink.write(report(step))
-        sink.close()
-    assert [line["step"] for line in strict_lines(path)] == [0, 50]
 
 
 NULS = "\0" * 4096  # as a machine's crash leaves where data had not reached the disk
@@ -279,19 +268,6 @@ def test_no_digit_that_the_error_makes_meaningless(value: float, error: float, s
     assert row(printed(report(layers=layers), measures=["update_cosine"]), "a")[-1] == shown
 
 
-def test_no_star_where_the_errors_tell_no_worst_layer() -> None:
-    def starred(error: float) -> bool:
-        errors = {"update_cosine": error}
-        layers = {
-            name: reading(update_cosine=value, standard_error=errors)
-            for name, value in (("a", 0.1), ("b", 0.2))
-        }
-        return "*" in printed(report(layers=layers), measures=["update_cosine"])
-
-    assert starred(0.03)
-    assert not starred(0.04)
-
-
 def test_what_is_not_measured_is_said_once() -> None:
     idle = {"head": "no gradient reached it in this step"}
     first, again, changed = report(0), report(1), report(2, unsupported=idle, unmeasured={})
@@ -375,41 +351,6 @@ def test_few_scalars_however_many_layers_there_are() -> None:
     assert {f"adiv.scale_cv/{path}" for path in layers} <= set(everything)
     chosen = board_scalars(report(layers=layers), ["scale_cv"], "few")
     assert {tag.partition("/")[0] for tag in chosen} == {"adiv.scale_cv", "adiv.summary"}
-
-
-def test_maps_speak_for_their_block_in_its_median() -> None:
-    values = {"net.a.0": 1.0, "net.a.1": 5.0, "net.a.2": 2.0, "net.a.norm": 99.0, "net.b.norm": 7.0}
-    layers = {
-        path: reading(update_ratio=value, kind="gain" if path.endswith("norm") else "linear")
-        for path, value in values.items()
-    }
-    layers |= {f"net.c.{i}": reading(update_ratio=math.nan) for i in range(20)}
-    found = block_scalars(report(layers=layers), ["update_ratio"])
-    a = [value for tag, value in found.items() if tag.startswith("adiv.update_ratio/net.a")]
-    assert a == [2.0]
-    assert found["adiv.update_ratio/net.b.norm"] == 7.0
-    assert all(math.isnan(found[tag]) for tag in found if "net.c" in tag)
-
-
-@pytest.mark.parametrize("most", [1, 3, 8])
-@pytest.mark.parametrize(
-    "paths",
-    [
-        ["stem", *(f"h.{i}.{part}" for i in range(12) for part in ("attn.q", "mlp")), "head"],
-        [str(i) for i in range(300)],
-        ["only"],
-        ["a.b.c", "a.b.d"],
-    ],
-)
-def test_blocks_hold_each_layer_once_in_order(paths: list[str], most: int) -> None:
-    found = blocks(paths, most)
-    assert [path for block in found.values() for path in block] == paths
-    assert len(found) <= most
-
-
-def test_numbered_blocks_go_in_ranges() -> None:
-    paths = ["wte", *(f"h.{i}.{part}" for i in range(12) for part in "abcd"), "head"]
-    assert list(blocks(paths, 6)) == ["wte", "h.0-2", "h.3-5", "h.6-8", "h.9-11", "head"]
 
 
 def test_scalars_are_named_by_measure_then_layer() -> None:

@@ -20,11 +20,9 @@ from zoo.libraries import PEFT, TIMM
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alignment import Probe
-from adiv_monitor.capture.selection import select
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Turn
 from adiv_monitor.sinks import TableSink, TensorBoardSink
-from adiv_monitor.step.turns import Turns
 
 # One model of each kind: batch norm, windows, tied and fused weights, experts, recurrent maps,
 # modules measured as a whole, weights made of several modules' parameters, several optimizers, no
@@ -333,25 +331,6 @@ def test_what_was_not_asked_for_has_no_turn() -> None:
     assert [list(report.layers) for report in reports] == [["first"], ["last"], ["first"]]
     assert [report.coverage for report in reports] == [1, 1, 1]
     assert [report.turn for report in reports[:2]] == [Turn(1, 1, 2, 16), Turn(2, 2, 2, 10)]
-
-
-def test_modules_that_share_parameters_have_one_turn() -> None:
-    """Chains of shared parameters have one turn: b with d, d with c."""
-    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abcde"})
-    model["d"].weight, model["c"].bias = model["b"].weight, model["d"].bias
-    found = []
-    turns = Turns(1)
-    for taken in range(3):
-        turns.taken = taken
-        selection, turn = turns.next(select(model, None, None))
-        assert turn == Turn(taken + 1, taken + 1, 3)
-        named = {id(p): name for name, p in model.named_parameters()}
-        found.append(sorted(named[key] for key in selection.due or ()))
-    assert found == [
-        ["a.bias", "a.weight"],
-        ["b.bias", "b.weight", "c.bias", "c.weight"],
-        ["e.bias", "e.weight"],
-    ]
 
 
 def test_texts_of_a_board_are_of_whole_rounds_but_alarms_of_every_step(tmp_path: Path) -> None:

@@ -435,56 +435,6 @@ def test_every_measure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found.d, found.near, rtol=1e-6, atol=1e-9)
 
 
-# --- agreement with rules ------------------------------------------------------------------------
-
-RULED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "linear": (lambda: nn.Linear(4, 3), (5, 4), "linear"),
-    "linear of tokens": (lambda: nn.Linear(4, 3, bias=False), (3, 5, 4), "linear"),
-    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (3, 4, 5, 6), "conv2d"),
-    "layer norm": (lambda: nn.LayerNorm(4), (3, 5, 4), "layer_norm"),
-    "batch norm": (lambda: nn.BatchNorm2d(4), (6, 4, 3, 2), "batch_norm"),
-}
-
-
-SAMPLED = {"update_cosine", "gradient_cosine", "update_ratio", "bias_share"}
-
-
-@pytest.mark.parametrize("max_rows", [None, 4], ids=["all-rows", "sampled"])
-@pytest.mark.parametrize("name", RULED)
-def test_what_a_rule_says_too(
-    name: str, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build, shape, function = RULED[name]
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Tanh(), build()).double()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    x = data(*shape)
-
-    def measured() -> StepReport:
-        reports = one_step(
-            copy.deepcopy(model), lambda m: total(m(x).tanh()).backward(), max_rows=max_rows
-        )
-        assert not reports.notes
-        return reports
-
-    by_rule = measured().layers["1"]
-    monkeypatch.delitem(uses._RULES, function)
-    whole = measured().layers["1"]
-    assert whole.kind == "module"
-    assert whole.rows_seen == by_rule.rows_seen
-    measures, ruled = whole.measures(), by_rule.measures()
-    assert len(measures) == 14
-    # A gain's rule takes ‖G‖² from the same rows as its scales; otherwise both use all rows.
-    alike = measures.keys()
-    if max_rows is not None and name.startswith("linear"):  # a rule knows the norms of all rows
-        alike -= SAMPLED
-    assert {k: measures[k] for k in alike} == pytest.approx({k: ruled[k] for k in alike}, **EXACT)
-    for measure in alike & {*SAMPLED, "row_cosine_mean"}:
-        error = whole.standard_error.get(measure, 0.0)
-        assert error == pytest.approx(by_rule.standard_error.get(measure, 0.0), **EXACT)
-
-
 # --- the bounded number of samples ---------------------------------------------------------------
 
 SIZES: list[int] = []
