@@ -272,6 +272,7 @@ FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("realised", [False, True], ids=["", "realised"])
 @pytest.mark.parametrize("around", [nullcontext, AnalogNoise, NoisyFunctions])
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -109,6 +109,7 @@ def test_the_monitors_table_of_both(story: Story) -> None:
     assert float(said.replace(",", "")) == pytest.approx(raw, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_it_leaves(story: Story) -> None:
     assert {path.name for path in story.folder.iterdir()} == {
         *("audit", "raw", "raw.html", "raw.json", "raw.md"),
@@ -126,6 +127,7 @@ def test_what_it_leaves(story: Story) -> None:
     assert (ROOT / "layers" / "README.md").exists() and "layers/README.md" in story.text
 
 
+@pytest.mark.slow
 def test_the_docs_show_what_the_demo_prints(story: Story) -> None:
     page = (ROOT / "docs" / "demo.md").read_text()
     printed = [line.rstrip() for line in story.text.splitlines()]

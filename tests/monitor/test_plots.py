@@ -81,6 +81,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("measure", (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES))
 def test_every_measure_of_the_reports_is_drawn(measure: str) -> None:
     run = Running()

@@ -207,7 +207,7 @@ def trained(
     return monitor.latest
 
 
-@pytest.mark.slow(one_in=11)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])

@@ -151,7 +151,7 @@ class Deviations:
             assert abs(sum(found) / len(found)) < 4 / math.sqrt(draws), name
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_readings_know_how_far_off_they_are(case: str, optimizer: str) -> None:

@@ -85,7 +85,7 @@ def after_evaluations(model: nn.Module, x: Tensor) -> None:
     del kept
 
 
-@pytest.mark.slow(one_in=2, first=1)
+@pytest.mark.slow(one_in=4, first=1)
 @pytest.mark.parametrize("backward", [twenty_calls, micro_batches, checkpointed, after_evaluations])
 def test_rows_of_a_step_are_even(
     backward: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch

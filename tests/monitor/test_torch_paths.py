@@ -63,7 +63,7 @@ BRANCHES: dict[str, Forward] = {
 }
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from torch's own code
 def test_operators_with_branches_keep_the_gradients_of_what_they_close_over(name: str) -> None:

@@ -145,6 +145,7 @@ def truth(kind: str, size: float) -> LayerReading:
     return measured(kind, size, None, around=held_by_hooks)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_pass_tells_what_the_scales_cost(kind: str, size: float) -> None:
@@ -167,7 +168,7 @@ def test_even_scales_cost_nothing_whatever_the_rows(kind: str) -> None:
 FROM_ROWS = ("embedding", "gradient-only", "gradient-only, grouped")
 
 
-@pytest.mark.slow(one_in=11)
+@pytest.mark.slow(one_in=29)
 @pytest.mark.parametrize(
     ("kind", "size"),
     [(k, s) for k in KINDS | EVEN for s in SIZES if s < 2 or k not in FROM_ROWS],
