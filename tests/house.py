@@ -27,6 +27,12 @@ def _name(path: Path) -> str:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    """Return a file's syntax tree, parsed once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports() -> Graph:
     """Return the modules that each module imports; the package of layers counts as one.
 
@@ -38,7 +44,7 @@ def imports() -> Graph:
 
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """Yield a file's imported modules; `from package import name` yields a submodule `name`."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -138,7 +144,7 @@ def _shown(name: str) -> str:
 
 def _purpose(name: str) -> str:
     """Return the first clause of its docstring."""
-    said = ast.get_docstring(ast.parse(_file(name).read_text(encoding="utf-8"))) or ""
+    said = ast.get_docstring(tree(_file(name))) or ""
     return re.split(r"[:.;](?: |\n|$)", said, maxsplit=1)[0]
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.features import Features, OneHotFeatures
-from adiv_monitor.features.rows import Whole
 from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
 
 
@@ -64,19 +63,3 @@ def trained_of(features: Features) -> Tensor:
     if isinstance(features, OneHotFeatures):
         return features.trained[:, None]
     return torch.ones(1, 1, dtype=torch.float64)
-
-
-def assert_of_all_rows(whole: Whole, features: Features) -> None:
-    """Assert that the one-pass statistics of all rows agree with their features."""
-    active = trained_of(features)[:, 0]
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    scale = features.scale()[:, 0]
-    squares = whole.weight_square.reshape(-1) + whole.bias_square
-    torch.testing.assert_close(squares * active, scale, **close)
-    if whole.weight_sum is not None:
-        common, _ = features.common(torch.ones_like(scale))
-        torch.testing.assert_close(whole.weight_sum.square().sum(), common.sum(), **close)
-    weight_only = whole.of_weight()
-    alone = features.restrict(weight=True, bias=False).scale()[:, 0]
-    torch.testing.assert_close(weight_only.weight_square.reshape(-1) * active, alone, **close)
-    assert weight_only.bias_square == 0

@@ -1,6 +1,5 @@
 """One measured step of a small model, the comparison of readings, and a free port."""
 
-import socket
 from collections.abc import Callable
 
 import pytest
@@ -50,9 +49,3 @@ def mlp() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 def cosine(a: Tensor, b: Tensor) -> float:
     return ((a * b).sum() / a.norm() / b.norm()).item()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

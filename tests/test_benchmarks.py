@@ -9,7 +9,6 @@ import host
 import larger_faults
 import launches
 import least_work
-import mode
 import monitor
 import peers
 import pictures
@@ -18,11 +17,7 @@ import rows
 import scale
 import torch
 import transfer
-import transfer_training
-from models import TASKS, Task, Trainer, images, mlp
-from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
-from uses import Uses
+from models import TASKS, Trainer, images, mlp
 
 
 @pytest.mark.parametrize(
@@ -31,7 +26,7 @@ from uses import Uses
         *(host, rows),
         *(
             pytest.param(script, marks=pytest.mark.slow)
-            for script in (launches, mode, monitor, peers, pictures)
+            for script in (launches, monitor, peers, pictures)
         ),
     ],
     ids=lambda script: script.__name__,
@@ -65,30 +60,6 @@ def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
         assert getattr(model, name) == pytest.approx(extra, rel=tolerance), name
 
 
-def test_the_model_of_the_cost_at_scale() -> None:
-    """Measuring layers in turn reduces the cost in proportion."""
-    whole, in_turn = (scale.cost(job) for job in list(scale.LARGE.values())[:2])
-    share = list(scale.LARGE.values())[1].due
-    assert in_turn.gathered == pytest.approx(share * whole.gathered)
-    assert in_turn.flops == pytest.approx(share * whole.flops)
-    few, many = (scale.cost(replace(scale.SIZES[0], processes=n)).sent for n in (2, 64))
-    assert many < few
-
-
-def test_launches_do_not_depend_on_how_large_a_batch_is() -> None:
-    """On a GPU nothing is taken part by part, as on a CPU, where parts stay in the cache."""
-
-    def kernels(side: int) -> int:
-        task = Task(
-            "batch-normed",
-            lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(2)),
-            lambda: (torch.randn(4, 3, side, side), torch.randint(4, (4, 4))),
-        )
-        return launches.count_task(task, {"every_n_steps": 1})[0].kernels
-
-    assert kernels(32) == kernels(256)
-
-
 def test_counts_what_moves_data() -> None:
     x, parts = torch.randn(4, 6), [torch.randn(3) for _ in range(5)]
 
@@ -112,13 +83,6 @@ def test_counts_what_moves_data() -> None:
     assert counted.copies == {}
 
 
-def test_counts_the_backward_pass() -> None:
-    model, x = nn.Linear(3, 2, bias=False), torch.randn(5, 3)
-    counted = launches.count(lambda: model(x).sum().backward())
-    assert counted.operators["aten.mm"] == 2
-    assert launches.count(lambda: model(x).sum()).operators["aten.mm"] == 1
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -136,11 +100,6 @@ def test_counts_a_copy_to_the_host_once(wait: object) -> None:
     x = torch.randn(4)
     assert launches.count(lambda: wait(x), [x]).copies == {"": 1}
     assert launches.count(lambda: wait(x)).copies == {}, "it was on the host already"
-
-
-def test_a_move_to_where_another_tensor_lies_is_no_copy() -> None:
-    x, other = torch.randn(4), torch.randn(3)
-    assert launches.count(lambda: x.to(other.device), [x, other]).copies == {}
 
 
 def test_one_copy_to_the_host_per_report() -> None:
@@ -180,72 +139,6 @@ def test_says_what_is_covered_and_what_is_not(tmp_path: Path) -> None:
     assert "called ten times" not in missing
     assert "| function of parameters in a dict | `weight` | 40 | " in missing
     assert "none is given" not in missing
-
-
-def test_coverage_is_not_rounded_up() -> None:
-    assert [covered.percent(missing, 10**6) for missing in (0, 1, 10**6)] == [
-        *("100 %", "99.99 %", "0.00 %")
-    ]
-
-
-class ManyUses(nn.Module):
-    """Views, a tied weight, a derived weight, one written into another tensor, an unused one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(5, 4)
-        self.packed = nn.Parameter(torch.randn(8, 4))
-        self.normed = weight_norm(nn.Linear(4, 4, bias=False))
-        self.mask = nn.Parameter(torch.randn(4))
-        self.idle = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.tokens(x)
-        hidden[x == 0] = self.mask
-        first, second = self.packed.chunk(2)
-        hidden = self.normed(nn.functional.linear(hidden, first) @ second.t())
-        with torch.no_grad():
-            hidden = hidden + (self.idle * 0).sum()
-        return nn.functional.linear(hidden, self.tokens.weight)
-
-
-def test_functions_that_take_parameters_are_told() -> None:
-    model = ManyUses()
-    with Uses(model.parameters()) as uses:
-        model(torch.arange(5)).sum().backward()
-    found = {name: uses.functions.get(id(p), set()) for name, p in model.named_parameters()}
-    assert found == {
-        "tokens.weight": {"embedding", "linear"},
-        "packed": {"linear", "matmul"},
-        "normed.parametrizations.weight.original0": {"_weight_norm"},
-        "normed.parametrizations.weight.original1": {"_weight_norm"},
-        "mask": {"__setitem__"},
-        "idle": set(),
-    }
-
-
-@pytest.mark.parametrize(("kind", "name"), [("mlp", "adam"), ("gpt", "sgd")])
-def test_models_that_train_together_train_as_they_would_alone(
-    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(transfer_training.STEPS, kind, 10)
-    setting = transfer_training.Setting(kind, name, "mup", 64)
-    losses, _ = transfer_training.train(setting, [(-20, 1), (-15, 0), (-25, 1)])
-    torch.manual_seed(0)
-    model, groups = transfer_training.prepared(setting)
-    rates = [group["lr"] * 10**-1.5 for group in groups]
-    plain = [
-        {"params": group["params"], "lr": rate} for group, rate in zip(groups, rates, strict=True)
-    ]
-    optimizer = torch.optim.Adam(plain) if name == "adam" else torch.optim.SGD(plain, momentum=0.9)
-    for t, (x, y) in enumerate(transfer_training.batches(kind)):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * min(t + 1, (10 - t) / 9)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[0]), y[0]).backward()
-        optimizer.step()
-    x, y = transfer_training.judged(kind)
-    assert nn.functional.cross_entropy(model(x), y).item() == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_what_is_written_of_transfer_is_what_was_run() -> None:

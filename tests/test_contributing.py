@@ -1,7 +1,6 @@
 """The recipes of CONTRIBUTING.md work; metadata for hosting services agrees with the code."""
 
 import re
-import runpy
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -120,50 +119,6 @@ def test_the_citation_is_of_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(cited["version"]) == adiv_monitor.__version__
     assert cited["references"][0]["identifiers"][0]["value"] == "arXiv:2512.22247"
-
-
-def test_the_changelog_begins_with_this_version() -> None:
-    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0].startswith(f"[{adiv_monitor.__version__}] - ")
-
-
-def test_a_release_needs_one_version_and_a_dated_changelog(tmp_path: Path) -> None:
-    script = runpy.run_path(str(ROOT / ".github" / "release.py"))
-    notes, linked = script["notes"], script["linked"]
-    (tmp_path / "adiv_monitor").mkdir()
-    for file, text in {
-        "adiv_monitor/__init__.py": '__version__ = "1.2.0"\n',
-        "CITATION.cff": "cff-version: 1.2.0\nversion: 1.2.0\n",
-        "pyproject.toml": '[project.urls]\nRepository = "https://host/us/it/"\n',
-        "README.md": "![p](docs/p.png) [d](docs/d.md#x) [h](#h) [a](https://arxiv.org)\n",
-        "CHANGELOG.md": "# Changes\n\n## [1.2.0] - 2027-01-31\n\nNew.\n\n## [1.1.0] - x\n\nOld.\n",
-    }.items():
-        (tmp_path / file).write_text(text)
-    assert notes("v1.2.0", tmp_path) == "New.\n"
-    assert linked("README.md", "v1.2.0", tmp_path) == (
-        "![p](https://host/us/it/raw/v1.2.0/docs/p.png) "
-        "[d](https://host/us/it/blob/v1.2.0/docs/d.md#x) [h](#h) [a](https://arxiv.org)\n"
-    )
-    with pytest.raises(SystemExit, match=r"The tag says 1\.3\.0, the package 1\.2\.0"):
-        notes("v1.3.0", tmp_path)
-    (tmp_path / "CHANGELOG.md").write_text("## [1.2.0] - unreleased\n\nNew.\n")
-    with pytest.raises(SystemExit, match="no part"):
-        notes("v1.2.0", tmp_path)
-    (tmp_path / "pyproject.toml").write_text("[project.urls]\n")
-    with pytest.raises(SystemExit, match="no Repository"):
-        notes("v1.2.0", tmp_path)
-
-
-def test_forms_and_workflows_of_the_host_are_read() -> None:
-    yaml = pytest.importorskip("yaml")
-    folder = ROOT / ".github"
-    forms = {file.stem: yaml.safe_load(file.read_text()) for file in folder.rglob("*.yml")}
-    assert {"bug", "wrong-finding", "idea", "config", "test", "release"} == set(forms)
-    for name in ("bug", "wrong-finding", "idea"):
-        assert {"name", "description", "body"} <= set(forms[name])
-        assert all(part["attributes"]["label"] for part in forms[name]["body"])
-    jobs = forms["release"]["jobs"]
-    assert {job for job in jobs if "build" in str(jobs[job].get("needs"))} == {*jobs} - {"build"}
 
 
 def ranges() -> dict[str, SpecifierSet]:

@@ -104,7 +104,7 @@ def test_every_command_is_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     program, *words = shlex.split(command)
-    if program == "adiv-audit":
+    if program in ("adiv-audit", "adiv-monitor"):
         monkeypatch.chdir(tmp_path)
         blocks.assert_audits(shlex.join(words), monkeypatch, capsys)
     elif program == "make":
@@ -167,7 +167,7 @@ def pictures_of(page: Path) -> list[str]:
     return re.findall(r"!\[[^\]]*\]\(\S*?([\w-]+)\.png\)", page.read_text())
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_script_makes_its_pictures(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_the_monitor_part(compiled: bool) -> None:
         assert {row["layers"] for row in found if "layers" in row} == {12}
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path: Path) -> None:
     finished = command(tmp_path, "--only", "calibration")
     assert finished.returncode != 0
@@ -109,46 +110,6 @@ def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
     row, end, other = rows(tmp_path)["rows"] + rows(tmp_path)["layers"]
     assert row["share"] == "1.00" and row["run"] == end["run"]
     assert end["end"].startswith("failed: exit status -9") and other["end"].startswith("finished")
-
-
-@pytest.mark.slow
-def test_a_part_of_which_something_failed_has_not_gone_well(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        f"sys.path.insert(0, {str(Path(gpu.__file__).parent)!r})\n"
-        "import gpu_parts\n"
-        "def rows(tiny, emit):\n"
-        "    emit(kernel='gate', failed='broken|1')\n"
-        "    emit(kernel='blend', share='1.00')\n"
-        "gpu_parts.PARTS['rows'] = rows\n"
-        "gpu_parts.main()\n"
-    )
-    assert not gpu.run_part("rows", ["-c", script, "rows", "--tiny"], 600, tmp_path / "gpu.jsonl")
-    _, gate, blend, end = rows(tmp_path)["rows"]
-    assert gate["failed"] == "broken|1" and blend["share"] == "1.00"
-    assert end["end"].startswith("failed: exit status 1")
-    gpu.main(["--only", "--write", str(tmp_path)])
-    assert "| gate | broken¦1 |" in (tmp_path / "gpu.md").read_text()
-
-
-def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
-    """Processes that a part leaves behind are ended; this one would later write to a pipe."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    left = (
-        "import time; pipe = open({!r}, 'w'); print(flush=True);"
-        " time.sleep(60); pipe.write('still here')"
-    )
-    script = (
-        "import subprocess, sys\n"
-        f"left = [sys.executable, '-c', {left.format(str(pipe))!r}]\n"
-        "subprocess.Popen(left, stdout=subprocess.PIPE).stdout.readline()\n"
-    )
-    assert gpu.run_part("rows", ["-c", script], 600, tmp_path / "gpu.jsonl")
-    os.set_blocking(reading, True)
-    with os.fdopen(reading) as file:
-        assert file.read() == ""
 
 
 def test_a_part_whose_time_is_up_is_cut(tmp_path: Path) -> None:
@@ -188,32 +149,6 @@ def test_all_parts_fit_into_half_an_hour(capsys: pytest.CaptureFixture[str]) -> 
         assert f"--minutes 9.5 --only {' '.join(parts)}\n" in plan
         assert f"--minutes 9.5 --only {' '.join(parts)}\n" in gpu.__doc__
     assert list(gpu.PARTS)[-1] == "layers-graph", "captures come last"
-
-
-def test_the_least_costs_are_those_of_the_design() -> None:
-    """The minimal costs equal passes counted by hand, at 790 TFLOP/s and 4.3 TB/s."""
-    bytes_alone = {"flops": 790e12, "bandwidth": 4.3e12, "launch": 0.0}
-
-    def ratio(rows: int, n_in: int, n_out: int, way: str) -> float:
-        return expected.ratio(rows, n_in, n_out, way, **bytes_alone)
-
-    assert ratio(8192, 4096, 4096, "norm-like") == pytest.approx(1.074, abs=5e-4)
-    assert ratio(8192, 4096, 4096, "column") == pytest.approx(1.094, abs=5e-4)
-    assert ratio(65536, 768, 3072, "column") == pytest.approx(1.120, abs=5e-4)
-    assert ratio(65536, 768, 3072, "pass") == pytest.approx(1.240, abs=5e-4)
-    # With a pass for the bias, dividing the output pays if there are at least twice as many inputs
-    # as outputs.
-    for n_in, cheaper in ((2100, "output"), (1900, "pass")):
-        costs = {way: ratio(4096, n_in, 1000, way) for way in ("output", "pass")}
-        assert min(costs, key=costs.__getitem__) == cheaper
-
-
-def test_launches_are_counted_in() -> None:
-    """A plain layer of this shape takes 277 µs, launches included."""
-    shape = (8192, 1024, 4096)
-    for way, kernels in (("norm-like", 2), ("column", 4)):
-        more = expected.ratio(*shape, way, launch=2e-6) - expected.ratio(*shape, way, launch=0.0)
-        assert more == pytest.approx(kernels * 2 / 277, rel=5e-3)
 
 
 def test_the_table_of_what_is_possible_is_that_of_the_code() -> None:

@@ -124,6 +124,7 @@ def test_examples_in_docstrings() -> None:
     assert tried >= 10
 
 
+@pytest.mark.slow
 def test_optional_packages_are_not_imported() -> None:
     """Neither trainers nor sinks' packages nor models come with `import adiv_monitor`."""
     program = (

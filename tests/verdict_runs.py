@@ -1,9 +1,9 @@
-"""Trainings in a known state, run by each kind of loop, with everything shown about them."""
+"""Trainings in a known state, run with and without the loss, with everything shown about them."""
 
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,75 +252,7 @@ def _without_loss(state: State, sinks: list[Sink], folder: Path) -> None:
     _plain(state, sinks, folder, says_loss=False)
 
 
-def _lightning(state: State, sinks: list[Sink], folder: Path) -> None:
-    import pytorch_lightning as pl
-
-    from adiv_monitor.lightning import DivergenceCallback
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.optimizer, self.schedule = state.build()
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            return self.net(*batch)["loss"]  # type: ignore[no-any-return]
-
-        def configure_optimizers(self) -> Any:
-            each_step = {"scheduler": self.schedule, "interval": "step"}
-            return {"optimizer": self.optimizer, "lr_scheduler": each_step}
-
-    callback = DivergenceCallback(EVERY, sinks=sinks, on_error="raise")
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    loader = torch.utils.data.DataLoader(batches(state.spread), batch_size=None)
-    pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        enable_checkpointing=False,
-        callbacks=callback,
-        default_root_dir=folder,
-        **quiet,
-    ).fit(Module(), loader)
-
-
-class _Rows(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-    """Samples in their order, where a list would be shuffled."""
-
-    def __init__(self, spread: float) -> None:
-        self.spread = spread
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for x, labels in batches(self.spread):
-            yield from ({"x": x[i], "labels": labels[i]} for i in range(SIZE))
-
-
-def _hugging_face(state: State, sinks: list[Sink], folder: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    from adiv_monitor.huggingface import DivergenceTrainerCallback
-
-    net, optimizer, schedule = state.build()
-    Trainer(
-        model=net,
-        args=TrainingArguments(
-            output_dir=str(folder / "out"),
-            per_device_train_batch_size=SIZE,
-            max_steps=STEPS,
-            max_grad_norm=0.0,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        ),
-        train_dataset=_Rows(state.spread),
-        optimizers=(optimizer, schedule),
-        callbacks=[DivergenceTrainerCallback(EVERY, sinks=sinks, on_error="raise")],
-    ).train()
-
-
 LOOPS: Mapping[str, Callable[[State, list[Sink], Path], None]] = {
     "plain": _plain,
     "plain, without the loss": _without_loss,
-    "Lightning": _lightning,
-    "Hugging Face": _hugging_face,
 }

@@ -45,7 +45,7 @@ def patch_reference(form, alpha, beta):
     return reference
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize(("form", "alpha", "beta"), CASES)
 @pytest.mark.parametrize("shape", [(20, 33), (200, 7)], ids=["wide output", "narrow output"])
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16], ids=str)
@@ -60,7 +60,7 @@ def test_linear_over_the_range_of_alpha_and_beta(form, alpha, beta, shape, dtype
     check(function, linear_reference(form, alpha, beta), inputs, upstream, dtype)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize(("form", "alpha", "beta"), CASES)
 def test_patch_norm_over_the_range_of_alpha_and_beta(form, alpha, beta):
     images = rows_of_all_lengths(3 * 6 * 5).view(-1, 3, 6, 5)

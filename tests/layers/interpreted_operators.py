@@ -149,7 +149,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.slow(one_in=11)
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize(("module", "kernel"), KERNELS, ids=[name for _, name in KERNELS])
 def test_whatever_kernel_is_broken_the_results_are_the_plain_ones(
     module, kernel, monkeypatch, forgetful

@@ -34,7 +34,7 @@ def rows_reference(form):
     return reference
 
 
-@pytest.mark.slow(one_in=13)
+@pytest.mark.slow(one_in=29)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,7 +68,7 @@ def test_unit_rows_where_one_result_is_not_used(used):
     check(partial(ops.unit_rows, form=AFFINE), rows_reference(AFFINE), inputs, upstream, FLOAT64)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_rows_are_read_in_blocks(dtype, monkeypatch):
     monkeypatch.setattr(launch, "_ROW", {FLOAT32: 64, FLOAT64: 32})
@@ -276,7 +276,7 @@ def test_linear_maps(way, form, shape, dtype, monkeypatch):
 FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)]
 
 
-@pytest.mark.slow(one_in=29)
+@pytest.mark.slow(one_in=71)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -302,7 +302,7 @@ def test_what_is_not_small():
     assert not functions.is_small(x.double(), w.double())
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "form"), MAPS)
 def test_many_tiles_and_many_programs(way, form, monkeypatch):
     """Small tiles give several column tiles, several programs, and several steps per program."""
@@ -314,7 +314,7 @@ def test_many_tiles_and_many_programs(way, form, monkeypatch):
     check(way(form), linear_reference(form), inputs, upstream, FLOAT64)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("layout", ["three dimensions", "expanded", "transposed", "one dimension"])
 @pytest.mark.parametrize(("way", "form"), MAPS)
 def test_layout_of_rows(way, form, layout):
@@ -329,6 +329,7 @@ def test_layout_of_rows(way, form, layout):
     check(way(form), linear_reference(form), inputs, [g], FLOAT64)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("layout", ["three dimensions", "expanded", "transposed", "one dimension"])
 @pytest.mark.parametrize("form", FORMS)
 def test_layout_of_few_rows(form, layout):
@@ -413,6 +414,7 @@ def test_a_grid_of_programs_fills_the_device_and_no_more(monkeypatch):
     assert launch.workers(torch.zeros(1), 5, 1000) == 1
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize(("way", "form"), ALL_MAPS)
 def test_output_may_be_overwritten(way, form):
     inputs = [torch.randn(s, requires_grad=True) for s in ((3, 9), (2, 9), (2,))]

@@ -88,6 +88,7 @@ def test_unequal_sizes_per_dimension():
     torch.testing.assert_close(layer(x), by_hand(layer, x), **TIGHT)
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("form", ["affine-like", "norm-like"])
 @pytest.mark.parametrize("space", [1, 2, 3])

@@ -151,7 +151,7 @@ COMPILED = {
 
 # aot_eager traces forward and backward like the default backend but generates no code, so it is
 # fast.
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", COMPILED.values(), ids=COMPILED)
 def test_compile_of_every_layer(make):
     module = make()

@@ -57,6 +57,7 @@ def test_moves_by_products_of_rows(case: str, monkeypatch: pytest.MonkeyPatch) -
     test_every_measure(case, "sgd", min(STEPS), None)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("max_rows", [None, 5], ids=["all-rows", "sampled"])
 @pytest.mark.parametrize("micro_batches", STEPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -142,16 +142,6 @@ def test_a_rule_that_finds_nothing_to_compare_is_said_once() -> None:
         assert not any(made.alarms for made in monitor.reports)
 
 
-def test_functions_without_a_name_are_told_apart_by_where_they_stand() -> None:
-    made = report(a=0.1)
-    low, high = lambda path, reading: True, lambda path, reading: True
-    other = lambda path, reading: True  # noqa: E731
-    names = [alarm.rule for alarm in Alarms([low, high, other]).of(made)]
-    assert names[0].startswith("test_functions_without_a_name_are_told_apart")
-    assert names[0].endswith(f"(test_alarms.py:{low.__code__.co_firstlineno})")
-    assert names[2] != names[0]
-
-
 def unfinished(**non_finite: tuple[str, ...]) -> dict[str, LayerReading]:
     """Return a report of one layer per name, with its non-finite tensors."""
     return {

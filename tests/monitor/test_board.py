@@ -1,9 +1,6 @@
 """Dashboards' view of a whole training: findings, pictures, and their size."""
 
 import io
-import math
-import pickle
-import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +17,10 @@ from adiv_monitor import Monitor
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.diagnose import NOTHING
 from adiv_monitor.diagnosis.faults import FAULTS
-from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.diagnosis.health import GRADIENT, value_of
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
-from adiv_monitor.report import Alarm, LayerReading, StepReport, Turn
+from adiv_monitor.report import Alarm, StepReport, Turn
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import budget as budget_module
@@ -74,15 +71,6 @@ def test_distributions_are_kept_of_the_last_report_alone() -> None:
     kept = first.layers.values()
     assert kept and not any(r.scale_quantiles or r.row_cosine_quantiles for r in kept)
     assert first.layers[LAYERS[0]].measures() == report(0).layers[LAYERS[0]].measures()
-
-
-def test_histories_share_what_they_keep_of_a_report() -> None:
-    """Histories of one run share a report's data, which covers hundreds of layers."""
-    given = [report(0), report(1)]
-    one, other = running(*given).reports, running(*given).reports
-    assert all(a is b for a, b in zip(one, other, strict=True))
-    assert pickle.loads(pickle.dumps(given[0])) == given[0]
-    assert "lean" not in vars(pickle.loads(pickle.dumps(given[0])))
 
 
 def test_an_alarm_of_a_turn_is_counted_once() -> None:
@@ -198,12 +186,6 @@ def test_no_gradient_at_the_end_or_at_all_is_no_dead_layer(since: int) -> None:
         assert "dead-units" not in {f.name for f in running(*steps).findings()}
 
 
-def test_a_first_step_that_throws_activations_away_is_seen_without_the_loss() -> None:
-    record = seen(mlp(), inputs_times(300), optimizer=sgd(1.0), loss=cross_entropy)
-    assert "rate-too-high" in {f.name for f in running(*record.reports).findings()}
-    assert "rate-too-high" in {f.name for f in diagnose(record)}
-
-
 def test_the_text_says_what_where_and_what_to_do() -> None:
     record = vanishing()
     found = running(*record.reports)
@@ -251,15 +233,6 @@ def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, in
     assert share(heat_picture(found).png(), colour) > 0.7 * cells / 2
 
 
-def test_letters_that_the_font_lacks_are_no_trouble() -> None:
-    layers = {"日本語": reading(), "$a_{b$": reading(), "x" * 200: reading()}
-    found = grid(running(report(layers=layers)).record(), "descent")
-    assert found is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert heat_picture(found).png()
-
-
 def test_rows_are_in_the_networks_order_and_of_maps_only() -> None:
     layers = {"z": reading(), "norm": reading(kind="gain"), "a": reading()}
     record = running(report(layers=layers)).record()
@@ -287,33 +260,6 @@ def test_the_gradient_that_arrives_is_that_of_the_last_layer_at_the_end() -> Non
     assert found == {"first": pytest.approx(0.1 / 3), "last": 1.0}
 
 
-@pytest.mark.parametrize("measure", [m for m, health in HEALTH.items() if health.knots])
-def test_levels_rise_with_the_value_and_end_at_one(measure: str) -> None:
-    health = HEALTH[measure]
-    at = np.array([value for value, _ in health.knots])
-    assert health.level(at) == pytest.approx([level for _, level in health.knots])
-    many = health.level(np.linspace(0, 2 * at[-1], 200))
-    assert (np.diff(many) >= 0).all()
-    assert np.abs(many).max() <= 1
-    assert math.isnan(health.level(np.array([math.nan]))[0])
-
-
-def test_the_overview_names_what_to_fix() -> None:
-    board = Board("test")
-    for one in vanishing().reports:
-        board.add(one)
-    findings = board.running.findings()
-    pictures = board.pictures(findings)
-    assert "adiv/overview" in pictures
-    tag = "adiv/per_layer/descent"
-    assert reddish(pictures[tag]) > 20 > reddish(board.pictures(())[tag]), "names"
-
-
-def reddish(png: bytes) -> int:
-    red, green, blue = pixels(png)[..., :, :].transpose(2, 0, 1)
-    return int(((red - green > 80) & (red - blue > 80)).sum())
-
-
 # When pictures are drawn, and at what cost
 
 
@@ -338,23 +284,6 @@ def test_pictures_are_drawn_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) ->
     assert drawings(monkeypatch, 2000)[: len(drawn)] == drawn
 
 
-def test_drawing_takes_a_twentieth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
-    board = Board("test")
-    assert not board.add(report(0)), "the first drawing is thought to take 0.3 seconds"
-    now[0] = 111.9
-    assert not board.add(report(1))
-    now[0] = 112.1
-    assert board.add(report(2))
-    with board.showing():
-        now[0] += 3.0  # duration of one drawing in seconds
-    now[0] = 279.9
-    assert not board.add(report(3)), "three are spent, three are to come now, three at the end"
-    now[0] = 280.1
-    assert board.add(report(4))
-
-
 def test_a_short_run_is_drawn_at_its_end_alone(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     drawn: list[int] = []
@@ -364,16 +293,6 @@ def test_a_short_run_is_drawn_at_its_end_alone(tmp_path: Path) -> None:
     assert not drawn
     sink.close()
     assert drawn == [4]
-
-
-def many_layers(count: int = 300) -> StepReport:
-    draws = np.random.default_rng(0)
-
-    def one(i: int) -> LayerReading:
-        spread = tuple(map(float, np.sort(draws.random(33))))
-        return reading(i, scale_quantiles=spread, row_cosine_quantiles=spread)
-
-    return report(layers={f"blocks.{i // 6}.part{i % 6}": one(i) for i in range(count)})
 
 
 def test_one_faulty_layer_of_300_is_seen_in_the_overview() -> None:
@@ -390,25 +309,6 @@ def test_one_faulty_layer_of_300_is_seen_in_the_overview() -> None:
     assert faulty > well + 5e-4
 
 
-@pytest.mark.slow
-def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 reports need less than 20 MB, however often pictures are drawn."""
-    sets = len(drawings(monkeypatch, 200)) + 1  # one more when it is closed
-    one = many_layers()
-    board = Board("test")
-    for i in range(MOST_REPORTS):
-        board.add(replace(one, step=i))
-    pictures = sum(map(len, board.pictures(board.running.findings()).values()))
-    monkeypatch.setattr(board_module, "_GROWTH", math.inf)  # the first ones only
-    sink = TensorBoardSink(tmp_path)
-    sink.write(one)
-    first = sum(file.stat().st_size for file in tmp_path.iterdir())
-    for step in range(1, 21):
-        sink.write(replace(one, step=step))
-    more = sum(file.stat().st_size for file in tmp_path.iterdir()) - first
-    assert sets * pictures + 10 * more < 20e6
-
-
 def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -422,12 +322,6 @@ def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     (event,) = found.Tensors("adiv.summary/no_pictures/text_summary")
     assert NO_PICTURES in str(event.tensor_proto.string_val)
     assert "adiv.summary/findings/text_summary" in found.Tags()["tensors"]
-
-
-def test_with_matplotlib_nothing_is_warned_of(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        TensorBoardSink(tmp_path).close()
 
 
 def test_a_product_that_fails_is_not_tried_at_every_report(
@@ -451,14 +345,6 @@ def test_a_product_that_fails_is_not_tried_at_every_report(
     assert tried == [1]
     with pytest.raises(OSError, match="no connection"):
         sink.close()
-
-
-def test_alarms_are_told_before_findings() -> None:
-    told: list[str] = []
-    sink = ProductSink(Product(lambda *given: None, lambda key, text, step: told.append(text)), "t")
-    sink.write(replace(report(0), alarms=(Alarm("update_ratio > 1", "a_b", 2.0),)))
-    sink.close()
-    assert told[0].startswith("### Alarms\n\n- a\\_b: update\\_ratio &gt; 1: 2 (step 0)\n\n### ")
 
 
 # Weights that begin at zero

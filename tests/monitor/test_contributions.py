@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.gradient_shares import GradientShare, follow
 from adiv_monitor.capture.selection import listed
 
 FROM_ROWS = "estimated from rows alone"
@@ -142,13 +141,6 @@ class Gain(nn.Module):
         return x * self.gain + self.offset
 
 
-class InPlace(Gain):
-    def forward(self, x: Tensor) -> Tensor:
-        made = x * self.gain
-        made[:, 1:] += self.offset
-        return made
-
-
 class Distances(nn.Module):
     """A function without a rule: the module is measured as a whole."""
 
@@ -182,18 +174,6 @@ class Cast(nn.Module):
             return (self.inner(x) + self.inner(x.square())).float()
 
 
-class Fused(nn.Module):
-    """One parameter whose parts are used by several layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Parameter(torch.rand(12, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.both.chunk(2)
-        return functional.linear(x, first).tanh() + functional.linear(x, second)
-
-
 class First(nn.Module):
     """The output of a recurrent layer, without its state."""
 
@@ -205,12 +185,6 @@ class First(nn.Module):
         return self.inner(x)[0]
 
 
-class Transposed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        """Use two tensors whose memory layout differs from torch's own layers."""
-        return (self.weight @ x.transpose(-1, -2)).transpose(-1, -2) + self.bias
-
-
 def image(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Unflatten(-1, (2, 1, 3)), nn.Flatten(0, 1), module)
 
@@ -218,26 +192,15 @@ def image(module: nn.Module) -> nn.Module:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 6),
     "without bias": lambda: nn.Linear(6, 6, bias=False),
-    "large": lambda: nn.Sequential(nn.Linear(6, 900), nn.Linear(900, 6)),
-    "transposed": lambda: Transposed(6, 6),
     "conv": lambda: image(nn.Conv2d(2, 6, (1, 2))),
-    "conv, channels last": lambda: image(
-        nn.Conv2d(2, 64, (1, 3)).to(memory_format=torch.channels_last)
-    ),
     "conv transpose": lambda: image(nn.ConvTranspose2d(2, 6, (1, 2))),
     "layer norm": lambda: nn.LayerNorm(6),
-    "rms norm": lambda: nn.RMSNorm(6),
-    "batch norm": lambda: image(nn.BatchNorm2d(2)),
     "gain": Gain,
-    "in place": InPlace,
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
     "whole": Distances,
     "re-entrant": lambda: Checkpointed(reentrant=True),
-    "not re-entrant": lambda: Checkpointed(reentrant=False),
     "cast": Cast,
-    "fused": Fused,
     "lstm": lambda: First(nn.LSTM(6, 6, batch_first=True)),
-    "gru": lambda: First(nn.GRU(6, 6, batch_first=True)),
     "attention": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
     "affine-like": lambda: AffineLikeLinear(6, 6),
 }
@@ -387,107 +350,6 @@ def test_hooks_that_scale_leave_the_unit_unknown() -> None:
             assert getattr(reading, name) == pytest.approx(getattr(plain.layers[path], name))
 
 
-def test_a_penalty_is_all_that_a_gradient_holds() -> None:
-    """A gradient may consist of a penalty alone: rows with zero gradient contribute nothing."""
-    model, x, _ = small()
-
-    def backward(model: nn.Module) -> None:
-        (0 * model(x).sum() + penalised(0.1)(model)).backward()
-
-    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert MORE in note and " of '0', '2' " in note
-
-
-class Late(nn.Module):
-    """A layer whose bias's gradient arrives after its weight's has been accumulated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(6, 6))
-        self.bias = nn.Parameter(torch.rand(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias.clone().exp().log())
-
-
-@pytest.mark.parametrize("passes", ["micro-batches", "clipped between", "zeroed between"])
-def test_what_is_handed_on_late_counts_in_its_own_pass(passes: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 6), Late()).double()
-    _, x, y = small()
-    found = one_step(model, lambda m: PASSES[passes](m, halves(m, x, y)), max_rows=16)
-    assert "1" in found.layers
-    assert not [note for note in found.notes if FROM_ROWS in note]
-
-
-class Passes:
-    """Backward passes by number."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = -1
-        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: self.now)
-
-
-def test_contributions_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contributions are not rescaled, and a gradient not accumulated into `.grad` is excluded."""
-    passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.zeros(2)
-    found = GradientShare(parameter)
-    for passes.now, folds in ((1, True), (2, True), (3, False), (4, True)):
-        if folds:  # the weight's gradient arrives first
-            found.fold()
-        found.arrive(torch.tensor([1.0, 10.0]) * passes.now)
-        found.arrive(torch.tensor([1.0, 10.0]) * passes.now)
-    passes.now = -1
-    entries = found.entries()
-    assert entries is not None
-    assert entries.tolist() == [14, 140]
-
-
-def test_contributions_that_were_zeroed_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    found = GradientShare(parameter)
-    for passes.now in (1, 2):
-        found.reset()
-        found.fold()
-        found.arrive(torch.tensor([1.0]))
-    passes.now = -1
-    entries = found.entries()
-    assert entries is not None
-    assert entries.tolist() == [1]
-
-
-def test_contributions_that_no_node_hands_on_are_not_known() -> None:
-    x, weight, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    mine, others = GradientShare(weight), GradientShare(other)
-    assert len(follow([x * weight], (), [mine, others], "layer", lambda *_: None, ())) == 1
-    assert mine.is_known and not others.is_known
-
-
-def test_a_parameter_without_a_contribution_leads_to_no_conclusion() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    found = GradientShare(parameter)
-    with torch.no_grad():
-        parameter += 1
-    assert not found.is_moved
-    assert found.entries() is None  # there is no gradient
-    parameter.grad = torch.zeros(2)
-    found.fold()
-    found.is_known = False
-    assert found.entries() is None
-
-
-def test_gradients_of_another_memory_layout_have_no_entries() -> None:
-    parameter = nn.Parameter(torch.rand(3, 4))
-    found = GradientShare(parameter)
-    (parameter * 2).sum().backward()
-    found.arrive(torch.full((3, 4), 2.0))
-    assert found.entries() is not None
-    parameter.grad = torch.full((4, 3), 2.0).T
-    assert found.entries() is None
-
-
 def test_a_penalty_on_gradients_goes_through_the_same_weights() -> None:
     """A gradient penalty (WGAN-GP) reaches the weights also around the layer's output."""
     model, x, y = small()
@@ -500,33 +362,6 @@ def test_a_penalty_on_gradients_goes_through_the_same_weights() -> None:
 
     (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
     assert MORE in note and " of '0', '2' " in note
-
-
-def test_a_cast_may_be_shared_with_another_use() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), torch.randn(40, 6)
-
-    def backward(model: nn.Module) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x).square().mean()
-            loss = loss + functional.linear(x, model[2].weight).square().mean()
-        loss.backward()
-
-    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert MORE in note and " of '2' " in note
-
-
-def test_parameters_of_a_layer_may_have_their_gradients_from_different_passes() -> None:
-    model, x, y = small()
-
-    def backward(model: nn.Module) -> None:
-        loss = functional.cross_entropy(model(x), y)
-        weights = [p for p in model.parameters() if p.dim() > 1]
-        loss.backward(inputs=weights, retain_graph=True)
-        (3 * loss).backward(inputs=[p for p in model.parameters() if p.dim() == 1])
-
-    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert " of '0', '2' " in note
 
 
 def test_a_few_long_rows_raise_no_false_alarm() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from adiv_layers import (
     AffineLikeLinear,
-    CorrectedMultiheadAttention,
     GradientOnlyConv2d,
     GradientOnlyLinear,
     NormLikeLinear,
@@ -102,16 +101,6 @@ def test_a_single_row_really_moves_by_its_scale(name: str) -> None:
         assert reading.effective_lr == pytest.approx(0.1 * scale, **EXACT)
 
 
-def test_standard_layers_do_not_have_one_scale() -> None:
-    x = (
-        torch.randn(50, 6, dtype=torch.float64)
-        * torch.logspace(-2, 2, 50, dtype=torch.float64)[:, None]
-    )
-    reading = measured(nn.Linear(6, 4).double(), x).layers[""]
-    assert reading.scale_cv > 1
-    assert reading.diagonal_cosine < 0.9
-
-
 @pytest.mark.parametrize("rows", [5, 40], ids=["fewer-rows", "more-rows"])
 def test_the_batch_form_reaches_the_ceiling(rows: int) -> None:
     """As λ → 0, a gradient step does the best that any ΔΘ can do."""
@@ -127,29 +116,6 @@ def test_the_batch_form_reaches_the_ceiling(rows: int) -> None:
     assert standard.gradient_cosine < 0.99 * standard.attainable_cosine
     assert (reading.attainable_cosine == pytest.approx(1, rel=1e-9)) == (rows == 5)
     assert reading.scale_mean is None  # rows are mixed: M has no diagonal of single rows
-
-
-def test_attention_projections_are_measured() -> None:
-    model = CorrectedMultiheadAttention(
-        8, 2, k_proj="norm-like", v_proj="standard", batch_first=True
-    )
-    model = model.double()
-
-    class SelfAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x)[0]
-
-    report = measured(SelfAttention(), torch.randn(3, 5, 8, dtype=torch.float64))
-    assert not report.unsupported
-    assert report.coverage == 1
-    scales = {path.rsplit(".")[-1]: r.scale_mean for path, r in report.layers.items()}
-    assert scales["q_proj"] == pytest.approx(1, **EXACT)
-    assert scales["k_proj"] == pytest.approx(2, **EXACT)
-    assert scales["v_proj"] > 2
 
 
 @pytest.mark.parametrize("max_rows", [None, 64], ids=["all-rows", "sampled"])

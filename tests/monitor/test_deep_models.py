@@ -117,18 +117,6 @@ def test_a_model_as_deep_as_can_be_trained_is_measured(name: str, every: int) ->
         assert not any(report.notes for report in monitor.reports)
 
 
-def test_a_limit_that_is_set_meanwhile_stays() -> None:
-    model = nested(Around, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=2, on_error="raise"):
-        sys.setrecursionlimit(1500)
-        for _ in range(3):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-    assert sys.getrecursionlimit() == 1500
-    sys.setrecursionlimit(LIMIT)
-
-
 class Outermost(Around):
     """A model with a parameter without a rule at the top: a deep copy of all of it is rerun."""
 

@@ -5,14 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from adiv_layers.convolutions import padded
-from rules import assert_of_all_rows, found, layouts
+from rules import found, layouts
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features import DenseFeatures, Rows, register_features
-from adiv_monitor.features.functions.conv import geometry_of, patches
 from adiv_monitor.features.uses import Use
 
 MODES = ("zeros", "reflect", "replicate", "circular")
@@ -90,46 +88,6 @@ def test_output_is_linear_in_the_parameters_with_these_features(name: str) -> No
             torch.testing.assert_close(predicted(use, rows), rows.take(z), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
-    """Scales of all rows, and the norm of their sum, agree where one pass computes them."""
-    build, shape = LAYERS[name]
-    module = build().double()
-    for x in in_layouts(torch.randn(shape, dtype=torch.float64)):
-        use, z = use_of(module, x)
-        features = use.features(Rows(tuple(use.layout(z).shape[:-1])))
-        whole = use.whole()
-        if whole is None:
-            assert features.groups > 1
-        else:
-            assert_of_all_rows(whole, features)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("padding", ["same", 3])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_patches_of_a_module_that_pads_by_itself(dims: int, padding: str | int, mode: str) -> None:
-    """The patches of corrected convolutions, which pad internally, come from the padded input."""
-    build, shape = LAYERS[f"conv{dims}d-{padding}-{mode}"]
-    module = build().double()
-    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.bias is not None
-    x = torch.randn(shape, dtype=torch.float64)
-    read, padding = padded(module, x)
-    geometry = geometry_of(module.weight, module.stride, padding, module.dilation)
-    z = geometry.spatial_last(module(x).detach())
-    for chosen in (None, np.arange(0, z[..., 0].numel(), 3)):
-        rows = Rows(tuple(z.shape[:-1]), chosen)
-        features = DenseFeatures(patches(geometry, read, rows), 1.0)
-        found = features.by_weight(module.weight.detach()) + features.by_bias(module.bias.detach())
-        torch.testing.assert_close(found, rows.take(z), rtol=0, atol=1e-12)
-
-
-def test_a_grouped_convolution_of_an_empty_batch() -> None:
-    module = nn.Conv2d(4, 6, 3, groups=2)
-    use, _ = use_of(module, torch.randn(0, 4, 5, 5))
-    assert predicted(use, Rows((0, 3, 3))).shape == (0, 6)
-
-
 @pytest.mark.parametrize("module", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)])
 def test_normalisers_of_inputs_far_from_zero(module: nn.Module) -> None:
     """x̂ in float32 is as precise as its input, however far that is from zero."""
@@ -141,24 +99,6 @@ def test_normalisers_of_inputs_far_from_zero(module: nn.Module) -> None:
     torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("module", "x"),
-    [
-        (nn.Conv1d(1, 4, 5, stride=5), torch.randn(6, 1, 20)),
-        (nn.Conv1d(3, 3, 2, stride=2, groups=3), torch.randn(6, 8, 3).mT),
-        (nn.Conv1d(3, 2, 1, stride=2), torch.randn(6, 8, 3).mT),
-    ],
-)
-def test_rows_stay_when_the_input_is_written_to(module: nn.Module, x: Tensor) -> None:
-    use, z = use_of(module, x)
-    features = use.features(Rows(tuple(use.layout(z).shape[:-1])))
-    assert use.weight is not None
-    weight = use.shaped(use.weight.detach())
-    before = features.by_weight(weight)
-    x.zero_()
-    torch.testing.assert_close(features.by_weight(weight), before)
-
-
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)
 def test_batch_norm_in_half_precision_is_as_precise_as_its_input(kept: torch.dtype) -> None:
     module = nn.BatchNorm2d(4).to(kept)  # the dtype in which it saves its statistics for backward
@@ -167,15 +107,6 @@ def test_batch_norm_in_half_precision_is_as_precise_as_its_input(kept: torch.dty
     exact, _ = use_of(module.double(), x.double())
     expected = predicted(exact, rows)
     torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-5)
-
-
-def test_embedding_reads_its_rows() -> None:
-    module = nn.Embedding(7, 4, padding_idx=2).double()
-    use, z = use_of(module, torch.tensor([[0, 2, 6], [3, 2, 2]]))
-    rows = Rows((2, 3), np.array([0, 1, 4]))
-    features = use.features(rows)
-    torch.testing.assert_close(features.by_weight(module.weight.detach()), rows.take(z))
-    assert features.scale().flatten().tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The watch over a forward pass is active when needed, removed afterwards, and has no effect."""
 
 import copy
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from setups import one_step, same
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
@@ -73,73 +72,6 @@ def test_a_forward_that_raises_leaves_nothing_behind() -> None:
     assert not hooks_of(model)
 
 
-def test_modes_of_the_users_stay_where_they_were() -> None:
-    class Counts(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    for monitored in (False, True):
-        inner, outer = Counts(), Counts()
-
-        def between(x: Tensor, inner: Counts = inner) -> Tensor:
-            with inner, torch.device("cpu"):
-                return x + torch.ones(4)
-
-        model = net(between)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        monitor = Monitor(model, optimizer, on_error="raise")
-        if monitored:
-            monitor.attach()
-        else:
-            monitor.close()
-        with outer:
-            model(X).square().sum().backward()
-            assert modes() == [outer]
-        optimizer.step()
-        monitor.close()
-        seen.append((inner.names, outer.names))
-    assert "add" in seen[0][0]
-    assert seen[0][0] == seen[1][0]
-    assert [n for n in seen[0][1] if n == "linear"] == ["linear", "linear"]
-    linear = [name for name in seen[1][1] if name == "linear"]
-    assert linear == ["linear", "linear"], "calls reach a mode around ours as before"
-
-
-def test_each_thread_has_its_own_watch() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    inside: list[int] = []
-    halt, go = threading.Event(), threading.Event()
-
-    def between(x: Tensor) -> Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            go.set()
-            assert halt.wait(10)
-        return x
-
-    model.between = between
-    losses: list[Tensor] = []
-    with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
-        other = threading.Thread(target=lambda: losses.append(model(X).square().sum()))
-        other.start()
-        assert go.wait(10)
-        inside.append(len(modes()))  # the other thread is in its forward pass
-        losses.append(model(X).square().sum())
-        halt.set()
-        other.join()
-        sum(losses).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    assert inside == [0]
-    assert monitor.latest is not None
-    assert {r.rows_seen for r in monitor.latest.layers.values()} == {10}
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_functions_that_use_parameters(reentrant: bool) -> None:
     """Checkpointed functions are seen when a module is called in the recomputation."""
@@ -180,56 +112,6 @@ def test_a_model_that_is_called_in_parts() -> None:
             expected.layers[path].measures(), rel=1e-9, nan_ok=True
         )
     assert "outside" in found.unsupported["shift"]
-
-
-def test_what_is_not_trained_runs_as_without_a_watch() -> None:
-    """torch's encoder layer would choose another kernel, with other rounding, under a mode."""
-
-    class Distilled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            teacher = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-            self.teacher = teacher.requires_grad_(False)
-            self.student = nn.Linear(8, 8)
-            self.inside: list[int] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.teacher.eval()
-            taught = self.teacher(x)
-            self.inside.append(len(modes()))
-            return self.student(x) - taught
-
-    outputs = []
-    for monitored in (False, True):
-        torch.manual_seed(1)
-        model = Distilled()
-        seen: list[int] = []
-        model.teacher.linear1.register_forward_pre_hook(lambda *_, s=seen: s.append(len(modes())))
-        optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
-        monitor = Monitor(model, optimizer, on_error="raise")
-        if monitored:
-            monitor.attach()
-        else:
-            monitor.close()
-        output = model(torch.randn(2, 3, 8))
-        outputs.append(output)
-        output.square().sum().backward()
-        optimizer.step()
-        monitor.close()
-        assert not any(seen)
-        assert model.inside == [int(monitored)]
-    assert torch.equal(*outputs)
-
-
-def test_an_evaluation_before_a_measured_step_takes_its_usual_way() -> None:
-    torch.manual_seed(1)
-    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 3, 8)
-    with torch.no_grad():
-        expected = model.eval()(x)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, on_error="raise"), torch.no_grad():
-        assert torch.equal(model(x), expected)
 
 
 def test_one_module_that_is_called_within_itself() -> None:

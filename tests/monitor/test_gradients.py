@@ -5,11 +5,8 @@ Every test compares with a plain run of the same step, or with values computed b
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import reference
 import torch
@@ -19,10 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import LayerReading, Monitor
-from adiv_monitor.capture.entries import sampled_entries
-from adiv_monitor.maths.readings import Judged, measure
-from adiv_monitor.maths.sums import About, Dots, Evidence, LayerSums, Sampled, Vector
-from adiv_monitor.step import row_moves
 
 
 def test_micro_batches_are_one_batch() -> None:
@@ -55,45 +48,6 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
     same(monitor.latest, plain)
     for reading in monitor.latest.layers.values():
         assert reading.gradient_factor == pytest.approx(2.0**-12)
-
-
-def test_a_fused_step_unscales_large_gradients_too() -> None:
-    """Readings are unscaled in every step, although `.grad` then holds other values."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(100, 100).double(), torch.randn(30, 100, dtype=torch.float64)
-    twin = copy.deepcopy(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    with (
-        Monitor(model, fused, every_n_steps=1, on_error="raise") as scaled,
-        Monitor(twin, plain, every_n_steps=1, on_error="raise") as unscaled,
-    ):
-        for _ in range(3):
-            fused.zero_grad()
-            plain.zero_grad()
-            scaler.scale(model(x).square().mean()).backward()
-            scaler.step(fused)
-            scaler.update()
-            twin(x).square().mean().backward()
-            plain.step()
-    for a, b in zip(scaled.reports, unscaled.reports, strict=True):
-        same(a, b, loosely=True)
-        assert not a.notes
-
-
-def test_a_scaled_gradient_that_is_too_large_to_square_is_said_to_be() -> None:
-    model, x = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(16, 12)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**124)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        pytest.warns(UserWarning, match="too large to square"),
-        Monitor(model, optimizer, on_error="raise") as monitor,
-    ):
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.step(optimizer)
-    assert monitor.latest is not None and monitor.latest.layers
-    assert all(math.isnan(r.update_cosine or 0) for r in monitor.latest.layers.values())
 
 
 def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
@@ -129,37 +83,6 @@ def test_a_fused_step_that_is_skipped_is_not_reported_as_a_step() -> None:
     assert "skipped the step" in monitor.reports[0].notes[0]
     for report in list(monitor.reports)[1:]:
         assert all(0 < r.parameter_cosine < 1 for r in report.layers.values())
-
-
-def test_a_step_inside_autocast_is_measured_in_full_precision() -> None:
-    model = nn.Sequential(nn.Linear(5, 6, bias=False), nn.Tanh(), nn.Linear(6, 3))
-    x, y = torch.randn(8, 5), torch.randint(3, (8,))
-    found = []
-    for inside in (False, True):
-        twin = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-        with Monitor(twin, optimizer, on_error="raise") as monitor:
-            functional.cross_entropy(twin(x), y).backward()
-            with torch.autocast("cpu", enabled=inside):
-                optimizer.step()
-        assert monitor.latest is not None
-        found.append(monitor.latest)
-    same(*found)
-
-
-def test_only_rows_of_an_embedding_that_were_used_tell_the_loss_scale() -> None:
-    """The factor is correct, although nearly all gradient entries of a large table are zero."""
-    model = nn.Embedding(50_000, 8)
-    tokens = torch.tensor([3, 17, 49_000])
-    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        scaler.scale(model(tokens).square().sum()).backward()
-        scaler.step(optimizer)
-    assert monitor.latest is not None
-    reading = monitor.latest.layers[""]
-    assert reading.gradient_factor == pytest.approx(1 / 4096)
-    assert reading.effective_lr == pytest.approx(0.1, rel=1e-4)
 
 
 def test_clipped_gradients_are_those_the_optimizer_sees() -> None:
@@ -200,22 +123,6 @@ def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) ->
     same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
 
 
-def test_gradients_zeroed_without_a_trace() -> None:
-    """Zeroing through `.data` leaves the version counter unchanged, but is seen on the host."""
-    model, batch = mlp()
-    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-
-    def backward(model: nn.Module) -> None:
-        loss_of(model, (2 * batch[0], batch[1])).backward()
-        for parameter in model.parameters():
-            parameter.grad.data.zero_()
-        loss_of(model, batch).backward()
-
-    found = one_step(model, backward)
-    same(found, plain)
-    assert any("zeroed before a step" in note for note in found.notes)
-
-
 def test_weights_that_are_changed_before_the_step_are_told() -> None:
     """Weights changed before the step, as by decay, are noted; the change is no update."""
     model, batch = mlp()
@@ -229,21 +136,6 @@ def test_weights_that_are_changed_before_the_step_are_told() -> None:
     (note,) = found.notes
     assert "weights of '0' were written to between" in note
     same(found, plain)
-
-
-def test_two_losses_through_one_graph_add_up() -> None:
-    model, (x, y) = mlp()
-
-    def twice(model: nn.Module) -> None:
-        logits = model(x)
-        functional.cross_entropy(logits, y).backward(retain_graph=True)
-        logits.square().mean().backward()
-
-    def once(model: nn.Module) -> None:
-        logits = model(x)
-        (functional.cross_entropy(logits, y) + logits.square().mean()).backward()
-
-    same(one_step(copy.deepcopy(model), twice), one_step(model, once))
 
 
 def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:
@@ -310,40 +202,6 @@ def test_evaluation_with_gradients_on_does_not_use_up_the_rows() -> None:
     same(one_step(model, after_rollouts, max_rows=6), expected)
 
 
-def test_what_lies_between_the_entries_of_a_gradient_does_not_count() -> None:
-    """Strided and expanded tensors read like their contiguous copies."""
-    buffer = torch.randn(200, 200, 2)
-    transposed = torch.randn(300, 200).t()
-    for gradient in (buffer[..., 0], buffer[:150, 50:, 1], torch.ones(1).expand(200, 200)):
-        assert torch.equal(sampled_entries(gradient), sampled_entries(gradient.contiguous()))
-    # Entries are taken in memory order.
-    assert torch.equal(sampled_entries(transposed), sampled_entries(transposed.t()))
-    assert sampled_entries(transposed).data_ptr() == transposed.data_ptr()
-
-
-def test_gradients_looked_at_while_others_are_held_are_no_part_of_the_step() -> None:
-    """Gradients for norm logging or Hessian-vector products are ignored, wherever computed."""
-    model, (x, y) = mlp()
-
-    def looked_at(model: nn.Module) -> None:
-        parameters = list(model.parameters())
-        for part in (slice(0, 3), slice(3, 6)):
-            loss = functional.cross_entropy(model(x[part]), y[part]) / 2
-            loss.backward(retain_graph=True)
-            gradients = torch.autograd.grad(loss, parameters, create_graph=True)
-            length = sum(g.square().sum() for g in gradients)
-            torch.autograd.grad(length, parameters)
-
-    def plain(model: nn.Module) -> None:
-        for part in (slice(0, 3), slice(3, 6)):
-            (functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
-
-    expected = one_step(copy.deepcopy(model), plain)
-    found = one_step(model, looked_at)
-    same(found, expected)
-    assert not found.notes
-
-
 @pytest.mark.parametrize("max_rows", [None, 3])
 def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) -> None:
     """All entries are used: gradients of padded images are mostly zero at spaced entries."""
@@ -361,31 +219,6 @@ def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) ->
     assert 0.01 < reading.effective_lr < 10
 
 
-def test_clipping_after_every_micro_batch() -> None:
-    """The first micro-batch is clipped twice: its rows count with both factors."""
-    model, (x, y) = mlp()
-    parts = (slice(0, 3), slice(3, 6))
-    factors: list[float] = []
-
-    def clipped(model: nn.Module) -> None:
-        for part in parts:
-            functional.cross_entropy(model(x[part]), y[part]).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
-            factors.append(0.05 / (norm + 1e-6))
-
-    def weighed(model: nn.Module) -> None:
-        first, second = factors[-2:]
-        for part, factor in zip(parts, (first * second, second), strict=True):
-            (factor * functional.cross_entropy(model(x[part]), y[part])).backward()
-
-    found = one_step(copy.deepcopy(model), clipped)
-    assert all(factor < 0.9 for factor in factors)
-    same(found, one_step(model, weighed), loosely=True)
-    assert not found.notes
-    for reading in found.layers.values():
-        assert reading.gradient_factor == pytest.approx(factors[1])
-
-
 def weaken(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.1)
@@ -399,42 +232,6 @@ def test_a_hook_that_scales_an_accumulated_gradient_is_a_factor() -> None:
     found = one_step(model, lambda m: loss_of(m, batch).backward())
     same(found, expected, loosely=True)
     assert not found.notes
-
-
-def test_a_hook_that_scales_a_gradient_before_leaves_its_unit_unknown() -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    for parameter in model.parameters():
-        parameter.register_hook(lambda g: 0.1 * g)
-    found = one_step(model, lambda m: loss_of(m, batch).backward())
-    assert any("units that are not known" in note for note in found.notes)
-    for path, reading in found.layers.items():
-        assert math.isnan(reading.effective_lr)
-        assert reading.update_cosine == pytest.approx(expected.layers[path].update_cosine)
-
-
-EDITS = {
-    "noise": lambda g: g.add_(torch.randn_like(g), alpha=g.norm().item()),
-    "per entry": lambda g: g.clamp_(-0.1 * g.abs().max(), 0.1 * g.abs().max()),
-    "ascent": lambda g: g.neg_(),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_edits_that_are_no_factor_are_told(edit: str) -> None:
-    """After an edit, ⟨d, G⟩ comes from the rows, as the gradient no longer determines it."""
-    model, batch = mlp()
-
-    def edited(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            EDITS[edit](parameter.grad)
-
-    found = one_step(model, lambda m: loss_of(m, batch).backward(), edited)
-    assert any("changed since the backward pass" in note for note in found.notes)
-    if edit == "ascent":
-        for reading in found.layers.values():
-            assert reading.update_cosine == pytest.approx(reading.gradient_cosine)
-            assert reading.update_cosine < 0
 
 
 def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -465,56 +262,6 @@ def test_gradients_that_hold_more_than_the_rows_are_told(
         assert getattr(reading, name) == pytest.approx(expected[name], rel=1e-9)
 
 
-def test_a_penalty_is_told_from_sampled_rows_too() -> None:
-    """The penalty is noted for good at the second measured step; one sample may be an outlier."""
-    model = nn.Linear(6, 4).double()
-    x, y = torch.randn(500, 6, dtype=torch.float64), torch.randint(4, (500,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=200, on_error="raise") as monitor:
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(x), y) + model.weight.square().sum()
-            loss.backward()
-            optimizer.step()
-    notes = [report.notes for report in monitor.reports]
-    assert all("holds more" in of_step[0] for of_step in notes)
-    for report in monitor.reports:  # from rows alone, at once
-        assert report.layers[""].standard_error["effective_lr"] > 0
-
-
-def test_a_freak_of_a_sample_is_forgotten() -> None:
-    """A suspicion from one sample affects only this report."""
-    layer = LayerSums(
-        About("linear"),
-        Sampled(40, 500),
-        (Vector.G, Vector.E),
-        np.ones((40, 3)),
-        Evidence(1e-16, factor=np.array(1.0)),
-        Dots(900.0),
-    )
-    judged = Judged(layer, exact=True, own_gamma=900.0)
-    first = measure({"": judged})[""]
-    assert first.suspected and not first.holds_more
-    assert measure({"": replace(judged, suspected=True)})[""].holds_more
-    fits = replace(judged, own_gamma=500.0, suspected=True)
-    found = measure({"": fits})[""]
-    assert not found.suspected and not found.holds_more
-
-
-@pytest.mark.parametrize("max_rows", [None, 64])
-@pytest.mark.parametrize("edit", [torch.neg, lambda g: g * (g > 0), lambda g: g + g.norm()])
-def test_hooks_that_turn_the_gradient_are_told(
-    edit: Callable[[Tensor], Tensor], max_rows: int | None
-) -> None:
-    model = nn.Linear(6, 4).double()
-    model.weight.register_hook(edit)
-    x, y = torch.randn(300, 6, dtype=torch.float64), torch.randint(4, (300,))
-    found = one_step(
-        model, lambda m: functional.cross_entropy(m(x), y).backward(), max_rows=max_rows
-    )
-    assert any("an edit?" in note for note in found.notes)
-
-
 def test_gradients_set_by_hand() -> None:
     """Gradients from `autograd.grad` count like accumulated ones; changed ones do not."""
     model, batch = mlp()
@@ -533,62 +280,6 @@ def test_gradients_set_by_hand() -> None:
         assert math.isnan(reading.gradient_factor)
         assert math.isnan(reading.effective_lr)
         assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
-
-
-@pytest.mark.parametrize("kind", ["penalty", "permuted"])
-def test_a_gradient_that_is_not_the_rows_is_noticed_where_they_are_few(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few rows determine e by themselves, and the test for γ detects that it is not theirs.
-
-    From the next step on γ determines e. A hook that permutes γ leaves its norm unchanged.
-    """
-    monkeypatch.setattr(row_moves, "_AS_CHECK", 0)  # a larger layer would be slow
-    torch.manual_seed(0)
-    model, x = nn.Linear(40, 50).double(), torch.randn(6, 40, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for edited in (False, True, True):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            if edited and kind == "penalty":
-                loss = loss + model.weight.square().sum()
-            permuted = model.parameters() if edited and kind == "permuted" else ()
-            hooks = [parameter.register_hook(lambda g: g.flip(0)) for parameter in permuted]
-            loss.backward()
-            optimizer.step()
-            for hook in hooks:
-                hook.remove()
-    alone, first, second = monitor.reports
-    assert not alone.notes
-    for report in (first, second):
-        assert any("holds more than these rows" in note for note in report.notes)
-    for report, agrees in ((alone, True), (first, False), (second, True)):
-        reading = report.layers[""]
-        same_step = reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)
-        assert same_step is agrees
-
-
-def test_gradients_that_no_backward_pass_gave() -> None:
-    """Gradients computed by hand from ∂L/∂z: no backward pass goes through the layer."""
-    model, x = nn.Linear(3, 4).double(), torch.randn(40, 3, dtype=torch.float64)
-
-    def by_hand(model: nn.Module) -> None:
-        z = model(x)
-        (slope,) = torch.autograd.grad(z.square().mean(), z)
-        model.weight.grad, model.bias.grad = slope.T @ x, slope.sum(0)
-
-    found = one_step(model, by_hand)
-    assert not found.layers
-    assert "set by hand" in found.unsupported[""]
-
-
-def test_a_gradient_that_was_there_before_is_told() -> None:
-    """A gradient left from before the monitor was attached, and never zeroed, is reported."""
-    model, batch = mlp()
-    loss_of(model, batch).backward()
-    found = one_step(model, lambda m: loss_of(m, batch).backward())
-    assert any("holds more than these rows" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
@@ -686,17 +377,3 @@ def test_a_hook_that_scales_the_gradient_of_an_output_counts(
     assert found.update_cosine == pytest.approx(plain.update_cosine, rel=1e-9)
     assert found.effective_lr == pytest.approx(plain.effective_lr, rel=1e-9)
     assert found.descent == pytest.approx(plain.descent * factor**2, rel=1e-9)
-
-
-def test_a_backward_pass_in_inference_mode_reaches_the_users_hooks() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooked = []
-    with warnings.catch_warnings(), Monitor(model, optimizer, every_n_steps=1):
-        warnings.simplefilter("ignore")
-        hidden = model[0](torch.randn(5, 3))
-        hidden.register_hook(lambda gradient: hooked.append(gradient.shape))
-        loss = model[1](hidden).sum()
-        with torch.inference_mode():
-            loss.backward()
-    assert hooked == [(5, 4)]

@@ -15,7 +15,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis.diagnose import LOSS_UNKNOWN, NOTHING, running_headline
-from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import TensorBoardSink
@@ -125,12 +124,3 @@ def test_what_has_settled_does_not_depend_on_the_interval(every: int) -> None:
     assert {f.name: f.layers for f in falling.findings()} == {"settled": ("a",)}
     still = measured(every, lambda s: 0.03 * math.exp(-s / 20), lambda s: 2.3)
     assert "settled" not in {f.name for f in still.findings()}
-
-
-def test_pictures_draw_names_in_red_only_of_layers_that_may_harm() -> None:
-    findings = [
-        Finding("a", "act", layers=("x",)),
-        Finding("b", "watch", layers=("y", "x")),
-        Finding("c", "note", layers=("z",)),
-    ]
-    assert red_layers(findings) == {"x", "y"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from example_reports import LAYERS, attention, reading, report
+from example_reports import LAYERS, reading, report
 
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Alarm
@@ -17,8 +17,6 @@ from adiv_monitor.sinks.borrowed import borrowed
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-from adiv_monitor.diagnosis.diagnose import looked_for, what_happens
-from adiv_monitor.diagnosis.faults import FAULTS
 
 FILES = ["run.html", "run.json", "run.md"]
 
@@ -120,15 +118,6 @@ def test_a_callback_leaves_it_open_with_all_reports_on_the_page(tmp_path: Path) 
     assert "up to step 2" in path.read_text()
 
 
-def test_what_is_never_tried_here_is_not_said_to_be_untried(tmp_path: Path) -> None:
-    layers = {f"layer{i}": reading(update_ratio=1e-5) for i in range(3)}
-    sink = HtmlSink(tmp_path / "run.html")
-    sink.write(report(layers=layers))
-    sink.close()
-    text = (tmp_path / "run.html").read_text()
-    assert "Learning rate too low" in text and "not tried" not in text
-
-
 @pytest.mark.usefixtures("at_once")
 def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.html"
@@ -144,31 +133,6 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
         sink.write(report(1))
     assert path.read_text() == before
     assert names(tmp_path) == FILES
-
-
-def test_a_page_that_fails_is_not_tried_at_every_report(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    tried = []
-
-    def slow(*given: object) -> str:
-        tried.append(clock[0])
-        clock[0] += 2.0  # seconds
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(html_module, "running_files", slow)
-    sink = HtmlSink(tmp_path / "run.html")
-    sink.write(report(0))
-    clock[0] = 61.0
-    with pytest.raises(OSError, match="full"):
-        sink.write(report(1))
-    for step, now in ((2, 63.0), (3, 119.0)):
-        clock[0] = now
-        sink.write(report(step))
-    assert tried == [61.0]
-    with pytest.raises(OSError, match="full"):
-        sink.close()
 
 
 @pytest.mark.usefixtures("at_once")
@@ -196,25 +160,6 @@ def test_a_step_without_numbers_has_a_page(tmp_path: Path, layers: dict[str, obj
     assert "</html>" in (tmp_path / "run.html").read_text()
 
 
-def test_attention_and_what_really_happened_are_in_it(tmp_path: Path) -> None:
-    sink = HtmlSink(tmp_path / "run.html")
-    sink.write(report(attention={"block.0": attention()}, realised_loss_change=-0.25))
-    sink.close()
-    text = (tmp_path / "run.html").read_text()
-    assert "block.<wbr>0" in text
-    assert "real change -0.250" in text
-
-
-def test_nothing_is_written_without_a_report(tmp_path: Path) -> None:
-    HtmlSink(tmp_path / "run.html").close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="expected a file"):
-        HtmlSink(tmp_path)
-
-
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
@@ -223,35 +168,6 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(html_module, "find_spec", lambda n: None if n == package else find(n))
     with pytest.raises(ImportError, match=rf"{package}.*pip install \"adiv-monitor\[audit\]\""):
         HtmlSink(tmp_path / "run.html")
-
-
-def test_what_is_looked_for_are_findings() -> None:
-    running = Running()
-    for step in range(3):
-        running.add(report(step, losses=dict.fromkeys(range(20), 1.0)))
-    names = looked_for(running.record())
-    assert set(names) <= set(FAULTS)
-    assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
-
-
-def test_a_model_without_maps_has_ticks_only_at_what_was_examined() -> None:
-    running = Running()
-    layers = {"a": reading(kind="embedding")}
-    running.add(report(layers=layers, losses=dict.fromkeys(range(20), 1.0)))
-    assert looked_for(running.record()) == ("non-finite", "loss-stuck")
-    assert running.findings()[0].name == "loss-stuck"
-
-
-@pytest.mark.parametrize("last, words", [(math.nan, "not finite"), (0.5, "falls")])
-def test_the_last_loss_counts_however_long_the_training(last: float, words: str) -> None:
-    running = Running()
-    running.add_losses({step: 2 - step / 5_000 for step in range(5_001)})
-    running.add_losses({5_001: last})
-    record = running.record()
-    assert what_happens(record).startswith(f"Loss: {words}, ")
-    assert record.steps_of_losses[-1] == 5_001 and record.losses[-1] == pytest.approx(
-        last, nan_ok=True
-    )
 
 
 def test_another_training_in_the_same_record_begins_it_anew() -> None:
@@ -273,34 +189,6 @@ def test_a_training_that_goes_on_from_a_checkpoint_replaces_what_came_after_it()
         running.add(report(step, losses={step: float(step)}))
     assert [one.step for one in running.reports] == [0, 4, 6, 10]
     assert running.record().steps_of_losses == (0, 4, 6, 10) and running.count == 4
-
-
-def test_a_page_has_no_place_before_it_is_written(tmp_path: Path) -> None:
-    sink = HtmlSink(tmp_path / "run.html")
-    assert sink.place == ""
-    sink.write(report(0))
-    sink.close()
-    assert sink.place == str(tmp_path / "run.html")
-
-
-def test_what_a_finding_speaks_of_is_not_ticked_beside_it() -> None:
-    running = Running()
-    running.add(report(layers={f"{i}": reading(update_ratio=1e-5) for i in range(4)}))
-    found = running.findings()
-    names = looked_for(running.record(), found)
-    assert "rate-too-low" in {finding.name for finding in found}
-    assert "rate-too-low" in names and "stands-still" not in names
-
-
-def test_what_is_outside_of_healthy_is_not_ticked() -> None:
-    running = Running()
-    running.add(report(layers={f"{i}": reading(i, scale_cv=0.9) for i in range(4)}))
-    running.add_losses(dict.fromkeys(range(20), 2.3))
-    found = running.findings()
-    said = {finding.name for finding in found}
-    assert "outside-healthy" in said and "row-spread" not in said
-    assert "row-spread" in looked_for(running.record())
-    assert "row-spread" not in looked_for(running.record(), found)
 
 
 def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:
@@ -336,19 +224,3 @@ def test_no_file_of_somebody_else_is_replaced_beside_the_page(tmp_path: Path, na
         sink.write(report())
         sink.close()
     assert names(tmp_path) == FILES
-
-
-def test_a_pipe_has_nothing_beside_it(tmp_path: Path) -> None:
-    import os
-    import threading
-
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    read: list[str] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
-    reader.start()
-    sink = HtmlSink(pipe)
-    sink.write(report())
-    sink.close()
-    reader.join()
-    assert "</html>" in read[0] and names(tmp_path) == ["pipe"]

@@ -1,12 +1,10 @@
 """The Trainer's callback agrees with a monitor in a plain loop, in every setting of the Trainer."""
 
 import importlib.util
-import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +20,6 @@ from processes import meet, patient, run_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
@@ -184,14 +180,6 @@ def test_clipped_gradients(make: Make) -> None:
     assert 0 < reports[0].layers["net.0"].gradient_factor < 0.9
 
 
-@pytest.mark.slow
-def test_bfloat16(make: Make) -> None:
-    (first, *_) = train(make, bf16=True)
-    (expected, *_) = plain()
-    measured = first.layers["net.3"].measures()
-    assert measured == pytest.approx(expected.layers["net.3"].measures(), rel=0.1, abs=0.05)
-
-
 class Collecting(Net):
     """A Trainer that collects its losses; a function may change one of them."""
 
@@ -263,11 +251,6 @@ def test_losses_are_those_that_the_trainer_logs(make: Make, model: type[nn.Modul
     assert losses_of(memory.reports) == pytest.approx(logged, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_evaluations_between_steps_are_no_steps(make: Make) -> None:
-    assert_same(train(make, eval_strategy="steps", eval_steps=1), plain())
-
-
 def test_an_evaluation_completes_the_report(make: Make) -> None:
     """A report completed later would miss earlier changes of the weights and include later ones."""
     steps = []
@@ -298,17 +281,6 @@ def test_the_training_is_bit_identical(make: Make) -> None:
     assert torch.equal(stream, monitored[3])
 
 
-BERT = BertConfig(
-    vocab_size=20,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=24,
-    max_position_embeddings=8,
-    num_labels=3,
-)
-
-
 def test_alarms_stand_in_the_history_and_rules_in_the_checkpoint(make: Make) -> None:
     rule = "net.0: scale_mean > 0"
     callback = DivergenceTrainerCallback(2, alarms=[rule, lambda path, reading: False])
@@ -337,27 +309,6 @@ def test_an_alarm_may_stop_the_training(make: Make, caplog: pytest.LogCaptureFix
     assert hooks(trainer) == 0
 
 
-@pytest.mark.slow
-def test_an_evaluation_may_show_that_it_is_to_stop(make: Make) -> None:
-    callback = DivergenceTrainerCallback(2, alarms=["scale_mean > 0"], on_alarm="stop")
-    trainer = make(callback, eval_strategy="steps", eval_steps=1)
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("alarms", ["default", ["default", "scale_mean < 0"]])
-def test_the_preset_goes_into_the_checkpoint(make: Make, alarms: Any) -> None:
-    callback = DivergenceTrainerCallback(2, alarms=alarms, on_alarm="stop")
-    trainer = make(callback)
-    trainer.train()
-    assert trainer.state.global_step == STEPS
-    args = json.loads(json.dumps(callback.state()))["args"]
-    assert (args["alarms"], args["on_alarm"]) == (alarms, "stop")
-    assert DivergenceTrainerCallback(**args).state()["args"] == args
-    assert callback.state()["attributes"]["_lost"] == []
-
-
 def test_what_a_step_really_did(make: Make) -> None:
     """Every layer and the model's own loss are read, and training is unchanged."""
     losses = []
@@ -378,25 +329,6 @@ def test_what_a_step_really_did(make: Make) -> None:
     assert [x for x in changes if x is not None] == pytest.approx(
         [report.realised_loss_change for report in memory.reports]
     )
-
-
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_transformer(make: Make, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(3)
-    rows = [{"input_ids": torch.randint(20, (8,)), "labels": torch.tensor(0)} for _ in ROWS]
-    monkeypatch.setattr(Rows, "__iter__", lambda self: iter(rows))
-    memory = MemorySink()
-    callback = DivergenceTrainerCallback(2, sinks=[memory], on_error="raise")
-    model = BertForSequenceClassification(BERT)
-    name = "activation_checkpointing"  # renamed in transformers 5.23
-    name = name if hasattr(TrainingArguments, name) else "gradient_checkpointing"
-    make(callback, model=model, max_steps=2, **{name: checkpointing}).train()
-    (report,) = memory.reports
-    assert (report.coverage, report.unsupported, report.notes) == (1.0, {}, ())
-    query = report.layers["bert.encoder.layer.1.attention.self.query"]
-    assert query.rows_total == SIZE * 8
-    assert -1 <= query.update_cosine <= 1
 
 
 # Outputs of the reports
@@ -421,13 +353,6 @@ def test_the_history_holds_every_reports_summary(make: Make) -> None:
     assert "train_runtime" in trainer.state.log_history[-1]
 
 
-@pytest.mark.slow
-def test_the_interval_follows_the_trainer(make: Make) -> None:
-    trainer = make(DivergenceTrainerCallback(on_error="raise"), logging_steps=22, max_steps=24)
-    trainer.train()
-    assert list(logged(trainer)) == [1, 23]
-
-
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
@@ -446,7 +371,7 @@ class Told(TrainerCallback):
         self.logs.append(dict(kwargs["logs"]))
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("bar", [True, False])
 def test_callbacks_get_the_summary_and_the_console_is_not_flooded(
     make: Make, bar: bool, capsys: pytest.CaptureFixture[str]
@@ -477,23 +402,6 @@ def test_tensorboard_gets_layers_and_histograms(make: Make, tmp_path: Path) -> N
     assert [event.step for event in found.Scalars("adiv.scale_mean/net.0")] == [0, 7]
 
 
-@pytest.mark.slow
-def test_other_products_get_the_layers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Product(Told):
-        """A stand-in for a product's callback that accepts no pictures."""
-
-    from transformers.integrations import integration_utils
-
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "product", Product)
-    product = Product()
-    trainer = make(product, DivergenceTrainerCallback(4, measures=["scale_cv"], on_error="raise"))
-    with pytest.warns(UserWarning, match=r"Product takes numbers only; .*HtmlSink"):
-        trainer.train()
-    tags = {"adiv.scale_cv/net.0", "adiv.scale_cv/net.3", *summary_tags("scale_cv").values()}
-    tags |= {"adiv.summary/coverage", "epoch"}
-    assert [set(logs) for logs in product.logs if "adiv.summary/coverage" in logs] == [tags, tags]
-
-
 def test_a_trainers_own_means_go_on(make: Make) -> None:
     """Trainers that average values until they log, as those for fine-tuning, do so as before."""
 
@@ -518,54 +426,14 @@ def test_a_trainers_own_means_go_on(make: Make) -> None:
     assert len(logged(trainer)) == STEPS
 
 
-def test_a_forward_pass_before_the_trainer_logs_does_not_keep_it_from_that(make: Make) -> None:
-    class Sample(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            with torch.no_grad():
-                kwargs["model"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
-
-    trainer = make(DivergenceTrainerCallback(1, on_error="raise"), Sample(), logging_steps=2)
-    trainer.train()
-    assert [r["step"] for r in trainer.state.log_history if "loss" in r] == [2, 4, 6, 8]
-    assert list(logged(trainer)) == [*range(1, 9)]
-
-
 def test_only_the_first_process_writes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "is_world_process_zero", lambda self: False)
     assert not train(make)
 
 
-@pytest.mark.slow
-def test_sinks_of_the_users_stay_open(make: Make) -> None:
-    closed = []
-
-    class Sink(MemorySink):
-        def close(self) -> None:
-            closed.append(self)
-
-    sink = Sink()
-    for _ in range(2):
-        make(DivergenceTrainerCallback(4, sinks=[sink])).train()
-    assert [report.step for report in sink.reports] == [0, 4, 0, 4]
-    assert not closed
-
-
-def test_what_is_no_sink_is_refused() -> None:
-    expected = r"DivergenceTrainerCallback.*got a str, expected .* write\(report\)"
-    with pytest.raises(TypeError, match=expected):
-        DivergenceTrainerCallback(sinks=["run.jsonl"])  # type: ignore[list-item]
-
-
 def test_an_unknown_measure_is_refused() -> None:
     with pytest.raises(ValueError, match="no measure 'update_cosin'"):
         DivergenceTrainerCallback(measures=["update_cosin"])
-
-
-def test_an_event_from_elsewhere_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"not called by a transformers\.Trainer.*adiv_monitor\.Monitor"
-    ):
-        DivergenceTrainerCallback(1).on_train_begin(None, None, None)  # type: ignore[arg-type]
 
 
 # Early stopping and the best checkpoint
@@ -610,24 +478,6 @@ def test_the_best_checkpoint_is_that_of_the_metric(make: Make, name: str) -> Non
 
 
 @pytest.mark.slow
-def test_names_may_have_another_separator(make: Make) -> None:
-    name = FOLLOWED.replace("/", "_")
-    callback = DivergenceTrainerCallback(1, on_error="raise", separator="_")
-    stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
-    trainer = make(callback, stop, **followed(metric_for_best_model=name))
-    trainer.train()
-    assert trainer.state.global_step == 4
-    names = {name for record in trainer.state.log_history for name in record if "adiv" in name}
-    assert name in names
-    assert not any("/" in name for name in names)
-    slash = make(
-        DivergenceTrainerCallback(1, separator="_"), **followed(metric_for_best_model=FOLLOWED)
-    )
-    with pytest.raises(ValueError, match=f"expected one of {name}"):
-        slash.train()
-
-
-@pytest.mark.slow
 def test_early_stopping_follows_the_metric(make: Make) -> None:
     """Early stopping requires more improvement than is possible, so the first value is the best."""
     stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
@@ -659,24 +509,6 @@ def test_a_metric_that_will_not_be_there_is_refused(make: Make, measure: str) ->
     trainer = make(DivergenceTrainerCallback(1), **followed(metric_for_best_model=metric))
     with pytest.raises(ValueError, match=rf"'{metric}', expected one of {FOLLOWED}"):
         trainer.train()
-
-
-@pytest.mark.slow
-def test_a_metric_without_direction_is_nan_and_no_error(make: Make) -> None:
-    """The first step of a warm-up from learning rate 0 has no direction."""
-    look = Look()
-    warm_up = {"lr_scheduler_type": "linear", "warmup_steps": 4}
-    options = followed(max_steps=2, eval_steps=1, save_steps=1, **warm_up)
-    make(DivergenceTrainerCallback(1, on_error="raise"), look, **options).train()
-    assert math.isnan(look.seen[0])
-    assert -1 <= look.seen[1] <= 1
-
-
-@pytest.mark.slow
-def test_the_metric_is_only_there_where_it_is_followed(make: Make) -> None:
-    trainer = make(DivergenceTrainerCallback(1))
-    trainer.train()
-    assert not [key for key in trainer.evaluate() if "adiv" in key]
 
 
 WORLD = 2
@@ -731,44 +563,6 @@ def test_a_resumed_training_counts_on(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_of_rows_goes_on_too(make: Make, tmp_path: Path) -> None:
-    def callback() -> tuple[DivergenceTrainerCallback, MemorySink]:
-        memory = MemorySink()
-        return DivergenceTrainerCallback(2, max_rows=3, sinks=[memory], on_error="raise"), memory
-
-    whole, expected = callback()
-    make(whole, save_strategy="steps", save_steps=4, model=Net().eval()).train()
-    resumed, found = callback()
-    make(resumed).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-    first, *others = expected.reports[2:]
-    known = {step: loss for step, loss in first.losses.items() if step >= 4}  # since the resume
-    assert_same(found.reports, [replace(first, losses=known), *others])
-
-
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_checkpoint_tells_the_step_taken(make: Make, tmp_path: Path, counted: bool) -> None:
-    """The Trainer's step count includes steps skipped by a scaler; the monitor's does not."""
-    callbacks = [DivergenceTrainerCallback(3)] if counted else []
-    make(*callbacks, save_strategy="steps", save_steps=4, max_steps=4).train()
-    file = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
-    state = json.loads(file.read_text())
-    if counted:
-        state["stateful_callbacks"]["DivergenceTrainerCallback"]["attributes"]["_counted"][
-            "step"
-        ] = 2
-        file.write_text(json.dumps(state))
-    callback = DivergenceTrainerCallback(3, on_error="raise")
-    trainer = make(callback, save_strategy="steps", save_steps=8)
-    trainer.train(resume_from_checkpoint=str(file.parent))
-    assert callback.monitor is not None
-    assert [r.step for r in callback.monitor.reports] == ([2, 3] if counted else [4, 6])
-    saved = json.loads((tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text())
-    attributes = saved["stateful_callbacks"]["DivergenceTrainerCallback"]["attributes"]
-    assert attributes["_counted"]["step"] == (6 if counted else 8)
-
-
-@pytest.mark.slow
 def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) -> None:
     first = DivergenceTrainerCallback(3, layers=["net.3"], measures=["scale_cv"], on_error="raise")
     make(first, save_strategy="steps", save_steps=4, max_steps=4).train()
@@ -780,7 +574,7 @@ def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) 
     assert set(records[7]) == expected
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost", [{"sinks": [MemorySink()]}, {"layers": lambda path, module: path == "net.3"}]
 )
@@ -793,21 +587,6 @@ def test_what_a_checkpoint_cannot_hold_is_said(
     )
     with pytest.raises(ValueError, match=rf"without its {next(iter(lost))}; expected False"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-
-
-@pytest.mark.slow
-def test_two_callbacks_share_a_trainer(make: Make, tmp_path: Path) -> None:
-    def callbacks() -> list[DivergenceTrainerCallback]:
-        return [DivergenceTrainerCallback(3, layers=[f"net.{i}"], on_error="raise") for i in (0, 3)]
-
-    make(*callbacks(), save_strategy="steps", save_steps=4, max_steps=4).train()
-    pair = callbacks()
-    trainer = make(*pair)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-    for callback, path in zip(pair, ("net.0", "net.3"), strict=True):
-        assert callback.monitor is not None
-        assert [(r.step, *r.layers) for r in callback.monitor.reports] == [(4, path), (6, path)]
-    assert not set(vars(trainer)) & {"training_step", "evaluate", "get_batch_samples"}
 
 
 # Every end of a training
@@ -881,7 +660,7 @@ class Raise(TrainerCallback):
         raise RuntimeError("out of luck")
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [True, False])
 def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, again: bool) -> None:
     callback = DivergenceTrainerCallback(1, on_error="raise")
@@ -899,15 +678,6 @@ def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, a
     assert callback.monitor is not None
     assert callback.monitor.latest is not None
     assert callback.monitor.latest.step == (STEPS - 1 if again else 0)
-
-
-@pytest.mark.slow
-def test_a_method_that_somebody_set_on_the_trainer_stays(make: Make) -> None:
-    trainer = make(DivergenceTrainerCallback(1, on_error="raise"))
-    theirs = trainer.training_step
-    trainer.training_step = theirs  # type: ignore[method-assign]
-    trainer.train()
-    assert trainer.training_step is theirs
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Reports contain the losses that the loop collected, and collecting them changes nothing."""
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +13,6 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import controller, loss_log
-from adiv_monitor.step.loss_log import LossLog
 
 STEPS, EVERY = 10, 4
 TARGETS = torch.arange(6) % 3
@@ -112,16 +109,6 @@ def test_losses_are_those_that_the_loop_collected(source: str) -> None:
     unmonitored, _, unmonitored_weights = train(None)
     assert collected == unmonitored
     assert all(map(torch.equal, weights, unmonitored_weights))
-
-
-def test_nobody_said_it() -> None:
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        model(batch(0))["loss"].backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert (monitor.latest.losses, monitor.latest.loss) == ({}, None)
 
 
 def one_step(monitor: Monitor, optimizer: Any, losses: Sequence[Tensor], say: bool = False) -> None:
@@ -247,46 +234,7 @@ def test_the_first_evaluation_of_a_closure_counts(kind: Any, source: str) -> Non
     assert found == pytest.approx([several[0] for several in evaluations])
 
 
-def test_what_comes_after_the_step_counts_for_the_next() -> None:
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    with Monitor(model, optimizer, every_n_steps=1) as monitor:
-        for step in range(3):
-            one_step(monitor, optimizer, [model(batch(step))["loss"]])
-            for value in (1.0, 3.0):
-                monitor.log_loss(value + step)
-    assert [report.losses for report in monitor.reports] == [{}, {1: 2.0}, {2: 3.0}]
-
-
 # Kept values
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_the_last_values_are_kept(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_log, "_CHUNK", 4)
-    monkeypatch.setattr(loss_log, "_MOST", 20)
-    log = LossLog()
-    for step in range(50):
-        log._said.add(step, torch.tensor(float(step)) if on_device else float(step))
-    found = log.take(100)
-    assert list(found) == list(range(50 - len(found), 50))
-    assert 16 <= len(found) <= 20
-    assert found == {step: step for step in found}
-    assert log.take(100) == {}
-
-
-@pytest.mark.parametrize("chunk", [2, 3, 100])
-def test_tensors_are_kept_where_they_are(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logged tensors of several dtypes, mixed with numbers, are read in pieces, as on a device."""
-    monkeypatch.setattr(loss_log, "_CHUNK", chunk)
-    log = LossLog()
-    for step in range(8):
-        value = torch.tensor(step + 0.5, dtype=torch.float32 if step % 2 else torch.float64)
-        log._seen.add(step, value if step % 3 else step + 0.5)
-        log._seen.add(step, value + 1)
-    expected = {step: step + 1.0 for step in range(8)}
-    assert log.take(4) == {step: expected[step] for step in range(5)}
-    assert log.take(7) == {step: expected[step] for step in range(5, 8)}
 
 
 def test_a_loss_is_kept_as_it_was() -> None:
@@ -365,42 +313,6 @@ def test_what_a_loss_function_does_wrong_is_said_once(loss: Any, message: str) -
     assert all(report.layers for report in monitor.reports)
 
 
-@pytest.mark.parametrize("option", ["loss", "realised"])
-def test_a_loss_module_that_the_training_does_not_call_is_told(option: str) -> None:
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    given: dict[str, Any] = {option: nn.CrossEntropyLoss()}  # another instance
-    with Monitor(model, optimizer, on_error="raise", **given) as monitor:
-        model(batch(0))["loss"].backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    told = [note for note in monitor.latest.notes if "is it another instance" in note]
-    assert len(told) == (2 if option == "realised" else 1)
-    assert "the given CrossEntropyLoss was not seen" in told[-1]
-
-
-def test_after_the_end_nothing_is_kept() -> None:
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    with Monitor(model, optimizer, loss=model.criterion) as monitor:
-        one_step(monitor, optimizer, [model(batch(0))["loss"]])
-    monitor.log_loss(1.0)
-    model(batch(0))
-    assert monitor._losses.take(10) == {}
-
-
-def test_copies_of_the_model_have_no_hook() -> None:
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    with Monitor(model, optimizer, loss=model.criterion, every_n_steps=5) as monitor:
-        for step in range(2):
-            one_step(monitor, optimizer, [model(batch(step))["loss"]])
-            twin = copy.deepcopy(model)
-            assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
-            twin(batch(step))["loss"].backward()
-        assert monitor._losses.take(10).keys() == {1}
-
-
 def test_steps_without_an_optimizer_have_one() -> None:
     model = WithLoss()
     with Monitor(model, None, every_n_steps=2, loss=model.criterion) as monitor:
@@ -418,6 +330,7 @@ def test_steps_without_an_optimizer_have_one() -> None:
     assert all(report.learning_rates == () for report in monitor.reports)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("say", [False, True])
 def test_compiled_code_is_compiled_as_before(say: bool) -> None:
     """Code is compiled once, in one piece; measured steps, which run eagerly, see inside."""
@@ -513,28 +426,6 @@ def test_a_learning_rate_may_be_a_tensor_that_a_schedule_writes_to() -> None:
     assert [r.learning_rates for r in monitor.reports] == [(0.5,), (0.25,), (0.125,)]
 
 
-class WithoutRate(torch.optim.Optimizer):
-    """An optimizer that determines its step length itself."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model.parameters(), options)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p -= 0.1 * p.grad
-
-
-@pytest.mark.parametrize("options", [{}, {"lr": None}])
-def test_an_optimizer_may_have_none(options: dict[str, Any]) -> None:
-    model = WithLoss()
-    optimizer = WithoutRate(model, **options)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        one_step(monitor, optimizer, [model(batch(0))["loss"]])
-    assert monitor.latest is not None
-    assert monitor.latest.learning_rates == ()
-
-
 def test_sinks_get_the_losses_after_the_last_report() -> None:
     class Losses(MemorySink):
         later: dict[int, float]
@@ -554,23 +445,6 @@ def test_sinks_get_the_losses_after_the_last_report() -> None:
         {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0},
     ]
     assert sink.later == {6: 6.0, 7: 7.0}
-
-
-def test_losses_of_a_report_that_fails_are_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, begun = controller.describe, []
-
-    def describe(*given: Any) -> None:
-        begun.append(given)
-        if len(begun) == 2:
-            raise RuntimeError("no description")
-        real(*given)
-
-    monkeypatch.setattr(controller, "describe", describe)
-    with pytest.warns(UserWarning, match="no description"):
-        losses, reports, _ = train("said as a number", on_error="warn")
-    assert [report.step for report in reports] == [0, 8]
-    assert list(reports[-1].losses) == list(range(1, 9))
-    assert list(reports[-1].losses.values()) == pytest.approx(losses[1:9])
 
 
 def _own_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

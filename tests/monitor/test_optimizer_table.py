@@ -1,6 +1,5 @@
 """Every row of docs/optimizers.md, on what is exact for which optimizer, holds, as by hand."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,6 @@ import torch
 from setups import EXACT, cosine
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel
 
 from adiv_monitor import LayerReading, Monitor
 from adiv_monitor.report import StepReport
@@ -315,35 +313,3 @@ def test_an_optimizer_in_the_backward_pass() -> None:
     for path, monitor in monitors.items():
         assert monitor.latest is not None
         compare(monitor.latest.layers[path], truths(TABLE["SGD"])[0].of(path))
-
-
-def test_averages_kept_aside_change_nothing() -> None:
-    model, x, y = data()
-    optimizer = sgd(model.parameters())
-    averaged = AveragedModel(model)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=None, on_error="raise") as monitor:
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            averaged.update_parameters(model)
-    for report, truth in zip(monitor.reports, truths(TABLE["SGD"]), strict=True):
-        for path, reading in report.layers.items():
-            compare(reading, truth.of(path))
-
-
-def test_a_step_that_a_scaler_skips_is_not_measured() -> None:
-    """The next step is measured; its gradients and rows are unscaled."""
-    model, x, y = data()
-    optimizer = sgd(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=None, on_error="raise") as monitor:
-        for factor in (math.inf, 1.0):
-            optimizer.zero_grad()
-            scaler.scale(functional.cross_entropy(model(x), y) * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    (report,) = monitor.reports
-    assert "a step that an AMP scaler skipped?" in report.notes[0]
-    for path, reading in report.layers.items():
-        compare(reading, truths(TABLE["SGD"])[0].of(path))

@@ -81,6 +81,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("measure", (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES))
 def test_every_measure_of_the_reports_is_drawn(measure: str) -> None:
     run = Running()
@@ -102,24 +103,6 @@ def kind_of(measure: str) -> str:
     if measure in ALIGNMENT_MEASURES:
         return "alignment"
     return "attention" if measure in ATTENTION_MEASURES else "layers"
-
-
-def test_reports_are_a_list_that_keeps_the_last_ones() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, keep=3) as monitor:
-        reports = monitor.reports
-        for _ in range(7):
-            model(torch.ones(5, 3)).sum().backward()
-            optimizer.step()
-    assert [one.step for one in monitor.reports[-5:]] == [4, 5, 6]
-    assert reports is monitor.reports and reports[1:2] == [reports[1]]
-
-
-def test_hundreds_of_layers_have_room() -> None:
-    layers = {f"blocks.{i}.linear": reading(i) for i in range(300)}
-    width, height = report(layers=layers).plot().get_size_inches()
-    assert height < 12 and width < 10
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -171,7 +171,7 @@ SIZED: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("kind", SIZED)
 @pytest.mark.filterwarnings("ignore")
 def test_layers_cost_their_number(kind: str, whole: bool) -> None:

@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations
 
 from adiv_monitor import LayerReading, Monitor, StepReport
-from adiv_monitor.features import DenseFeatures, Rows, register_features
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, smallest
+from adiv_monitor.report import ATTENTION_MEASURES, smallest
 from adiv_monitor.sinks import JsonlSink
 from adiv_monitor.sinks.scalars import summary_scalars
 
@@ -73,13 +72,6 @@ def test_rounding_tells_no_layers_apart() -> None:
     assert summary.min == 1.0 - 1e-7
 
 
-def test_infinite_values_have_their_place() -> None:
-    summary = of({"a": 0.5, "b": math.inf}).summary()["update_cosine"]
-    assert (summary.min_layer, summary.max_layer, summary.max) == ("a", "b", math.inf)
-    both = of({"a": math.inf, "b": math.inf}).summary()["update_cosine"]
-    assert (both.min, both.max, both.max_layer) == (math.inf, math.inf, None)
-
-
 # The extreme values
 
 
@@ -87,22 +79,6 @@ def test_layers_not_told_apart_share_the_value_that_fits_them_best() -> None:
     value, layers = smallest([(0.1, 0.1, "a"), (0.2, 0.05, "b"), (0.9, 0.1, "c")])
     assert layers == ("a", "b")
     assert value == pytest.approx((0.1 / 0.01 + 0.2 / 0.0025) / (1 / 0.01 + 1 / 0.0025))
-
-
-def test_an_exact_value_counts_before_a_noisy_one() -> None:
-    value, layers = smallest([(-0.1, 0.1, "noisy"), (0.0, 0.0, "exact"), (0.05, 0.0, "other")])
-    assert (value, layers) == (0.0, ("noisy", "exact"))
-
-
-def test_an_end_is_never_beyond_the_median() -> None:
-    draw = random.Random(0)
-    for _ in range(200):
-        layers = range(draw.randint(1, 6))
-        errors = {str(i): draw.choice((0.0, 0.1, 1.0, math.inf)) for i in layers}
-        values = {layer: draw.gauss(0, 0.5) for layer in errors}
-        found = of(values, errors).summary()["update_cosine"]
-        assert min(values.values()) <= found.min <= found.median
-        assert found.median <= found.max <= max(values.values())
 
 
 @pytest.mark.parametrize("count", [4, 20, 60])
@@ -170,38 +146,6 @@ def test_rows_have_the_loss_and_the_learning_rate_of_their_layer() -> None:
     assert [row["learning_rate"] for row in alike] == [0.1] * 3
     unknown = report(7).to_rows()[0]
     assert math.isnan(unknown["loss"]) and math.isnan(unknown["learning_rate"])
-
-
-def test_nested_data_has_the_errors_too() -> None:
-    layer = reading(standard_error={"update_cosine": 0.02})
-    nested = report(layers={"a": layer}).to_dict()["layers"]["a"]
-    assert nested["standard_error"] == {"update_cosine": 0.02}
-    assert set(MEASURES) <= nested.keys()
-
-
-@pytest.mark.parametrize("features", [None, 64])
-def test_the_fan_in_is_written_and_read_where_there_is_one(features: int | None) -> None:
-    nested = reading(features=features).to_dict()
-    assert ("features" in nested) == (features is not None)
-    assert LayerReading.from_dict(nested).features == features
-
-
-@pytest.mark.parametrize(
-    ("layer", "inputs", "fan_in"),
-    [
-        (nn.Linear(3, 4), torch.ones(2, 3), 3),
-        (nn.Conv2d(4, 6, (2, 3), groups=2), torch.ones(2, 4, 5, 5), 12),
-        (nn.Embedding(5, 3), torch.tensor([1, 2]), None),
-    ],
-)
-def test_a_reading_knows_its_fan_in(
-    layer: nn.Module, inputs: torch.Tensor, fan_in: int | None
-) -> None:
-    with Monitor(layer, None, on_error="raise") as monitor:
-        layer(inputs).square().sum().backward()
-        monitor.end_step()
-    assert monitor.latest is not None
-    assert [r.features for r in monitor.latest.layers.values()] == [fan_in]
 
 
 # The measured share of the trained parameters
@@ -285,40 +229,6 @@ def test_a_lazy_layer_counts_once_it_has_a_shape() -> None:
     assert found.unmeasured == {"1.weight": 10, "1.bias": 2}
 
 
-def test_a_lazy_layer_that_never_ran_has_no_elements() -> None:
-    model = nn.Linear(3, 5)
-    model.register_module("unused", nn.LazyLinear(2))
-    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert found.coverage == 1.0
-    assert found.unmeasured == {"unused.weight": 0, "unused.bias": 0}
-    assert "lazy" in found.unsupported["unused"]
-
-
-class Shifted(nn.Linear):
-    """A layer with a parameter that its rule does not cover."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.shift = nn.Parameter(torch.ones(outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.shift
-
-
-@register_features(Shifted)
-def shifted(module: Shifted, rows: Rows, x: torch.Tensor) -> DenseFeatures:
-    return DenseFeatures(rows.take(x)[:, None], 1.0)
-
-
-def test_reasons_name_the_class_in_full() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), Shifted(2, 2))
-    model[1].shift.data.zero_()  # so that the rule is correct
-    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert found.layers.keys() == {"0", "1"}
-    assert found.unsupported.keys() == {"1.shift"}
-    assert found.unsupported["1.shift"].startswith(f"{__name__}.Shifted: its rule knows")
-
-
 # Attention
 
 
@@ -353,26 +263,7 @@ def test_attention_as_rows_has_one_per_head() -> None:
     assert report().attention_rows() == []
 
 
-def test_attention_is_summarised_beside_the_layers() -> None:
-    readings = {"a": attention(attention_cosine=0.5), "b": attention(attention_cosine=0.1)}
-    summary = report(attention=readings).summary()
-    assert summary["attention_cosine"].min_layer == "b"
-    assert "attention_cosine" not in report().summary()
-    assert summary["update_cosine"] == report().summary()["update_cosine"]
-
-
 # The loss, learning rates and classes of modules
-
-
-def test_the_loss_of_the_step_is_one_of_the_losses() -> None:
-    losses = {5: 2.5, 6: math.nan, 7: 0.25}
-    found = report(7, losses=losses, learning_rates=(0.1, 1e-3))
-    assert found.loss == 0.25
-    assert report(8, losses=losses).loss is None
-    assert report().loss is None
-    record = found.to_dict()
-    assert (record["loss"], record["losses"]) == (0.25, losses)
-    assert record["learning_rates"] == [0.1, 1e-3]
 
 
 def test_losses_and_learning_rates_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,11 +42,6 @@ def test_the_interval_is_the_smallest_round_one_within_the_bound(cost: float, bo
     n = interval(cost, bound, least=1)
     assert n == next(n for n in ROUND if cost / (n + cost) <= bound * (1 + 1e-12))
     assert interval(cost, bound, least=7 * n) == 7 * n
-
-
-@pytest.mark.parametrize("cost", [-0.1, -500, 0])
-def test_what_costs_nothing_is_done_at_the_least_interval(cost: float) -> None:
-    assert interval(cost, 0.01, least=50) == 50
 
 
 def test_a_measured_step_is_timed_with_the_one_after_it() -> None:
@@ -152,14 +146,6 @@ def test_in_the_long_run_the_share_stays_within_the_bound(
     assert run.spent / (run.clock.time - began) <= 0.01
 
 
-def test_steps_far_from_a_measured_one_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, Schedule(None, UNASKED))
-    run.steps(120)
-    monkeypatch.setattr(run._bounded._times, "_now", lambda: pytest.fail("a step was timed"))
-    run.steps(80)
-    assert run.step == 200
-
-
 def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps compile and fill caches; an evaluation may precede any step."""
     run = Run(monkeypatch, Schedule(50, 0.01))
@@ -172,17 +158,6 @@ def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatc
             run.clock.time += 500
         run.steps(1)
     assert set(run.intervals()[1:]) == {450, 500}
-
-
-def test_evaluation_before_every_measured_step_costs_it_a_step_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(monkeypatch, Schedule(50, 0.01))
-    for _ in range(4000):
-        if run.measured[-1] == run.step:
-            run.clock.time += 500
-        run.steps(1)
-    assert run._bounded.costs() == pytest.approx([3.75] * 8)  # loading took a quarter of a step
 
 
 def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +190,6 @@ def test_a_run_that_is_resumed_early_measures_what_is_still_due(
     run = Run(monkeypatch, Schedule(None, UNASKED), start=start)
     run.steps(measured[-1] - start, cost=0.0)
     assert run.measured == measured
-
-
-def test_in_a_graph_that_is_captured_no_event_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, Schedule(None, UNASKED))
-    run.steps(12)
-    monkeypatch.setattr(schedule, "is_captured", lambda: True)
-    monkeypatch.setattr(run._bounded._times, "_now", lambda: pytest.fail("an event was recorded"))
-    run.steps(90)
-    assert run.measured == [0, 10, 100]
 
 
 class Slow(MemorySink):
@@ -290,49 +256,6 @@ def test_a_bound_is_a_share(value: object) -> None:
     model, _ = mlp()
     with pytest.raises(ValueError, match=r"above 0 and below 1, such as 0\.01 for 1 %"):
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), max_overhead=value)
-
-
-events: list["Event"] = []
-
-
-class Event:
-    """A device's event that occurs when the test triggers it."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        events.append(self)
-        self.happened = False
-        self.stream: object = None
-
-    def record(self, stream: object) -> None:
-        self.stream = stream
-
-    def query(self) -> bool:
-        return self.happened
-
-    def elapsed_time(self, end: "Event") -> float:
-        assert self.happened
-        assert end.happened
-        return 250.0
-
-
-def test_a_device_is_asked_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    events.clear()
-    steps = times.step_times(SimpleNamespace(is_cuda=True, device=torch.device("cuda:1")))
-    assert {event.stream for event in events} == {"stream of cuda:1"}
-    steps.forward_begins()
-    for measured in (True, False, False):
-        steps.step_ended(measured=measured)
-    assert steps.costs() == []
-    for event in events[:-1]:
-        event.happened = True
-    steps.step_ended(measured=False)
-    assert steps.costs() == []  # the plain step has not ended yet
-    events[3].happened = True
-    steps.step_ended(measured=False)
-    assert steps.costs() == [(0.25 + 0.25) / 0.25 - 2]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,12 +17,9 @@ from adiv_monitor.maths.estimates import (
     Sum,
     by_ratio,
     by_size,
-    mean_of_active,
     over_rows,
     product,
     quantiles,
-    share_error,
-    variance_share,
 )
 
 ROWS, SEEN, DRAWS = 400, 120, 3000
@@ -131,22 +128,6 @@ def test_all_rows_leave_nothing_to_chance() -> None:
         assert exact.error.tolist() == [0, 0]
 
 
-def test_no_sample_tells_by_how_much_the_largest_scale_is_exceeded() -> None:
-    active = np.array([[True, True, True, True], [False, True, True, False], [True] + [False] * 3])
-    largest = np.array([[3.0, 9.0, 4.0, 7.0], [50.0, 2.0, 8.0, 60.0], [5.0, 9.0, 9.0, 9.0]])
-    found = measures.scale_max_of_rows(largest, of_all(100, active))
-    assert found.value.tolist() == [9, 8, 5]
-    assert np.isnan(found.error).all()
-    none = measures.scale_max_of_rows(np.ones((2, 0)), of_all(100, np.ones((2, 0), dtype=bool)))
-    assert none.value.dtype == none.error.dtype == np.float64
-    assert np.isnan(none.value).all() and np.isnan(none.error).all()
-
-
-def test_scales_that_are_all_the_same_do_not_spread() -> None:
-    zero, sample = np.zeros((1, 5)), of_all(100, np.ones((1, 5), dtype=bool))
-    assert measures.scale_cv_of_rows(zero, zero, np.ones(1), np.ones(1), sample) == (0, 0)
-
-
 def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
     """With one active sampled row of many, pairs are unknown: only its own square counts."""
     active = np.array([[True, False, False]])
@@ -154,32 +135,6 @@ def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
     found = measures.common_share_of_rows(rows, rows, np.array([20.0]), sample)
     assert found.value == pytest.approx(1 / 20) and np.isnan(found.error)
     assert measures.common_share_of_rows(rows, rows, np.array([1.0]), sample) == (1, 0)
-
-
-def test_what_is_lost_to_rounding_is_divided_by_without_a_word() -> None:
-    """Squares of features of 1e-23 underflow in float32, the norm of their sum does not."""
-    one, zero = np.ones(1), np.zeros(1)
-    assert measures.common_share(one, one, zero) == np.inf
-    assert measures.scale_cv(one, zero, one) == np.inf
-    assert np.isnan(measures.common_share(zero, zero, zero))
-    assert np.isnan(measures.scale_cv(zero, zero, zero))
-
-
-def test_a_spread_lost_to_rounding_is_none() -> None:
-    """With a distant pivot, rounded squares may add up to less than the square of their mean."""
-    sums, sample = np.full((1, 5), 3.0), of_all(100, np.ones((1, 5), dtype=bool))
-    squares = np.full((1, 5), 9.0 - 1e-15)
-    assert measures.scale_cv_of_rows(sums, squares, np.ones(1), np.ones(1), sample) == (0, 0)
-
-
-def test_one_active_row_of_several_knows_no_error() -> None:
-    active = np.array([[True, False, False], [True, True, True]])
-    sums, sample, one = np.full((2, 3), 6.0), of_all(100, active), np.ones(2)
-    cv = measures.scale_cv_of_rows(sums, np.full((2, 3), 14.0), 3 * one, 2 * one, sample)
-    np.testing.assert_allclose(cv.value, np.sqrt(14 / 3 - 4) / 4)
-    assert np.isnan(cv.error).tolist() == [True, False]
-    share = measures.common_share_of_rows(sums, sums, 20 * one, sample)
-    assert np.isnan(share.error).tolist() == [True, False]
 
 
 def test_errors_from_few_active_rows_cover_the_error() -> None:
@@ -249,12 +204,6 @@ def test_a_gradient_of_more_than_these_rows() -> None:
     assert not more(200.0, seen=10, rows=10)
 
 
-def test_a_sample_that_holds_a_fair_part() -> None:
-    sampled, whole = np.array([7.1, 6.9, 12.9, 13.1, 0.0, 3.0]), np.array([10.0] * 4 + [0.0, 0.0])
-    fair = measures.represents(sampled, whole)
-    assert fair.tolist() == [True, False, True, False, False, False]
-
-
 def test_the_error_of_first_order_knows_its_own() -> None:
     random = np.random.default_rng(0)
     r_r = random.gamma(2.0, 1.0, ROWS) + 3
@@ -308,121 +257,6 @@ def test_few_rows_that_hold_most_are_reckoned_with() -> None:
     assert abs(by_sizes.value.mean() - values.sum()) < 0.1 * by_sizes.value.std()
 
 
-def test_no_sample_makes_a_length_negative() -> None:
-    """With few rows, of which one has nearly all, corrections of order 1/R exceed the value."""
-    sizes, values = heavy(ROWS)
-    sizes, values = sizes**3, values**3
-    random = np.random.default_rng(1)
-    index = np.stack([random.choice(ROWS, 6, replace=False) for _ in range(DRAWS)])
-    sample = Sample(np.full(DRAWS, float(ROWS)), np.ones((DRAWS, 6), dtype=bool))
-    told = by_size(over_rows(values[index], sample), values[index], sizes_of(sizes, index), sample)
-    other = over_rows(random.gamma(0.2, 1.0, ROWS)[index], sample)
-    one = Sum(np.ones(DRAWS), np.zeros((DRAWS, 6)))
-    for ratio in (measures.update_ratio(told, other, sample), product(one, [(told, 0.5)], sample)):
-        assert (ratio.value > 0).all()
-    assert (told.total > 0).all()
-
-
-def test_even_sizes_change_no_error() -> None:
-    """Equal sizes reduce the error only by fixing the number of rows with a gradient."""
-    random = np.random.default_rng(0)
-    active = random.random(ROWS) >= 0.3
-    values = np.where(active, random.gamma(3.0, 1.0, ROWS), 0.0)
-    index, sample = draws(active)
-    plain = over_rows(values[index], sample)
-    told = by_size(plain, values[index], sizes_of(np.where(active, 2.0, 0.0), index), sample)
-    agrees(product(told, [], sample), values.sum())
-    assert told.total.std() < 0.9 * plain.total.std()
-
-
-def test_a_sum_told_by_sizes_by_hand() -> None:
-    """Two of three rows, of sizes 1, 2 and 3, are seen: 2·1·1.2 and 2·2·0.9, for example."""
-    sample = of_all(3, np.ones((1, 2), dtype=bool))
-    sizes = Sizes(np.array([[1.0, 2.0]]), np.array([6.0]), np.array([14.0]))
-    values = np.array([[2.4, 3.6]])
-    told = by_size(over_rows(values, sample), values, sizes, sample)
-    share = (1 - 2 / 3) / 1
-    rest = 3 * np.array([2.4 - 2 * 1, 3.6 - 2 * 2])
-    bias = -share * np.mean(rest * 3 * (np.array([1, 2]) - 1.5)) / 4.5
-    np.testing.assert_allclose(told.total, 6 / 4.5 * (9 - bias))
-    np.testing.assert_allclose(told.spread, [6 / 4.5 * rest])
-    assert told.doubt is not None
-    alone = 1 / (1 - np.array([1 / 3, 2 / 3]))
-    tau_squared = (0.2**2 + 0.1**2) / 2
-    modelled = tau_squared * 2**2 * ((6 / 3 - 1) ** 2 * 5 + 9)
-    sampled = share * np.mean((6 / 4.5 * rest * alone) ** 2)
-    np.testing.assert_allclose(told.doubt, [alone * max(1.0, math.sqrt(modelled / sampled))])
-
-
-def test_sizes_that_are_not_known_tell_nothing() -> None:
-    """Sizes are unknown in layer 1; in layers 2 and 3 all rows, or one active row, were seen."""
-    active = np.array([[True, True], [True, True], [True, False]])
-    sample = Sample(np.array([9.0, 2.0, 9.0]), active)
-    rows = np.where(active, [[1.0, 3.0], [2.0, 5.0], [4.0, 0.0]], 0.0)
-    unknown = np.array([math.nan, 8.0, 30.0])
-    plain = over_rows(rows, sample)
-    told = by_size(plain, rows, Sizes(rows, unknown, unknown**2), sample)
-    assert told.total.tolist() == plain.total.tolist()
-    np.testing.assert_array_equal(told.spread, plain.spread)
-    assert told.doubt is not None
-    assert told.doubt.tolist() == [[1, 1]] * 3
-
-
-def test_sums_of_which_none_is_known_stay_as_they_are() -> None:
-    """The second layer's sum is unknown; in the last two there is no correlated one."""
-    sample = of_all(100, np.ones((4, 3), dtype=bool))
-    plain = over_rows(np.arange(12.0).reshape(4, 3), sample)
-    known = over_rows(np.array([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0], [0.0] * 3, [0.0] * 3]), sample)
-    told = by_ratio(plain, known, np.array([300.0, math.nan, 0.0, 5.0]), sample)
-    assert told.total[0] != plain.total[0]
-    assert told.total[1:].tolist() == plain.total[1:].tolist()
-    assert (told.spread[0] != plain.spread[0]).all()
-    assert told.spread[1:].tolist() == plain.spread[1:].tolist()
-
-
-def test_sums_told_from_another_by_hand() -> None:
-    sample = of_all(4, np.ones((1, 2), dtype=bool))
-    of, by = over_rows(np.array([[1.0, 5.0]]), sample), over_rows(np.array([[2.0, 4.0]]), sample)
-    ratio = by_ratio(of, by, np.array([15.0]), sample)  # 12 · 15/12, less its bias
-    bias = -0.5 * np.mean([4 * 4, 4 * 4]) / 12
-    np.testing.assert_allclose(ratio.total, [(12 - bias) * 15 / 12])
-    np.testing.assert_allclose(ratio.spread, [[-4 * 15 / 12, 4 * 15 / 12]])
-    assert ratio.doubt is not None
-    np.testing.assert_allclose(ratio.doubt, [[1 / (2 / 3), 1 / (1 / 3)]])
-
-
-def test_what_is_left_of_the_variance() -> None:
-    seen, total = np.array([1.0, 1.0, 5.0, 5.0]), np.array([1.0, 2.0, 5.0, 20.0])
-    assert variance_share(seen, total).tolist() == [0, math.inf, 0, 0.75 / 4]
-    assert variance_share(seen, total, np.full(4, 4.0)).tolist() == [0, 0.5 / 3, 0, 0.25]
-
-
-def test_no_row_was_looked_at() -> None:
-    sample = of_all(100, np.ones((2, 0), dtype=bool))
-    found = over_rows(np.ones((2, 0)), sample, np.array([math.nan, 3.0]))
-    assert np.isnan(found.total).tolist() == [True, False]
-    assert found.spread.shape == (2, 0)
-
-
-def test_quantiles_at_the_ends_and_of_lone_entries() -> None:
-    """No error in layer 1, an unknown one in layer 2; each has a single known entry."""
-    entries, share = np.array([[4.0, math.nan], [5.0, math.nan]]), np.array([0.0, math.inf])
-    value, error = quantiles(entries, [0.0, 0.5, 1.0], share)
-    assert value.tolist() == [[4, 4, 4], [5, 5, 5]]
-    assert error[0].tolist() == [0, 0, 0]
-    assert np.isnan(error[1]).all()
-
-
-def test_quantiles_among_infinities() -> None:
-    """With infinities on both sides a quantile is certain, with one it may be anywhere."""
-    value, error = quantiles(np.array([[1.0] + [math.inf] * 9]), [0.0, 0.2, 0.9], 0.01)
-    assert value[0].tolist() == [1, math.inf, math.inf]
-    assert error[0].tolist() == [0, 0, 0]
-    value, error = quantiles(np.array([[1.0, 2.0, 3.0, math.inf]]), [0.5], 0.64)
-    assert value[0].tolist() == [2.5]
-    assert error[0].tolist() == [math.inf]
-
-
 # --- samples without spread ----------------------------------------------------------------------
 
 
@@ -473,71 +307,6 @@ def test_the_variation_of_attentions_scales_is_not_biased(spread: float) -> None
     assert found.mean() == pytest.approx(truth, abs=0.15 * found.std())
 
 
-def test_what_a_sample_that_is_all_alike_leaves_open() -> None:
-    """By hand: 30 rows of very many can miss a tenth of them, 128 a fortieth."""
-    level, ends = (0.05, 0.5, 0.95), Ends(-1.0, 1.0)
-    for seen, expected in ((30, (0.8, 0, 0.2)), (128, (0, 0, 0))):
-        values, share = np.full((1, seen), 0.6), np.array([1 / (seen - 1)])
-        value, error = quantiles(values, level, share, ends)
-        assert value.tolist() == [[0.6] * 3]
-        np.testing.assert_allclose(error, [expected])
-        assert not quantiles(values, level, share)[1].any()
-    of_none = share_error(np.zeros(1), np.array([30.0]), of_all(10**9, np.ones((1, 30), bool)))
-    found = measures.row_cosine_mean(
-        np.full((1, 30), 0.6), of_all(10**9, np.ones((1, 30), bool)), np.full(1, 1e-9)
-    )
-    assert found.value[0] == pytest.approx(0.6)
-    assert found.error[0] == pytest.approx(1.6 * of_none[0])
-
-
-def test_ends_that_are_not_known_leave_an_error_unknown() -> None:
-    values, share = np.full((2, 30), 2.0), np.full(2, 1 / 29)
-    _, error = quantiles(values, (0.05, 0.5, 0.95), share, Ends(0.0, math.nan))
-    np.testing.assert_array_equal(error, [[1, 0, math.nan]] * 2)
-
-
-def test_a_sample_with_a_spread_tells_its_own() -> None:
-    """Cosines away from ±1 with a spread keep the plain error."""
-    random = np.random.default_rng(0)
-    cosines = 0.2 + 0.05 * random.normal(size=(1, 60))
-    sample = of_all(10_000, np.ones((1, 60), dtype=bool))
-    mean = measures.row_cosine_mean(cosines, sample, np.full(1, 1e-3))
-    plain = mean_of_active(cosines, np.ones((1, 60), dtype=bool), sample)
-    assert mean.error.tolist() == plain.error.tolist()
-    values, share = random.normal(size=(3, 60)), np.full(3, 1 / 59)
-    for level in (0.1, 0.5, 0.9):
-        with_ends = quantiles(values, [level], share, Ends(-99.0, 99.0), 1e-3)
-        assert with_ends[1].tolist() == quantiles(values, [level], share)[1].tolist()
-
-
-def test_a_share_of_one_row_is_as_uncertain_as_laplace_has_it() -> None:
-    sample = of_all(1000, np.ones((1, 20), dtype=bool))
-    error = share_error(np.zeros(1), np.ones(1), sample)
-    assert error == pytest.approx(np.sqrt(0.98 / 19 * (1 / 3) * (2 / 3) * 20))
-
-
-def test_all_active_rows_leave_nothing_to_chance_either() -> None:
-    """No error remains if the few seen rows are all active ones; the last layer has none."""
-    active = np.array([[True, True, False], [False, True, False], [False] * 3])
-    features = np.array([[1.0, 2.0], [3.0, -1.0], [5.0, 5.0]]) * active[..., None]
-    squares = (features**2).sum(-1)
-    products = (features * features.sum(1, keepdims=True)).sum(-1)
-    count = active.sum(1).astype(float)
-    found = measures.common_share_of_rows(products, squares, count, of_all(90, active))
-    assert found.value[:2].tolist() == pytest.approx([(16 + 1) / 4 / 7.5, 1])
-    assert np.isnan(found.value[2])
-    assert found.error.tolist() == [0, 0, 0]
-
-
-def test_scales_without_an_active_row() -> None:
-    nothing, one = np.zeros((1, 3)), np.ones(1)
-    for rows, error in ((3, 0.0), (90, math.nan)):
-        sample = of_all(rows, np.zeros((1, 3), dtype=bool))
-        found = measures.scale_cv_of_rows(nothing, nothing, one, one, sample)
-        assert np.isnan(found.value[0])
-        assert found.error[0] == pytest.approx(error, nan_ok=True)
-
-
 def test_the_spread_of_scales_by_finite_differences() -> None:
     """Bias and error are half the second and the first derivative by each row's weight."""
     random = np.random.default_rng(0)
@@ -559,16 +328,3 @@ def test_the_spread_of_scales_by_finite_differences() -> None:
     )
     assert found.value[0] == pytest.approx(cv(0, 0) - share / 2 * np.mean(second), rel=1e-5)
     assert found.error[0] == pytest.approx(np.sqrt(share * np.mean(np.square(first))), rel=1e-5)
-
-
-def test_rows_at_the_edge() -> None:
-    """A row that does not move along its gradient is not harmed; cosines end at −1 and 1."""
-    sample = of_all(4, np.ones((1, 4), dtype=bool))
-    one, moved = np.ones(1), Sum(np.ones(1), np.zeros((1, 4)))
-    harmed = measures.harmed_fraction(np.array([[0.0, -1.0, 1.0, 0.0]]), sample, moved)
-    assert harmed.value[0] == 0.25
-    for beyond in (-1.0000001, 1.0000001):
-        d_G = Sum(np.full(1, beyond), np.zeros((1, 4)))
-        assert measures.update_cosine(d_G, moved, moved, sample).value[0] == round(beyond)
-        assert measures.projection_cosine(np.full(1, beyond), one, one)[0] == round(beyond)
-    assert measures.row_cosines(np.ones((1, 1)), np.zeros((1, 1)), np.ones((1, 1))) == np.inf

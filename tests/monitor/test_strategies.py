@@ -137,6 +137,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_one_file_says_what_a_plain_loop_would(written: Path) -> None:
     assert_a_plain_loop_would_say(written / "model_parallel.jsonl")
 

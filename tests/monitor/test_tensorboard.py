@@ -1,17 +1,8 @@
 """Event files of a run, as TensorBoard itself reads and shows them."""
 
-import json
 import math
-import shutil
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
-from urllib.request import urlopen
 
 import pytest
 from example_reports import LAYERS, reading, report
@@ -109,13 +100,6 @@ def test_equal_rows_make_one_peak(tmp_path: Path, value: float) -> None:
     assert {point for _, point in compressed.compressed_histogram_values} == {value}
 
 
-def test_rounding_is_not_shown_as_a_distribution(tmp_path: Path) -> None:
-    quantiles = tuple(0.9999999 + 2e-7 * level for level in QUANTILE_LEVELS)
-    found = write(tmp_path, report(layers={"a": reading(scale_quantiles=quantiles)}))
-    (event,) = found.Histograms("adiv.row_scale/a")
-    assert set(event.histogram_value.bucket_limit) == {1.0}
-
-
 @pytest.mark.parametrize("quantiles", [(math.nan,) * 33, (*QUANTILE_LEVELS[:-1], math.inf), ()])
 def test_no_histogram_without_numbers(tmp_path: Path, quantiles: tuple[float, ...]) -> None:
     found = write(tmp_path, report(layers={"a": reading(row_cosine_quantiles=quantiles)}))
@@ -141,23 +125,6 @@ def test_text_names_the_worst_layers(tmp_path: Path) -> None:
     assert "projection" not in text, "as good as can be"
 
 
-def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -> None:
-    cosines = {"a": 0.1, "b": 0.12, "c": 0.11, "d": 0.13, "e": 0.9}
-    layers = {
-        layer: reading(
-            update_cosine=cosine,
-            scale_mean=3.0,
-            harmed_fraction=cosine,
-            standard_error={"update_cosine": 0.02, "harmed_fraction": 0.0123},
-        )
-        for layer, cosine in cosines.items()
-    }
-    ((_, text),) = texts(write(tmp_path, report(4, layers=layers)), "adiv.summary/worst_layers")
-    assert "- Cosine of the step: 0.12 in one of `a`, `c`, `b` and 1 more" in text
-    assert "- Harmed rows: 0.90 in `e`" in text
-    assert "Row scale" not in text, "nothing to be told"
-
-
 def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
     found = write(
         tmp_path, report(0), report(1), report(2, unsupported={}, unmeasured={}, notes=())
@@ -169,23 +136,6 @@ def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
     assert "12,544 elements): torch.nn.modules.rnn.LSTM: no rule" in not_measured[0][1]
     notes = [(0, f"- {report().notes[0]}"), (2, "none any more")]
     assert texts(found, "adiv.summary/notes") == notes
-
-
-def test_names_of_classes_are_no_markup(tmp_path: Path) -> None:
-    reason = "__main__.make.<locals>.Linear: no rule"
-    unsupported = {"my_net.fc": reason}
-    one = report(unsupported=unsupported, unmeasured={"my_net.fc._w_": 3}, notes=(reason,))
-    found = write(tmp_path, one)
-    escaped = r"\_\_main\_\_.make.&lt;locals&gt;.Linear: no rule"
-    ((_, text),) = texts(found, "adiv.summary/not_measured")
-    assert text.splitlines()[-1] == f"- `my_net.fc` (`_w_`: 3 elements): {escaped}"
-    assert texts(found, "adiv.summary/notes") == [(0, f"- {escaped}")]
-
-
-def test_no_text_about_no_notes(tmp_path: Path) -> None:
-    tags = write(tmp_path, report(notes=())).Tags()["tensors"]
-    assert "adiv.summary/worst_layers/text_summary" in tags
-    assert "adiv.summary/notes/text_summary" not in tags
 
 
 def layout(found: EventAccumulator) -> dict[str, list[tuple[str, str, str, str]]]:
@@ -234,95 +184,3 @@ def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
 def test_a_target_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got a builtins\.int, expected a folder or a torch"):
         TensorBoardSink(3)  # type: ignore[arg-type]
-
-
-# A real server and a real browser
-
-
-@pytest.fixture(scope="module")
-def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address of a TensorBoard with one run of three reports, one NaN among them."""
-    log_dir = tmp_path_factory.mktemp("logs")
-    sink = TensorBoardSink(log_dir / "run")
-    for step in (0, 50, 100):
-        layers = dict(report(step).layers)
-        layers["head"] = reading(update_cosine=math.nan if step == 50 else 0.5)
-        sink.write(report(step, layers=layers))
-    sink.close()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir)]
-    server = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_loaded(address)
-        yield address
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _wait_until_loaded(address: str) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            found = _json(f"{address}/data/plugin/text/tags")
-        except OSError:
-            found = {}
-        if found.get("run"):
-            return
-        time.sleep(0.2)
-    pytest.fail(f"{address}: TensorBoard had not read the run after 60 s")
-
-
-def _json(url: str) -> Any:
-    with urlopen(url) as answer:
-        return json.load(answer)
-
-
-def test_each_chart_has_its_three_lines(board: str) -> None:
-    (category,) = _json(f"{board}/data/plugin/custom_scalars/layout")["category"]
-    assert [chart["title"] for chart in category["chart"]][-1] == "update_ratio"
-    for chart in category["chart"]:
-        (series,) = chart["margin"]["series"]
-        for tag in series.values():
-            url = f"{board}/data/plugin/custom_scalars/scalars?run=run&tag={quote(tag)}"
-            assert list(_json(url)["tag_to_events"]) == [tag]
-
-
-def test_the_server_has_the_pictures(board: str) -> None:
-    tags = _json(f"{board}/data/plugin/images/tags")["run"]
-    assert {"adiv/overview", "adiv/per_layer/update_ratio"} <= set(tags)
-    url = f"{board}/data/plugin/images/images?run=run&tag={quote('adiv/overview')}&sample=0"
-    assert _json(url)[-1]["step"] == 100
-
-
-def test_a_chart_says_what_healthy_layers_read(board: str) -> None:
-    tags = _json(f"{board}/data/plugin/scalars/tags")["run"]
-    said = tags["adiv.summary/update_ratio_min"]["description"]
-    assert "Healthy layers read 0.009 to 0.7" in said
-    assert tags["adiv.summary/coverage"]["description"] == ""
-    assert all(tags[t]["description"] for t in tags if t.startswith("adiv.update_ratio/"))
-
-
-def test_the_server_answers_nan_with_a_word_its_charts_know(board: str) -> None:
-    url = f"{board}/data/plugin/scalars/scalars?run=run&tag={quote('adiv.update_cosine/head')}"
-    assert [value for _, _, value in _json(url)] == [0.5, "NaN", 0.5]
-
-
-@pytest.mark.slow
-def test_a_browser_draws_the_run(board: str, tmp_path: Path) -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--disable-background-networking", f"--user-data-dir={tmp_path}"]
-    command += ["--window-size=1400,1800", "--virtual-time-budget=20000", f"{board}/#timeseries"]
-    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "adiv/overview" in page
-    assert "adiv.descent" in page

@@ -62,7 +62,14 @@ def test_opened_into_layers_it_reads_the_same(kind: str, cross: bool, weights: b
 
 
 @pytest.mark.parametrize(
-    "way", ["float32", "channels_last", "autocast", "compiled", "device context"]
+    "way",
+    [
+        "float32",
+        "channels_last",
+        "autocast",
+        "device context",
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
 )
 def test_the_run_is_the_same_to_the_last_bit(way: str) -> None:
     class Picture(nn.Module):

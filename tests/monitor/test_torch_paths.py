@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as mapped
-from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.guard import Guard
 from adiv_monitor.rerun.replaced import _attributes
-from adiv_monitor.rerun.thread import function_modes
 
 STEPS, SIZE = 4, 8
 Forward = Callable[["Net", Tensor], Tensor]
@@ -66,7 +63,7 @@ BRANCHES: dict[str, Forward] = {
 }
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BRANCHES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from torch's own code
 def test_operators_with_branches_keep_the_gradients_of_what_they_close_over(name: str) -> None:
@@ -140,60 +137,6 @@ def test_a_part_is_evaluated_on_its_fast_path_while_a_report_waits(taken: list[i
             model.train()
             assert len(taken) == step + 1
     assert [report.step for report in monitor.reports] == [0, 2]
-
-
-class Tree(nn.Module):
-    """A module that calls itself, and notes whether a function mode is on afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIZE, SIZE)
-        self.modes: list[int] = []
-
-    def forward(self, h: Tensor, depth: int = 2) -> Tensor:
-        inner = self(h, depth - 1) if depth else h
-        self.modes.append(len(function_modes()))
-        return self.layer(inner)
-
-
-class Force(nn.Module):
-    """A layer and a derivative of it, as of an energy, both run again by a checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIZE, SIZE)
-
-    def forward(self, h: Tensor) -> Tensor:
-        x = h.detach().requires_grad_()
-        energy = self.layer(x).tanh().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return self.layer(h) + force
-
-
-INSIDE: dict[str, tuple[type[nn.Module], Forward]] = {
-    "itself": (Tree, lambda net, h: h + net.inner(h)),
-    "a derivative": (Force, lambda net, h: checkpoint(net.inner, h, use_reentrant=False)),
-}
-
-
-@pytest.mark.parametrize("name", INSIDE)
-def test_frozen_modules_that_run_again_in_themselves(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failed(guard: Guard, error: BaseException) -> None:
-        raise AssertionError from error
-
-    monkeypatch.setattr(Guard, "failed", failed)
-    kind, forward = INSIDE[name]
-    made: list[nn.Module] = []
-
-    def frozen() -> nn.Module:
-        made.append(kind().requires_grad_(False))
-        return made[-1]
-
-    plain, monitored = (trained(frozen, forward, every) for every in (None, 1))
-    assert all(map(torch.equal, monitored, plain))
-    assert not any(getattr(made[-1], "modes", []))
 
 
 @pytest.mark.slow  # it compiles

@@ -15,91 +15,9 @@ from torch.nn.utils import parametrizations
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture import trace
-from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.report import LayerReading, StepReport
 
 Step = Callable[[int, nn.Module], None]
-
-
-class Tied(nn.Module):
-    """A model whose head uses the embedding's weight in a function of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.mix = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x[:, :4].abs() * 5).long() % 11
-        mixed: Tensor = self.mix(self.norm(self.embed(tokens)))
-        return functional.linear(mixed, self.embed.weight).sum(2)
-
-
-class Shown(nn.Module):
-    """A model that prepends a token to each sample and adds positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, 6))
-        self.position = nn.Parameter(torch.randn(1, 3, 6))
-        self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = torch.cat([self.token.expand(len(x), -1, -1), x.view(len(x), 2, 6)], 1)
-        made: Tensor = self.out(self.first(tokens + self.position).relu())
-        return made.mean(1)
-
-
-class Within(Shown):
-    """The same model, run within another mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.device("cpu"):
-            return super().forward(x)
-
-
-class Twice(nn.Module):
-    """A module that calls a module twice, and changes an output in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.out(torch.relu_(self.inner(torch.relu_(self.inner(x)))))
-        return made
-
-
-class Repeating(nn.Module):
-    """A container that calls its module once, or twice."""
-
-    repeats = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(12, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.inner(x)
-        return self.inner(made) if self.repeats else made
-
-
-class Halves(nn.Linear):
-    """A layer that changes its function's result in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias).mul_(0.5)
-
-
-class Squared(nn.Linear):
-    """A layer whose class has a rule."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x**2, self.weight, self.bias)
-
-
-@register_features(Squared)
-def squared(module: Squared, rows: Rows, x: Tensor) -> DenseFeatures:
-    return DenseFeatures(rows.take(x)[:, None] ** 2, 1.0)
 
 
 def images() -> nn.Module:
@@ -108,40 +26,6 @@ def images() -> nn.Module:
         *(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, groups=4, padding=1), nn.GroupNorm(2, 4)),
         *(nn.Flatten(), nn.Linear(48, 4)),
     )
-
-
-class Attends(nn.Module):
-    """torch's own attention and a recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.recur, self.out = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.view(len(x), 2, 6)
-        attended = self.attend(tokens, tokens, tokens, need_weights=False)[0]
-        made: Tensor = self.out(self.recur(attended)[0].mean(1))
-        return made
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4)),
-    "images": images,
-    "tied": Tied,
-    "shown": Shown,
-    "within another mode": Within,
-    "twice": Twice,
-    "attends": Attends,
-    "halves": lambda: nn.Sequential(Halves(12, 13), nn.Tanh(), Halves(13, 4)),
-    "a rule of its class": lambda: nn.Sequential(Squared(12, 9), nn.Tanh(), Squared(9, 4)),
-    "weight norm": lambda: nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(12, 9)), nn.Tanh(), nn.Linear(9, 4)
-    ),
-    "spectral norm": lambda: nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(12, 9)), nn.Tanh(), nn.Linear(9, 4)
-    ),
-}
 
 
 def run(
@@ -158,9 +42,7 @@ def run(
             if new := [p for p in model.parameters() if id(p) not in held]:
                 optimizer.add_param_group({"params": new})
             optimizer.zero_grad()
-            loss = model(torch.randn(7, 12).double()).square().mean()
-            beside = [p.square().sum() for name, p in model.named_parameters() if name == "loose"]
-            sum(beside, loss).backward()
+            model(torch.randn(7, 12).double()).square().mean().backward()
             optimizer.step()
         monitor.complete_report()
     return [*monitor.reports]
@@ -179,43 +61,6 @@ def assert_same(expected: Mapping[str, LayerReading], report: StepReport) -> Non
 @pytest.fixture
 def always_whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(trace, "_EVERY", 1)
-
-
-@pytest.mark.slow(one_in=3)
-@pytest.mark.parametrize("name", MODELS)
-def test_plain_hooks_read_what_a_watch_of_all_functions_reads(
-    name: str, always_whole: Callable[[], None]
-) -> None:
-    plain = run(MODELS[name], 6)
-    always_whole()
-    watched = run(MODELS[name], 6)
-    assert [r.layers.keys() for r in plain] == [r.layers.keys() for r in watched]
-    for one, other in zip(plain, watched, strict=True):
-        assert one.coverage == other.coverage == 1
-        assert one.notes == other.notes
-        assert_same(other.layers, one)
-
-
-class Loose(nn.Sequential):
-    """A module with a parameter that the loss uses directly, besides its output."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
-        self.loose = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self[2](self[1](self[0](x)))
-        return made
-
-
-def test_why_a_parameter_is_not_measured_does_not_depend_on_the_way(
-    always_whole: Callable[[], None],
-) -> None:
-    plain = run(Loose, 5)
-    always_whole()
-    watched = run(Loose, 5)
-    assert [report.unsupported for report in plain] == [report.unsupported for report in watched]
-    assert all("no function was seen to use it" in report.unsupported["loose"] for report in plain)
 
 
 @pytest.fixture
@@ -237,18 +82,6 @@ def test_functions_of_plain_modules_are_not_watched(watched: list[list[str] | No
     run(images, 20)
     assert [step for step, modules in enumerate(watched) if modules is None] == [0, 1, 16]
     assert not any(watched)
-
-
-def test_a_module_that_is_called_otherwise_is_watched_again(
-    watched: list[list[str] | None],
-) -> None:
-    def before(number: int, model: nn.Module) -> None:
-        assert isinstance(model, Repeating)
-        model.repeats = number >= 5
-
-    run(Repeating, 9, before)
-    # Armed once more after the last step.
-    assert watched == [None, None, [], [], [], [], ["Linear"], [], [], []]
 
 
 class Changing(nn.Module):
@@ -344,19 +177,7 @@ CHANGES: dict[str, Callable[[Changing], None]] = {
 }
 
 
-def test_a_backward_hook_leaves_known_what_is_known() -> None:
-    """Torch then sets an attribute of its own on the module."""
-
-    def before(number: int, model: nn.Module) -> None:
-        if number == 4:
-            model.get_submodule("late").register_full_backward_hook(lambda *_: None)
-
-    for expected, found in zip(run(Changing, 6), run(Changing, 6, before), strict=True):
-        assert found.unsupported == expected.unsupported
-        assert_same(expected.layers, found)
-
-
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_changes_is_never_misread(name: str, always_whole: Callable[[], None]) -> None:
     def build() -> Changing:

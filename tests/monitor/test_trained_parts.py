@@ -96,20 +96,6 @@ def test_a_group_is_added_to_the_optimizer() -> None:
         assert set(report.unsupported) <= {"0", "2"} - set(report.layers)
 
 
-def test_a_part_that_is_called_by_itself_is_unfrozen() -> None:
-    """A part is measured although it had the hooks of a module without trained parameters."""
-    encoder, head = nn.Sequential(nn.Linear(6, 5)), nn.Linear(5, 3)
-    model = nn.ModuleDict({"encoder": encoder, "head": head})
-    encoder.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        encoder.requires_grad_(True)
-        head(encoder(torch.randn(7, 6))).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert measured(monitor.latest) == {"encoder.0", "head"}
-
-
 def test_what_is_unfrozen_between_the_passes_of_a_step_is_missed_and_counted() -> None:
     model = network()
     model[0].requires_grad_(False)
@@ -124,17 +110,3 @@ def test_what_is_unfrozen_between_the_passes_of_a_step_is_missed_and_counted() -
     assert set(report.layers) == {"2", "4"}
     assert report.coverage < 1
     assert any("became trainable" in note for note in report.notes)
-
-
-def test_an_evaluation_before_the_step_changes_nothing() -> None:
-    model = network()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        with torch.no_grad():
-            model(torch.randn(3, 6))
-        model[0].requires_grad_(True)
-        model(torch.randn(7, 6)).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert measured(monitor.latest) == {"0", "2", "4"}

@@ -79,15 +79,6 @@ def test_trainable_parameters_of_the_whole_model_are_counted() -> None:
     assert [r.trainable for r in train(model, of_head(model))] == [69, 69, 69]
 
 
-def test_parameters_are_counted_as_they_are_unfrozen() -> None:
-    model = network()
-    model[0].requires_grad_(False)
-    reports = train(
-        model, model.parameters(), after=lambda step: model[0].requires_grad_(step >= 1)
-    )
-    assert [r.trainable for r in reports] == [39, 39, 74]
-
-
 @pytest.mark.parametrize("options", [{}, {"layers": ["4"]}, {"layers_per_step": 1}])
 def test_parameters_that_the_optimizer_does_not_hold_are_told(options: dict[str, Any]) -> None:
     model = network()
@@ -143,17 +134,6 @@ def test_a_gradient_that_is_zero_was_not_removed() -> None:
     model = network()
     reports = train(model, model.parameters(), lambda m, x: squares(m, 0 * x) * 0)
     assert [r.removed for r in reports] == [{}] * 3
-
-
-def test_gradients_of_some_layers_are_removed() -> None:
-    model = network()
-
-    def between(step: int, optimizer: torch.optim.Optimizer) -> None:
-        for p in model[2].parameters():
-            p.grad = None
-
-    reports = train(model, model.parameters(), between=between, layers_per_step=2)
-    assert [r.removed for r in reports] == [{"2": 24}, {}, {"2": 24}]
 
 
 # --- cut_off -------------------------------------------------------------------------------------
@@ -215,16 +195,6 @@ def test_what_is_cut_off_from_the_loss_is_told(
     model = Two(way)
     reports = train(model, model.parameters(), loss, steps=4, **options)
     assert [r.cut_off for r in reports] == [TRUNK] * 4
-
-
-def test_what_gets_gradients_again_is_not_told() -> None:
-    model = Two("detach")
-
-    def attach(step: int) -> None:
-        model.way = "" if step in (1, 2) else "detach"
-
-    reports = train(model, model.parameters(), steps=5, after=attach)
-    assert [bool(r.cut_off) for r in reports] == [True, True, False, False, True]
 
 
 def frozen(model: nn.Module) -> None:
@@ -406,18 +376,6 @@ def test_the_way_back_is_a_share_of_the_farthest_way() -> None:
     ]
     found = [r.weights_returned for r in reports[2:]]
     assert found == pytest.approx([min(max(x, 0.0), 1.0) for x in expected])
-
-
-def test_what_is_known_of_earlier_weights_begins_anew_with_other_parameters() -> None:
-    model = network()
-    model[0].requires_grad_(False)
-
-    def unfreeze(step: int) -> None:
-        if step == 2:
-            model[0].requires_grad_(True)
-
-    reports = train(model, model.parameters(), after=unfreeze, steps=6)
-    assert [r.weights_returned is None for r in reports] == [True, True, False, True, True, False]
 
 
 # --- the run itself ------------------------------------------------------------------------------

@@ -197,30 +197,14 @@ class Cell(nn.Module):
 
 
 class Uneven(nn.Module):
-    """A module that returns sequences, a summary per sample, and optionally one of the batch."""
-
-    def __init__(self, of_batch: bool) -> None:
-        super().__init__()
-        self.power = nn.Parameter(torch.rand(4))
-        self.of_batch = of_batch
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        z = (x.abs() + 0.5) ** self.power
-        each = torch.atan2(x, self.power).sum(1)
-        if not self.of_batch:
-            return z, each
-        return z, each, torch.hypot(x[0], self.power).sum(0, keepdim=True)
-
-
-class Pictures(nn.Module):
-    """A module for pictures (B, C, H, W)."""
+    """A module that returns sequences, and a summary per sample."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.power = nn.Parameter(torch.rand(3, 1, 1))
+        self.power = nn.Parameter(torch.rand(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.avg_pool2d((x.abs() + 0.5) ** self.power, 2)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x.abs() + 0.5) ** self.power, torch.atan2(x, self.power).sum(1)
 
 
 class Wrapped(nn.Module):
@@ -368,12 +352,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
     "exp(A_log)": (Scan, ["A_log"], lambda: ((data(3, 5, 4),), {}), "inner.A_log"),
     "learned activation": (Bent, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
     "custom function": (Custom, ["w"], lambda: ((data(6, 4),), {}), "inner.w"),
-    "custom function with jvp": (
-        lambda: Custom(HiddenForward.apply),
-        ["w"],
-        lambda: ((data(2, 3, 4),), {}),
-        "inner.w",
-    ),
     "custom operator": (
         lambda: Custom(lambda x, w: operator(x, w)),
         ["w"],
@@ -386,23 +364,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
         lambda: ((data(6, 4),), {}),
         "inner",
     ),
-    "spectral norm": (
-        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3, bias=False)),
-        ["parametrizations.weight.original"],
-        lambda: ((data(6, 4),), {}),
-        "inner.parametrizations.weight.original",
-    ),
     "fused attention": (Attending, ["power"], lambda: ((data(3, 5, 4),), {}), "inner.power"),
     "dropout and batch norm": (Noisy, ["power"], lambda: ((data(8, 4),), {}), "inner.power"),
     "buffers that change": (Turning, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
     "outputs that share the batch": (
-        lambda: Uneven(False),
-        ["power"],
-        lambda: ((data(5, 3, 4),), {}),
-        "inner.power",
-    ),
-    "outputs that share nothing": (
-        lambda: Uneven(True),
+        Uneven,
         ["power"],
         lambda: ((data(5, 3, 4),), {}),
         "inner.power",
@@ -427,7 +393,7 @@ def passes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[nn.Module
 
 
 # Without these rules, only the whole module accounts for the parameters' effects.
-WITHOUT = {"exp(A_log)": "mul", "weight norm by a hook": "linear", "spectral norm": "linear"}
+WITHOUT = {"exp(A_log)": "mul", "weight norm by a hook": "linear"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -454,69 +420,6 @@ def test_every_measure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for measure, value in wanted.items():
         assert measures[measure] == pytest.approx(value, **EXACT), measure
     torch.testing.assert_close(found.d, found.near, rtol=1e-6, atol=1e-9)
-
-
-def test_pictures_have_their_channels_second() -> None:
-    torch.manual_seed(3)
-    model, x = Pictures().double(), data(2, 3, 6, 4)
-    backward = passes((x,), {})
-    twin = copy.deepcopy(model)
-    found = truth(twin, twin, ["power"], backward)
-    reading = one_step(model, backward, max_rows=None).layers["power"]
-    assert reading.rows_seen == len(found.G) == 2 * 3 * 2
-    assert {k: reading.measures()[k] for k in expected(found)} == pytest.approx(
-        expected(found), **EXACT
-    )
-
-
-# --- agreement with rules ------------------------------------------------------------------------
-
-RULED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "linear": (lambda: nn.Linear(4, 3), (5, 4), "linear"),
-    "linear of tokens": (lambda: nn.Linear(4, 3, bias=False), (3, 5, 4), "linear"),
-    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (3, 4, 5, 6), "conv2d"),
-    "layer norm": (lambda: nn.LayerNorm(4), (3, 5, 4), "layer_norm"),
-    "batch norm": (lambda: nn.BatchNorm2d(4), (6, 4, 3, 2), "batch_norm"),
-}
-
-
-SAMPLED = {"update_cosine", "gradient_cosine", "update_ratio", "bias_share"}
-
-
-@pytest.mark.parametrize("max_rows", [None, 4], ids=["all-rows", "sampled"])
-@pytest.mark.parametrize("name", RULED)
-def test_what_a_rule_says_too(
-    name: str, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build, shape, function = RULED[name]
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Tanh(), build()).double()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    x = data(*shape)
-
-    def measured() -> StepReport:
-        reports = one_step(
-            copy.deepcopy(model), lambda m: total(m(x).tanh()).backward(), max_rows=max_rows
-        )
-        assert not reports.notes
-        return reports
-
-    by_rule = measured().layers["1"]
-    monkeypatch.delitem(uses._RULES, function)
-    whole = measured().layers["1"]
-    assert whole.kind == "module"
-    assert whole.rows_seen == by_rule.rows_seen
-    measures, ruled = whole.measures(), by_rule.measures()
-    assert len(measures) == 14
-    # A gain's rule takes ‖G‖² from the same rows as its scales; otherwise both use all rows.
-    alike = measures.keys()
-    if max_rows is not None and name.startswith("linear"):  # a rule knows the norms of all rows
-        alike -= SAMPLED
-    assert {k: measures[k] for k in alike} == pytest.approx({k: ruled[k] for k in alike}, **EXACT)
-    for measure in alike & {*SAMPLED, "row_cosine_mean"}:
-        error = whole.standard_error.get(measure, 0.0)
-        assert error == pytest.approx(by_rule.standard_error.get(measure, 0.0), **EXACT)
 
 
 # --- the bounded number of samples ---------------------------------------------------------------
@@ -568,10 +471,7 @@ def test_only_elements_with_chosen_rows_run_again(
 def test_calls_share_the_rows() -> None:
     """Rows come from all calls of a module called three times in each of two micro-batches."""
     torch.manual_seed(3)
-    model = Wrapped(Bent()).double()
-    model.forward = lambda x: model.inner(model.inner(model.first(x)).sin())  # type: ignore[assignment]
     inputs = [data(4, 4), data(3, 4)]
-    del model.forward
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -652,38 +552,6 @@ def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
-def test_a_compiled_part_is_not_compiled_again() -> None:
-    """A compiled part is not compiled again, not even for a replay after the step."""
-
-    def train(monitored: bool) -> int:
-        torch._dynamo.reset()
-        graphs = 0
-
-        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-            nonlocal graphs
-            graphs += 1
-            return graph.forward
-
-        model = Counted(torch.compile(nn.Linear(4, 4), backend=backend))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = Monitor(model, optimizer, every_n_steps=2, on_error="raise")
-        if monitored:
-            monitor.attach()
-        else:
-            monitor.close()
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(6, 4)).square().mean().backward()
-            optimizer.step()
-        monitor.close()
-        for report in monitor.reports:
-            assert report.layers.keys() == {"power", "inner"}
-        return graphs
-
-    assert train(True) == train(False) == 1
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("function", [HiddenForward, Hidden])
 def test_under_checkpointing(reentrant: bool, function: type[torch.autograd.Function]) -> None:
@@ -697,22 +565,6 @@ def test_under_checkpointing(reentrant: bool, function: type[torch.autograd.Func
 
     found = one_step(model, backward).layers["1.w"].measures()
     assert found == pytest.approx(plain.layers["1.w"].measures(), **EXACT)
-
-
-def test_under_autocast() -> None:
-    """Half-precision rounding limits the precision, but small steps do not become zero."""
-    torch.manual_seed(3)
-    model, x = Wrapped(Scan()), torch.randn(6, 5, 4)
-
-    def backward(model: nn.Module, enabled: bool) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = model(x).float().sum()
-        (1e-6 * loss).backward()
-
-    exact = one_step(copy.deepcopy(model), lambda m: backward(m, False)).layers["inner.A_log"]
-    rough = one_step(model, lambda m: backward(m, True)).layers["inner.A_log"]
-    for name in ("update_cosine", "gradient_cosine", "effective_lr", "update_ratio"):
-        assert getattr(rough, name) == pytest.approx(getattr(exact, name), rel=0.05)
 
 
 # --- outputs ------------------------------------------------------------------------------------
@@ -834,42 +686,3 @@ def test_what_a_module_leaves_unused_is_not_claimed() -> None:
     assert report.layers.keys() == {"0", "1.child", "1.spare.beta"}
     assert report.unsupported == {"1.spare.power": "no gradient reached it in this step"}
     assert math.isfinite(report.layers["1.spare.beta"].update_cosine)
-
-
-def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A_log of each mixer is measured in place, on transformers' plain path."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MambaConfig(
-        vocab_size=11, hidden_size=6, state_size=3, num_hidden_layers=2, use_cache=False
-    )
-    torch.manual_seed(3)
-    model = transformers.MambaForCausalLM(config).double()
-    tokens = torch.randint(11, (3, 7))
-
-    def backward(model: nn.Module) -> None:
-        logits = model(tokens, use_cache=False).logits
-        functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-
-    claimed: dict[nn.Module, list[str]] = {}
-    claim = without_rule.ParametersWithoutRule.claim
-
-    def remember(self: Any, module: nn.Module, *others: Any) -> list[str]:
-        names = claim(self, module, *others)
-        if names:
-            claimed[module] = names
-        return names
-
-    monkeypatch.setattr(without_rule.ParametersWithoutRule, "claim", remember)
-    monkeypatch.delitem(uses._RULES, "mul")
-    twin = copy.deepcopy(model)
-    report = one_step(model, backward, max_rows=None)
-    assert report.coverage == 1
-    mixer = model.backbone.layers[1].mixer
-    names = claimed[mixer]
-    assert "A_log" in names
-    found = truth(twin, twin.backbone.layers[1].mixer, names, backward)
-    path = "backbone.layers.1.mixer" + (".A_log" if names == ["A_log"] else "")
-    wanted = expected(found)
-    measures = report.layers[path].measures()
-    # A_log passes through float32, in a float64 model, too.
-    assert {k: measures[k] for k in wanted} == pytest.approx(wanted, rel=1e-5)

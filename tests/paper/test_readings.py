@@ -119,6 +119,7 @@ def test_what_is_typical_of_a_network() -> None:
     assert math.isnan(typical({"scale_cv": [[None]]}, "scale_cv"))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
         monkeypatch.setattr(torch, name, lambda setting: None)

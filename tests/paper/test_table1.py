@@ -217,7 +217,7 @@ def test_the_command_does_not_write_over_results(
             shutil.rmtree(command.out / "runs")
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("known_by", ["images", "data"])
 def test_the_command_does_not_go_on_with_other_data(
     known_by: str, command: Command, capsys: pytest.CaptureFixture[str]

@@ -37,8 +37,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("last", [1, 2, 3])
-@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize(("last", "torn"), [(1, False), (2, True), (3, True)])
 def test_results_do_not_depend_on_a_kill(
     last: int, torn: bool, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +130,7 @@ def test_the_longest_run_of_a_network_counts(data: Data, tmp_path: Path) -> None
     assert longest([*short, *long[:3]]) == [*long[:3], *short[3:]]
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_step_through_a_compiler_is_the_same(data: Data, optimizer: str) -> None:
     """What a CUDA graph holds: on a CPU, through a compiler that changes no operation."""

@@ -142,8 +142,7 @@ def test_a_gradient_only_network_computes_what_the_plain_one_does() -> None:
     "question",
     [
         optimizers,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (depth, transformer)),
-        patches,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (depth, transformer, patches)),
     ],
 )
 def test_the_commands(

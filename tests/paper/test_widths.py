@@ -45,6 +45,7 @@ def test_each_network_is_trained_once_for_all_figures() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
         monkeypatch.setattr(torch, name, lambda setting: None)

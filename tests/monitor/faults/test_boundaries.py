@@ -118,7 +118,7 @@ def readings(trial: Trial) -> list[object]:
 ERRORS = (Fault, torch.OutOfMemoryError, MemoryError, OSError)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("file", FILES)
 def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> None:
     """Weights, losses, buffers, optimizer state and random numbers are as without the error."""
@@ -132,7 +132,7 @@ def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> Non
         assert len(set(trial.warned)) == len(trial.warned), f"{boundary}: {trial.warned}"
 
 
-@pytest.mark.slow(one_in=3, first=1)
+@pytest.mark.slow(one_in=6, first=1)
 @pytest.mark.parametrize("file", FILES)
 def test_an_error_is_raised_where_that_was_asked_for(file: str, whole: bool) -> None:
     """The error is raised, and leaves no hooks, modes and stances; see also `test_interrupts`."""

@@ -3,16 +3,13 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from faults.scenarios import SCENARIOS, Scenario, dense_loss, mlp
+from faults.scenarios import Scenario, dense_loss, mlp
 from faults.trial import take, trained
 from faults.world import Result, result
 from torch import Tensor, nn
@@ -150,45 +147,6 @@ def test_two_monitors_on_one_model() -> None:
     assert run(True) == run(False)
 
 
-BLOCKED = """
-import sys
-sys.modules["adiv_monitor"] = None
-import torch
-model, optimizer = torch.load(sys.argv[1], weights_only=False)
-model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-optimizer.step()
-"""
-
-
-def saved_while_armed(file: Path) -> None:
-    model, optimizer = MLP.make()
-    with Monitor(model, optimizer, realised=True):
-        dense_loss(model).backward()
-        optimizer.step()
-        dense_loss(model).backward()
-        torch.save((model, optimizer), file)
-
-
-def test_what_is_pickled_while_armed_names_no_monitor(tmp_path: Path) -> None:
-    """Pickles name the modules that they need; torch does not compress them."""
-    saved_while_armed(tmp_path / "model.pt")
-    pickled = (tmp_path / "model.pt").read_bytes()
-    assert b"adiv_monitor" not in pickled
-    assert b"torch.nn.modules" in pickled
-
-
-@pytest.mark.slow
-def test_what_is_pickled_while_armed_loads_where_there_is_no_monitor(tmp_path: Path) -> None:
-    saved_while_armed(tmp_path / "model.pt")
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BLOCKED, str(tmp_path / "model.pt")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
 def trains(seed: int, monitored: bool, threads: threading.Barrier | None = None) -> list[bytes]:
     """Train with a separate random generator; return the bytes of losses and weights."""
     generator = torch.Generator().manual_seed(seed)
@@ -276,7 +234,3 @@ def test_the_model_is_used_in_another_thread_while_it_is_trained(gradients: bool
     assert not model._forward_hooks and not model.inner._forward_hooks
     assert monitor.latest is not None
     assert monitor.latest.layers["inner"].rows_total == 4
-
-
-def test_changes_are_told_from_none() -> None:
-    assert trained(MLP) != trained(SCENARIOS["deep"])

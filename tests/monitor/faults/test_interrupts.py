@@ -32,7 +32,7 @@ ARMING = (
 # One byte code in this many is tried in those files, and one in this many elsewhere; one of the
 # third number of them also without a `with` block, or with `--whole` as many others. Every byte
 # code of all scenarios takes hours.
-EVERY, EVERY_WHOLE = (121, 801, 5), (5, 41, 1)
+EVERY, EVERY_WHOLE = (241, 1601, 5), (5, 41, 1)
 NAMES = tuple(name for name in SCENARIOS if not name.startswith("function"))
 SOME = 4  # without `--whole`, one scenario in this many
 

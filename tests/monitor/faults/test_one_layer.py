@@ -12,7 +12,7 @@ from torch import nn
 
 from adiv_monitor.capture import watching
 from adiv_monitor.maths import readings, totals
-from adiv_monitor.step import outcome, transfer
+from adiv_monitor.step import outcome
 
 DEEP = SCENARIOS["deep"]
 PATHS = ["0", "1", "2", "3"]
@@ -43,16 +43,6 @@ def test_out_of_memory_for_several_layers_loses_nothing(monkeypatch: pytest.Monk
         for one, other in zip(measures(found), expected, strict=True):
             for path in PATHS:
                 assert one[path] == pytest.approx(other[path], rel=1e-12, nan_ok=True), name
-
-
-def test_out_of_memory_for_the_transfer_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = measures(take(DEEP, on_error="raise"))
-
-    def no_room(tensors: object) -> None:
-        raise torch.OutOfMemoryError(REASON)
-
-    monkeypatch.setattr(transfer, "_flatten_dense_tensors", no_room)
-    assert measures(take(DEEP, on_error="raise")) == expected
 
 
 def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(

@@ -17,7 +17,7 @@ from faults.trial import REASON, Fault, take, unmonitored
 from torch.utils.tensorboard import SummaryWriter
 
 from adiv_monitor import sinks
-from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
+from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 
 FULL = Path("/dev/full")
 MLP = SCENARIOS["mlp"]
@@ -103,48 +103,6 @@ def test_a_full_disk(kind: type[Sink], tmp_path: Path) -> None:
     assert trial.result == unmonitored("mlp")
     for report in trial.reports:
         assert sum("No space left on device" in note for note in report.notes) == 1
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
-def test_a_table_is_not_printed_twice_after_the_disk_was_full(tmp_path: Path) -> None:
-    file = (tmp_path / "table").open("w")
-    sound, full = os.dup(file.fileno()), os.open(FULL, os.O_WRONLY)
-    os.dup2(full, file.fileno())
-    sink, reports = TableSink(file=file), take(MLP).reports
-    with pytest.raises(OSError, match="No space left"):
-        sink.write(reports[0])
-    os.dup2(sound, file.fileno())
-    file.flush()
-    sink.write(reports[1])
-    file.close()
-    os.close(sound)
-    os.close(full)
-    assert (tmp_path / "table").read_text().count("step 1 ·") == 1
-
-
-def test_the_page_of_before_stays_when_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("before")
-    monkeypatch.setattr(Path, "replace", raises(OSError(errno.ENOSPC, REASON)))
-    trial = take(MLP, sinks=[HtmlSink(path)])
-    assert trial.result == unmonitored("mlp")
-    assert len(trial.warned) == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
-    assert path.read_text() == "before"
-
-
-def test_a_tensorboard_writer_that_is_closed(tmp_path: Path) -> None:
-    writer = SummaryWriter(tmp_path)
-    sink = TensorBoardSink(writer)
-    writer.close()
-    trial = take(MLP, sinks=[sink])
-    writer.close()
-    assert trial.result == unmonitored("mlp")
-    assert not trial.left.keys() - {"threads"}
-    lost = any("TensorBoardSink failed" in n for r in trial.reports for n in r.notes)
-    assert lost or len(list(tmp_path.iterdir())) > 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
