@@ -1,16 +1,18 @@
 """No rule fails, and none states a number that there is not, whatever values a record holds."""
 
 import random
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from math import inf, isfinite, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 from made_records import FACTS, INPUTS, STEPS, WELL, reading, record
 
-from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis import diagnose, faults
 from adiv_monitor.diagnosis.diagnose import looked_for, running_headline, untold
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import Trial
@@ -24,6 +26,33 @@ COSINES = tuple(name for name in MEASURES if "cosine" in name)
 # By words that only their questions give.
 READ_BY_A_TABLE = {"targets-moved", "constant-data", "no-activation"}
 SHARES = ("idle_share", "common_share", "harmed_fraction", "bias_share")
+
+
+FILES = Path(faults.__file__).parent.glob("*.py")
+ASKED = {word for file in FILES for word in re.findall(r"\{(\w+)[:}]", file.read_text())}
+
+
+class Word(str):
+    """A word, or a number that a sentence gives in whatever form."""
+
+    def __format__(self, form: str) -> str:
+        return str(self)
+
+
+class Words(Mapping[str, str]):
+    """Whatever words a sentence asks for, besides its numbers."""
+
+    def __init__(self, numbers: Mapping[str, float]) -> None:
+        self.numbers = numbers
+
+    def __getitem__(self, name: str) -> str:
+        return Word("x")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ASKED - {"place", "all_places", *self.numbers})
+
+    def __len__(self) -> int:
+        return len(list(self))
 
 
 def of_kind(measure: str, value: float) -> float:
@@ -89,7 +118,7 @@ def drawn(chance: random.Random) -> Record:
         """Return a fact with whatever numbers and words a rule asks it for."""
         numbers = defaultdict(lambda: chance.choice((0.0, 0.5, 1e-300, 1.0, 1e300)))
         numbers.update({name: some(1.0) for name in ("with", "without", "model")})
-        return Fact("a", numbers, defaultdict(lambda: "x"))
+        return Fact("a", numbers, Words(numbers))
 
     def trial(name: str) -> Trial:
         numbers = (some(1.0), some(2.0), chance.choice((None, some(1.5))), some(0.01))

@@ -103,6 +103,6 @@ def test_a_model_that_returns_a_dict_has_its_loss_in_it() -> None:
     x = torch.randn(32, 4, generator=drawn())
     data = [(x, x[:, :3].argmax(1))]
     reported(OwnLoss("loss"), data, None)
-    expected = "gave dict, expected an object with the loss as its `loss`"
+    expected = "gave dict, expected a model that gives its own loss, as the `loss`"
     with pytest.raises(TypeError, match=expected):
         audit(OwnLoss("nll"), data, steps=2)

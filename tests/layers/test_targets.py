@@ -30,7 +30,7 @@ BYTES |= {"unit_rows_backward": 6, "unit_rows_backward with a column": 6}
 WIDTHS = (1000, 1001, 1004, 4096, 4099)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("target", "each"), [("sm_90", 1), ("sm_100", 3), ("gfx942", 3)])
 def test_kernels_compile_well(target, each, tmp_path, whole):
     each *= 1 if whole else 64  # besides the first of every kernel

@@ -143,7 +143,7 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
     least = min((*record.losses, *(t.loss for t in record.rates.values())), default=-1.0)
     limit = FIRST_LOSS * (record.chance or math.inf)
     large = any(seen.std > LARGE_STD for seen in record.inputs.values())
-    if least >= 0 and not large and record.losses[0] > limit > 0:
+    if record.losses and least >= 0 and not large and record.losses[0] > limit > 0:
         yield Evidence("loss", record.losses[0], limit, step=0)
 
 
