@@ -807,3 +807,24 @@ def test_calls_are_told_with_their_place_and_can_be_changed() -> None:
     x, y = of.batches[0]
     assert plain == float(loss(of.model, (x, y)).detach())
     assert changed == float(loss(of.model[0], (x, y)).detach()) != plain  # type: ignore[index]
+
+
+@pytest.mark.parametrize("cut", ["unfold", "bag"])
+def test_order_is_ignored_by_attention_and_not_counted_in_bags(cut: str) -> None:
+    """Patches that `unfold` cuts are positions; an embedding bag is meant to ignore the order."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attends = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+            self.bag, self.head = nn.EmbeddingBag(9, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if cut == "bag":
+                return self.head(self.bag(x))
+            patches = functional.unfold(x, 4, stride=4).transpose(1, 2)
+            return self.head(self.attends(patches).mean(1))
+
+    x = torch.randn(6, 1, 8, 8) if cut == "unfold" else torch.arange(48).view(6, 8) % 9
+    told = asked_one("order-ignored", setup(model=Attends(), batches=((x, torch.arange(6) % 3),)))
+    assert bool(told.facts) is (cut == "unfold")

@@ -217,7 +217,7 @@ def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
     patch = max(map(patch_of, calls_of(fork, patch_of, batch)[:1]), default=0)
     inputs = [*given_inputs(fork, batch).values()]
     count = places(inputs[0], patch) if inputs else 0
-    if count < 3:
+    if count < 3 or calls_of(fork, lambda call: call.name == "embedding_bag", batch):
         return ()
     run = ChangedInputs(fork, batch)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
@@ -244,12 +244,15 @@ def _order_ignored(setup: Setup, fork: Fork) -> Iterable[Fact]:
 
 
 def patch_of(call: Call) -> int:
-    """Return the size of the patches that a convolution cuts images into; 0 if it cuts none."""
-    x = call.argument(0, "input")
-    if call.name != "conv2d" or x.ndim != 4:
+    """Return the size of the patches that a call cuts images into; 0 if it cuts none."""
+    if call.name not in ("conv2d", "unfold") or (x := call.argument(0, "input")).ndim != 4:
         return 0
-    strides = nn.modules.utils._pair(call.argument(3, "stride", 1))
-    sizes = {*call.argument(1, "weight").shape[2:], *strides}
+    if call.name == "conv2d":
+        kernel, stride = call.argument(1, "weight").shape[2:], call.argument(3, "stride", 1)
+    else:
+        kernel, stride = call.argument(1, "kernel_size"), call.argument(4, "stride", 1)
+    pair = nn.modules.utils._pair
+    sizes = {*pair(kernel), *pair(stride)}
     size = int(min(sizes))
     fits = len(sizes) == 1 and not (x.shape[2] % size or x.shape[3] % size)
     return size if fits and size > 1 else 0
