@@ -52,7 +52,7 @@ def test_bugs_in_larger_networks_are_audited_from_the_command_line(tmp_path: Pat
 
 @pytest.mark.parametrize("job", scale.SIZES[-2:])
 def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
-    small = replace(job, layers=tuple((n // 4, m // 4, k) for n, m, k in job.layers), rows=16)
+    small = replace(job, layers=tuple((n // 2, m // 2, k) for n, m, k in job.layers), rows=64)
     plain, measured = (scale.counted(small, monitored=on) for on in (False, True))
     model = scale.cost(small)
     for name, tolerance in (("flops", 0.05), ("moved", 0.25), ("held", 0.25)):

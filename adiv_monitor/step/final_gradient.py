@@ -147,6 +147,17 @@ class FinalGradient:
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
+        # With several ranks γ also holds the rows of the others.
+        trusted = self._is_alone and not reason
+        trusted = trusted and layer.path not in self._history.distrusted
+        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
+            # e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ: the probe tests that.
+            G, factor = G if factor is None else G * factor.to(G), None
+            e = features.gram() @ G
+            probed = probe(layer, features, G, gamma, self._generator)
+            evidence = replaced(evidence, probe=probed)
+        else:  # e = Φγᵀ
+            e = _apart(added(*act(layer.change(gamma), features)), gamma.values())
         sums = LayerSums(
             _about(layer, features),
             sampled,
@@ -156,35 +167,11 @@ class FinalGradient:
             attainable=attainable,
             ceiling=ceiling,
         )
-        measured = LayerInProgress(
-            layer,
-            features,
-            sums=sums,
-            G=G,
-            factor=factor,
-            z=joined([call.z for call in calls]),
-            e=G,
-        )
-        # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason
-        trusted = trusted and layer.path not in self._history.distrusted
-        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
-            self._move_by_rows(measured, features, gamma)
-        else:  # e = Φγᵀ
-            measured.e = _apart(added(*act(layer.change(gamma), features)), gamma.values())
+        z = joined([call.z for call in calls])
+        measured = LayerInProgress(layer, features, sums, G, factor, z, e)
         measured.take_scale(self._generator)
         self.measured[layer.path] = measured
         captured.rows.release()
-
-    def _move_by_rows(
-        self, measured: LayerInProgress, features: DenseFeatures, gamma: Parts
-    ) -> None:
-        """Compute e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ, and the probe that tests that."""
-        measured.G, measured.factor = measured.scaled(), None
-        measured.e = features.gram() @ measured.G
-        probed = probe(measured.layer, features, measured.G, gamma, self._generator)
-        evidence = replaced(measured.sums.evidence, probe=probed)
-        measured.sums = replaced(measured.sums, evidence=evidence)
 
     def add_sums(self, lose: Fail) -> None:
         """Add the sums over all rows, after all layers have begun.

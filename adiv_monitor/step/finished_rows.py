@@ -58,10 +58,9 @@ def _finished(layers: Sequence[LayerInProgress], *, is_alone: bool) -> list[Laye
     vectors = _vectors(layers, scale)
     named = tuple([vector for vector in Vector if vector in vectors])
     products = dots.of_rows({vector: vectors[vector] for vector in named}, pairs_of(named))
-    has_one = scale is not None and scale.shape[2] == 1
     scales: Sequence[Tensor | None] = [None] * len(layers)
-    blocks: Sequence[Blocks[Tensor] | None] = scales  # type: ignore[assignment]
-    if scale is not None and has_one:
+    blocks: Sequence[Blocks[Tensor] | None] = [None] * len(layers)
+    if scale is not None and scale.shape[2] == 1:
         scales = scale[..., 0].unbind()
     elif scale is not None:
         blocks = _blocks(scale, [x.entries for x in layers])
@@ -84,10 +83,9 @@ def _vectors(
     layers: Sequence[LayerInProgress], scale: Tensor | None
 ) -> dict[Vector, Float[Tensor, "layers rows n"]]:
     """Return the vectors of the rows of layers, whose scales are these."""
-    G, e, z = _stacked([x.G for x in layers]), _stacked([x.e for x in layers]), None
+    G, e, z = (_stacked(each) for each in zip(*[(x.G, x.e, x.z) for x in layers], strict=True))
     if (factor := _known([x.factor for x in layers])) is not None:
         G = G * factor.to(G)[:, None, None]
-    z = _stacked([x.z for x in layers])
     vectors = {Vector.G: G, Vector.E: e, Vector.Z: z}
     if scale is not None and scale.shape[2] == 1:
         vectors[Vector.REST] = torch.addcmul(e, scale, G, value=-1)

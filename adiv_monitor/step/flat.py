@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from adiv_layers.autocast import without_autocast
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from adiv_monitor.capture.entries import bits, sampled_entries
-from adiv_monitor.features.rows import compute_dtype
+from adiv_monitor.features.rows import compute_dtype, joined
 
+_WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
 _LINE = 64  # entries; every tensor begins at a multiple of it
-_CHUNK = 2**24  # entries of half precision that are cast at once
+_CHUNK = 2**22  # entries that are multiplied at once
 
 
 class Flat:
@@ -68,6 +69,12 @@ class Flat:
         pairs = zip(self.buffers, other.buffers, strict=True)
         return self._by_tensor(_line_dots(a, b) for a, b in pairs)
 
+    def squares(self) -> tuple[Float[Tensor, " tensors"], ...]:
+        """Return ‖a‖² of each tensor, one vector for each buffer; it reads the buffer once."""
+        lines = ((buffer.view(-1, _LINE), compute_dtype(buffer)) for buffer in self.buffers)
+        norms = (torch.linalg.vector_norm(of, dim=1, dtype=dtype) for of, dtype in lines)
+        return self._by_tensor(_wide(norm).square() for norm in norms)
+
     def sums(self) -> tuple[Float[Tensor, " tensors"], ...]:
         """Return the sum of each tensor's entries, one vector for each buffer."""
         return self._by_tensor(
@@ -77,9 +84,19 @@ class Flat:
     def _by_tensor(self, lines: Iterable[Tensor]) -> tuple[Tensor, ...]:
         # Sequential float32 sums of many alike numbers would drift.
         return tuple(
-            torch.segment_reduce(_wide(of_lines), "sum", lengths=lengths, unsafe=True)
+            summed(_wide(of_lines), lengths)
             for of_lines, lengths in zip(lines, self._lengths, strict=True)
         )
+
+
+def summed(
+    values: Float[Tensor, " values"], lengths: Int[Tensor, " parts"]
+) -> Float[Tensor, " parts"]:
+    """Return the sums of consecutive parts of these lengths."""
+    if values.device.type in _WITH_SEGMENTS:
+        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    # Others have no such operation; this one waits for the device.
+    return torch.stack([part.sum() for part in torch.split(values, lengths.tolist())])
 
 
 def _described(tensors: Mapping[int, Tensor]) -> list[object]:
@@ -94,13 +111,16 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _line_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the dot products of lines; half precision is multiplied and summed in float32."""
-    if a.dtype is compute_dtype(a):
-        with without_autocast(a):
-            found: Tensor = torch.linalg.vecdot(a.view(-1, _LINE), b.view(-1, _LINE))
-        return found
-    parts = zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True)
-    return torch.cat([_line_dots(x.to(compute_dtype(a)), y.to(compute_dtype(a))) for x, y in parts])
+    """Return the dot products of lines, in the precision of the measures.
+
+    Part by part: the product of all entries would be one more copy of them.
+    """
+    dtype, parts = compute_dtype(a), []
+    with without_autocast(a):
+        for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
+            lines = x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)
+            parts.append(torch.linalg.vecdot(*lines))
+    return joined(parts)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class LayerInProgress:
         G: ∂L/∂z, as the backward pass left it.
         factor: the factor from G to the units of the optimizer's gradient; None: 1.
         z: the outputs.
-        e: the move of a plain gradient step; z until it is computed.
+        e: the move of a plain gradient step.
         scale: ‖φ‖² of every row and group, (rows, groups); None: it is not the row's scale.
         entries: places of the scales that are reported one by one; None: all.
         d: the move of the optimizer's step, by weight and by bias; None: no step was taken.
@@ -47,10 +47,6 @@ class LayerInProgress:
     def largest(self) -> int:
         """The number of entries of its largest piece."""
         return max(self.layer.sizes)
-
-    def scaled(self) -> Tensor:
-        """Return G in the units of the gradient that the optimizer saw."""
-        return self.G if self.factor is None else self.G * self.factor.to(self.G)
 
     def take_scale(self, generator: np.random.Generator) -> None:
         """Compute the scales, and choose those to report one by one if there are too many.

@@ -86,7 +86,7 @@ class ParameterSteps:
         values = self._values()
         flat = self._made(values)
         flat.apply(torch._foreach_copy_, self._gamma)
-        squares = flat.dots(flat)
+        squares = flat.squares()
         self.products: PieceNumbers[Tensor] = PieceNumbers(tuple(flat.keys), squares)
         norms = [x.sqrt().to(compute_dtype(b)) for x, b in zip(squares, flat.buffers, strict=True)]
         self._norms = dict(zip(flat.keys, (x for n in norms for x in n.unbind()), strict=True))
@@ -161,7 +161,7 @@ class ParameterSteps:
         Values are compared, because version counters miss writes through .data or by fused kernels.
         """
         assert self._taken is not None
-        self.products.w_w = self._taken.dots(self._taken)
+        self.products.w_w = self._taken.squares()
         if self._copied is not None:
             self.products.w_gamma = self._taken.dots(self._copied)
         else:
@@ -195,7 +195,7 @@ class ParameterSteps:
             a, w, gamma = self._before, self._taken, self._copied
             assert a is not None and w is not None and gamma is not None
             a.apply(torch._foreach_sub_, self._values())
-            self.products.a_a, self.products.a_w = a.dots(a), a.dots(w)
+            self.products.a_a, self.products.a_w = a.squares(), a.dots(w)
             self.products.a_gamma = a.dots(gamma)
         else:
             differs = self._differs()

@@ -111,25 +111,25 @@ def cost(job: Job) -> Cost:
         P, k = (n + 1) * m, n_layers * job.due
         # e and d: two products of the rows with a matrix.
         flops += k * 4 * R * n * m
-        # γ: copied 2, by itself 3, its norm 1; θ: copied 2, subtracted 3; w: by itself 3, by γ 3,
-        # summed 2; e and d 2.
+        # γ: copied 2, its norms 1 and 1 more for its units; θ: copied 2, subtracted 3; w: its norms
+        # 1, multiplied by γ 3, summed 1; e and d 2.
         # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
         per_row = (4 * n + 55 * m) * R
-        moved += k * b * (19 * P / S + 2 * P + T * (2 * n + m) + per_row)
-        # A copy of θ; G, e, z and d, less what a plain step holds then; on a CPU the vectors of
-        # small layers side by side; for a sharded layer the unsharded parameter in float32, twice
-        # while it is gathered.
-        held += k * (b * P / S + 13 * R * m)
+        moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
+        # θ before the step, then the update; G, e, z and d. Of the layer that is being computed
+        # four more vectors; on a CPU all vectors of small layers side by side; of a sharded layer
+        # the unsharded parameter in float32, twice while it is gathered.
+        held += k * (b * P / S + 16 * R * m)
         stacked += k * R * m if 4 * R * m <= dots.STACKED else 0
-        largest = max(largest, 2 * 4 * P if S > 1 else 0)
+        largest = max(largest, 18 * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
         sent += k * (30_000 + 16 * (n + min(m, 1024)) + 104 * kept) if N > 1 else 0
     tables = job.due * job.looked_up
-    moved += 19 * b * tables / S
+    moved += 13 * b * tables / S
     held += b * tables / S
     gathered += 2 * 4 * tables * (S - 1) / S
-    held += largest + 14 * 4 * min(stacked, dots.STACKED)
+    held += max(largest, 14 * 4 * min(stacked, dots.STACKED))
     return Cost(flops, moved, held, gathered, sent)
 
 
@@ -212,6 +212,7 @@ def counted(job: Job, *, monitored: bool) -> Counted:
         for _ in range(3 if due is None else 2 * len(linear) // due):
             step()
         if monitored:  # on a CPU the copies take the memory of the last step's, which counts, too
+            monitor._controller.finish()
             monitor._controller._history.flats.clear()
         with visible(), work:
             held = step()
