@@ -160,13 +160,15 @@ class ParameterSteps:
 
         Values are compared, because version counters miss writes through .data or by fused kernels.
         """
-        assert self._taken is not None
-        self.products.w_w = self._taken.squares()
+        w = self._taken
+        assert w is not None
+        # Beside those of a it is rounded as they are, so that the cosine of what is equal is 1.
+        self.products.w_w = w.dots(w) if self._keeps_update else w.squares()
         if self._copied is not None:
-            self.products.w_gamma = self._taken.dots(self._copied)
+            self.products.w_gamma = w.dots(self._copied)
         else:
-            self._taken.apply(torch._foreach_mul_, self._gamma)
-            self.products.w_gamma = self._taken.sums()
+            w.apply(torch._foreach_mul_, self._gamma)
+            self.products.w_gamma = w.sums()
         changed = self._seen.differ(self._gradients)
         self._gradients.clear()
         return changed
@@ -195,7 +197,7 @@ class ParameterSteps:
             a, w, gamma = self._before, self._taken, self._copied
             assert a is not None and w is not None and gamma is not None
             a.apply(torch._foreach_sub_, self._values())
-            self.products.a_a, self.products.a_w = a.squares(), a.dots(w)
+            self.products.a_a, self.products.a_w = a.dots(a), a.dots(w)
             self.products.a_gamma = a.dots(gamma)
         else:
             differs = self._differs()
