@@ -168,7 +168,7 @@ class Capture:
             rows = self.rows.get(layer.path)
             if rows is None:
                 continue
-            calls = rows.finish()
+            calls = rows.settle()
             lead = layer.parameters[0]  # looked at first: it has a gradient nearly always
             is_removed = bool(calls) and lead.grad is None and _has_none(layer)
             if is_removed:
@@ -189,21 +189,11 @@ class Capture:
         modes = {call.evaluates for calls in reached.values() for call in calls}
         self.evaluated = tuple(_evaluated(self._model)) if modes == {True} else ()
         shared = self.layers.shared(reached, self._without_rule.unmeasured)
-        found: dict[Layer, CapturedLayer] = {}
-        for layer, calls in reached.items():
-            try:
-                found[layer] = self._gathering.captured(
-                    layer, calls, is_shared=layer.path in shared
-                )
-            except Exception as error:
-                self.layers.failed(layer.path, error)
-        if is_alone:
-            self.passes.meant = (
-                self._watching.differentiates_inputs
-                or any(x.accumulation.is_assigned for x in found.values())
-                or any(rows.again for rows in self.rows.values())
-            )
-        return found
+        self.passes.meant = is_alone and self._watching.differentiates_inputs
+        return {
+            layer: self._gathering.captured(layer, is_shared=layer.path in shared)
+            for layer in reached
+        }
 
     def cut_off(self) -> list[nn.Parameter] | None:
         """Return the parameters that are cut off from the loss; None: not known in this step.

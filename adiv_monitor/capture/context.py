@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.passes import Passes
@@ -28,6 +29,7 @@ class Context:
         renew: called before a forward pass is followed; the `Forwards` that it returns replaces
             this step's.
         passes: follows the backward passes.
+        check: checks gradients; None: this step has no check.
         attainable: whether to gather all rows as well, for the ceiling.
     """
 
@@ -38,4 +40,5 @@ class Context:
     begins: Callable[[], object] = _nothing
     renew: Callable[[], Forwards | None] = _nothing
     passes: Passes = field(default_factory=Passes)
+    check: Check | None = None
     attainable: bool = False

@@ -121,12 +121,18 @@ class LateScales:
             that temporaries stay in a CPU's cache.
         input: the input.
         bias_square: φ_b²; 0 without a bias.
+        products: computes Φ_W v from the input and v, part by part; see `Features.times`.
     """
 
     def __init__(
-        self, make: Callable[[Tensor], Iterable[Tensor]], input: Tensor, bias_square: float
+        self,
+        make: Callable[[Tensor], Iterable[Tensor]],
+        input: Tensor,
+        bias_square: float,
+        products: Callable[[Tensor, Tensor], Iterable[Tensor]],
     ) -> None:
         self._make = make
+        self._products = products
         self._input = input.detach()  # a graph would be kept alive
         self._version = self._input._version
         self._bias_square = bias_square
@@ -164,6 +170,55 @@ class LateScales:
                 sums.append(own.sum(-1))
             found.append(torch.stack(sums).flatten(1))
         return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def contracted(
+        self, gradient: Float[Tensor, "*rows channels"], v: Float[Tensor, "groups width m"]
+    ) -> Float[Tensor, "groups n_out m"] | None:
+        """Return Σ_r g_r (φ_r·v) over all rows; None if the input was written to since."""
+        if self._input._version != self._version:
+            return None
+        found, end = v.new_zeros(()), 0
+        by_entry = gradient.view(1, -1) if gradient.dim() == 1 else gradient
+        positions = math.prod(by_entry.shape[1:-1])
+        for products in self._products(self._input, v):
+            start, end = end, end + products.shape[:-2].numel() // max(positions, 1)
+            found = found + contracted(products, by_entry[start:end])
+        return found
+
+
+def contracted(
+    products: Float[Tensor, "*rows groups m"], gradient: Float[Tensor, "*rows channels"]
+) -> Float[Tensor, "groups n_out m"]:
+    """Return Σ_r g_r (φ_r·v) of some rows from the products φ_r·v, in their precision.
+
+    A gradient with the channels first in memory is not copied.
+    """
+    groups, m = products.shape[-2:]
+    gradient = gradient[None] if gradient.dim() == 1 else gradient
+    shape = gradient.shape
+    if groups == 1 and (gradient.dim() < 3 or gradient.is_contiguous()):
+        gradient, products = gradient.reshape(1, -1, shape[-1]), products.reshape(1, -1, m)
+    elif groups == 1:
+        gradient, products = gradient.flatten(1, -2), products.reshape(shape[0], -1, m)
+    else:
+        gradient = gradient.unflatten(-1, (groups, -1))
+        products = products.reshape(*shape[:-1], groups, m)
+    dim, size = (1, shape[-1]) if groups == 1 and len(gradient) == 1 else (0, shape[1:].numel())
+    found = products.new_zeros(groups, shape[-1] // groups, m)
+    most = gradient.shape[dim]
+    if gradient.dtype != products.dtype or groups > 1:  # casts and products part by part
+        most = max(1, (_MOST if gradient.is_cuda else CHUNK) // max(1, size))
+    pairs = zip(gradient.split(most, dim), products.split(most, dim), strict=True)
+    for g, y in pairs if gradient.numel() else ():
+        g = g.to(y.dtype)
+        if groups == 1:
+            found += (g.mT @ y).sum(0)
+        else:
+            found += (g[..., None] * y[..., None, :]).flatten(0, -4).sum(0)
+    return found
+
+
+_MOST = 2**24  # entries of a temporary tensor on a GPU
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -57,6 +57,8 @@ class Use:
         form: anything else on which the features' reading of weight and bias depends.
         late: where every row has several scales, returns those of all rows for use with the
             gradient; None where they are expensive.
+        times: returns Φ_W v of all rows, (*rows, groups, m), for vectors v (groups, width, m), as
+            `Features.times` does for some; None: it follows from the features.
     """
 
     kind: str
@@ -69,6 +71,7 @@ class Use:
     part: str = ""
     form: object = None
     late: Callable[[], LateScales | None] = _not_cheap
+    times: Callable[[Tensor], Tensor] | None = None
 
 
 def shape_alike(

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all
@@ -230,6 +231,7 @@ class StepController:
         others = Others(
             self._followed.optimizer, selection.parameters, self._awaits_step, self._failures.safely
         )
+        plan = self._plan(selection)
         context = Context(
             guard,
             fail=self._failures.switch_off,
@@ -239,13 +241,14 @@ class StepController:
             renew=partial(self._failures.safely, self._renew),
             passes=Passes(guard, lambda: others.begun),
             attainable=self._asked.attainable,
+            check=Check(partial(self._history.asks, surveys=plan is None)),
         )
         capture = Capture(
             self._followed.model,
             selection,
             self._chooser(selection),
             context,
-            plan=self._plan(selection),
+            plan=plan,
             pieces=self._trace.pieces,
         )
         probe = None if self._probing is None else ProbeStep(self._probing, selection)
@@ -269,7 +272,7 @@ class StepController:
         """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""
         if world_size() > 1:
             return None  # all functions need to be watched
-        return self._trace.plan(selection, self._history.distrusted | self._history.suspected)
+        return self._trace.plan(selection, self._history.distrusted)
 
     def _awaits_step(self) -> bool | None:
         """Whether layers were called; None if the followed optimizer has begun its step."""

@@ -1,21 +1,22 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adiv_monitor.capture.captured_layer import CapturedLayer
-from adiv_monitor.capture.gradient_shares import total_of
+from adiv_monitor.capture.check import of_gradient
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
+from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
-from adiv_monitor.features.rows import Whole, joined, to_compute_dtype
+from adiv_monitor.features.rows import Whole, joined
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN
@@ -29,11 +30,13 @@ from adiv_monitor.maths.sums import (
     Totals,
 )
 from adiv_monitor.maths.totals import AllRows
+from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
 from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import act, added, gram_is_less, probe
+from adiv_monitor.step.row_moves import act, added, gram_is_less
 from adiv_monitor.step.run_history import RunHistory
+from adiv_monitor.step.transfer import fetch_tensors
 from adiv_monitor.step.unsharded import UnshardedParameters
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
@@ -59,6 +62,7 @@ class FinalGradient:
         steps: the gradients of all pieces.
         scale: the number by which a fused optimizer divides the gradients (AMP); None: 1.
         generator: the monitor's own random numbers.
+        passes: the backward passes of the step.
 
     Attributes:
         measured: by path, the layers that have begun.
@@ -76,6 +80,7 @@ class FinalGradient:
         steps: ParameterSteps,
         scale: Tensor | None,
         generator: np.random.Generator,
+        passes: Passes,
     ) -> None:
         self.measured: dict[str, LayerInProgress] = {}
         self.pieces: dict[str, PieceShares] = {}
@@ -91,38 +96,55 @@ class FinalGradient:
         self._steps = steps
         self._scale = scale
         self._generator = generator
+        self._passes = passes
         self._all_rows: dict[str, AllRows] = {}
-        self._factors = self._factors_of(captured)
+        self._factors = self._of_passes() if self._is_alone else {}
 
     def forget(self, path: str) -> None:
         """Drop a layer from this step."""
         self.measured.pop(path, None)
         self._all_rows.pop(path, None)
 
-    def _factors_of(self, captured: Mapping[Layer, CapturedLayer]) -> dict[str, Tensor]:
-        """Return ‖gradient now‖ / ‖gradient after backward‖ of each layer for which it is known."""
-        if not self._is_alone:  # one rank holds only a part of the gradient
-            return {}
-        left = {layer: found.accumulation.left() for layer, found in captured.items()}
-        known = {layer: parts for layer, parts in left.items() if parts is not None}
-        if not known:
-            return {}
-        parts = self._now([layer.parameters[0] for layer in known])
-        norms = torch._foreach_norm([to_compute_dtype(part) for part in (*parts, *known.values())])
-        # 0/0 becomes 1: a gradient of zero has no units.
-        ends = torch._foreach_add(norms, torch.finfo(torch.float32).tiny)
-        factors = torch._foreach_div(ends[: len(known)], ends[len(known) :])
-        if self._scale is not None:
-            factors = torch._foreach_div(factors, self._scale)
-        return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
+    def _of_passes(self) -> dict[str, dict[int, float]]:
+        """Return what passes count relative to the last one, of layers that several reached.
 
-    def _now(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return tensors with the gradients' norms, or with those of sampled entries of shards."""
-        norms = self._steps.gamma_norms(parameters)
-        return [
-            self._steps.entries_of(p) if is_shard(p) else norm
-            for p, norm in zip(parameters, norms, strict=True)
-        ]
+        The rows of passes whose gradient was zeroed are dropped. This waits for the device.
+        """
+        several = [x for x in self._captured.values() if len(x.rows.tasks) > 1]
+        told: dict[str, PassesOfLayer] = {}
+        sent = []
+        for captured in several:
+            sums, layer = captured.rows.sums(), captured.layer
+            if sums and not captured.is_shared and not any(map(is_shard, layer.parameters)):
+                told[layer.path] = PassesOfLayer([*sums], np.empty(0))
+                sent.append(torch.stack(self._equations(captured, {}, [*sums.values()])))
+        for path, equations in zip(told, fetch_tensors(sent), strict=True):
+            told[path] = told[path]._replace(equations=equations)
+        others = {x.layer.path: [*x.rows.tasks] for x in several if x.layer.path not in told}
+        found = factors_of_passes(told, others)
+        self._history.has_several_passes = bool(several)
+        for captured in several:
+            factors = found.get(captured.layer.path, {})
+            zeroed = [task for task, factor in factors.items() if factor == 0]
+            captured.rows.zeroed(zeroed, self._passes, id(captured.layer.parameters[0]))
+        return found
+
+    def _equations(
+        self, captured: CapturedLayer, parts: Parts, sums: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return γv, h and γv of the gradient that was there before; see `Evidence.equations`."""
+        layer, rows = captured.layer, captured.rows
+        change = layer.change(self._gamma(layer, parts))
+        features = next(call.features for call in rows.calls if call.arrived)
+        found = [of_gradient(features, *change, rows.v), *sums]
+        return found if rows.earlier is None else [*found, rows.earlier]
+
+    def _gamma(self, layer: Layer, parts: Parts) -> Parts:
+        """Return γ of the layer's pieces, in the units of the optimizer."""
+        gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
+        if self._scale is not None:
+            gamma = {key: g / self._scale for key, g in gamma.items()}
+        return gamma
 
     def begin(self, layer: Layer, parts: Parts) -> None:
         """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
@@ -131,8 +153,9 @@ class FinalGradient:
             layer: the layer.
             parts: γ of the pieces that were all-gathered.
         """
-        captured, factor = self._captured.pop(layer), self._factors.get(layer.path)
-        calls = captured.calls
+        captured = self._captured.pop(layer)
+        factors, sums = self._factors.get(layer.path, {}), captured.rows.sums()
+        calls = captured.rows.finish(factors)
         features, G = _joined_rows(calls)
         sampled = Sampled(
             seen=G.shape[0],
@@ -141,24 +164,27 @@ class FinalGradient:
         shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
         self.pieces[layer.path] = shares, bool(parts)
         reason = _why_from_rows(features, shared=captured.is_shared)
-        evidence = self._evidence(captured, reason, factor)
+        evidence = self._evidence(captured, calls, reason)
+        if sums is not None and not captured.is_shared:
+            h = torch.stack([of * factors.get(task, 1.0) for task, of in sums.items()]).sum(0)
+            equations = torch.stack(self._equations(captured, parts, [h]))
+            of_bias = 0 if layer.bias is None else G.shape[1]
+            evidence = replaced(
+                evidence, equations=equations, of_weight=equations.shape[1] - of_bias
+            )
         attainable, ceiling = self._of_ceiling(captured)
         self._keep_all_rows(layer.path, calls)
-        gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
-        if self._scale is not None:
-            gamma = {key: g / self._scale for key, g in gamma.items()}
         # With several ranks γ also holds the rows of the others.
         trusted = self._is_alone and not reason
         trusted = trusted and layer.path not in self._history.distrusted
         if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
-            # e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ: the probe tests that.
-            G, factor = G if factor is None else G * factor.to(G), None
+            # Right only if γ = c·GᵀΦ, which is checked.
             e = features.gram() @ G
-            probed = probe(layer, features, G, gamma, self._generator)
-            evidence = replaced(evidence, probe=probed)
+            evidence = replaced(evidence, e_by_rows=True)
         else:  # e = Φγᵀ
+            gamma = self._gamma(layer, parts)
             e = _apart(added(*act(layer.change(gamma), features)), gamma.values())
-        sums = LayerSums(
+        record = LayerSums(
             _about(layer, features),
             sampled,
             vectors=(),
@@ -168,7 +194,7 @@ class FinalGradient:
             ceiling=ceiling,
         )
         z = joined([call.z for call in calls])
-        measured = LayerInProgress(layer, features, sums, G, factor, z, e)
+        measured = LayerInProgress(layer, features, record, G, None, z, e)
         measured.take_scale(self._generator)
         self.measured[layer.path] = measured
         captured.rows.release()
@@ -189,42 +215,15 @@ class FinalGradient:
         self._all_rows.clear()
 
     def _evidence(
-        self,
-        captured: CapturedLayer,
-        reason: str,
-        factor: Tensor | None,
+        self, captured: CapturedLayer, calls: Sequence[Call], reason: str
     ) -> Evidence[Tensor]:
-        """Collect the evidence for γ = c·GᵀΦ that was recorded while the rows were gathered."""
-        layer, calls, accumulated = captured.layer, captured.calls, captured.accumulation
-        lead = layer.parameters[0]
+        """Collect the evidence on the gradient, without its equations."""
         if captured.is_moved:
-            self.moved.append(layer.path)
-        then = accumulated.entries
-        now: list[Tensor | None] = [None] * (len(captured.shares) or 1)
-        contributed: list[Tensor | None] = []
-        if then is not None:
-            now[0] = self._unsharded.entries.get(id(lead))
-        followed = self._is_alone and layer.is_direct and bool(captured.shares)
-        for place, shares in enumerate(captured.shares):
-            for share in shares:
-                followed &= share.is_known and share.has_rows
-            total = total_of(shares)
-            contributed.append(total)
-            if total is not None:
-                now[place] = self._steps.entries_of(shares[0].parameter)
-        if then is not None and now[0] is None:
-            now[0] = self._steps.entries_of(lead)
+            self.moved.append(captured.layer.path)
         replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
         return Evidence(
             precision=max([call.precision for call in calls]),
             reason=reason,
-            followed=followed,
-            factor=factor,
-            then=then,
-            now=tuple(now),
-            contributed=tuple(contributed),
-            since=None if self._is_alone else accumulated.since_ended(),
-            foreign=accumulated.foreign,
             rule_error=captured.rows.linear,
             replay_error=torch.stack(replay_errors).amax() if replay_errors else None,
         )
@@ -237,7 +236,7 @@ class FinalGradient:
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
         if ceiling is not None and not captured.layer.is_direct:
             self.without_ceiling[_COMPUTED].append(path)
-        elif not is_whole and isinstance(captured.calls[0].features, KNOWN):
+        elif not is_whole and isinstance(next(iter(rows.calls)).features, KNOWN):
             self.without_ceiling[_SUMMED].append(path)
         elif ceiling is not None and self._is_alone:
             return ceiling.cosine(), None

@@ -120,7 +120,13 @@ class MeasuredStep:
             if steps:
                 self._unsharded.keep(self._steps)
             found = self._gradient = FinalGradient(
-                reached, self._history, self._unsharded, self._steps, scale, self._generator
+                reached,
+                self._history,
+                self._unsharded,
+                self._steps,
+                scale,
+                self._generator,
+                self._capture.passes,
             )
             made = self._unsharded.of_gradients if all_participate else None
             self._measure(tuple(reached), found.begin, made)

@@ -73,7 +73,7 @@ class StepSums(Generic[T]):
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
     """Copy the numbers to the host, and add the totals to the layers."""
-    found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
+    found = cast("StepSums[Array]", with_numbers(step, fetch_tensors(numbers_of(step))))
     for path, totals in by_layer(found.totals).items():
         if path in found.layers:  # others were lost since
             found.layers[path] = replaced(found.layers[path], totals=totals)
@@ -82,14 +82,14 @@ def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
 
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
     """Return all numbers, concatenated, by one transfer from each device."""
-    arrays = iter(_fetched([value for value in values if isinstance(value, Tensor)]))
+    arrays = iter(fetch_tensors([value for value in values if isinstance(value, Tensor)]))
     found: list[float] = []
     for value in values:
         found += next(arrays).reshape(-1).tolist() if isinstance(value, Tensor) else [value]
     return found
 
 
-def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
+def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:
     """Return float64 arrays of the tensors' shapes, by one transfer from each device."""
     devices = [tensor.device for tensor in tensors]
     fetched = {

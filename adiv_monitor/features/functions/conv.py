@@ -119,10 +119,21 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
         for part in in_parts(geometry.batched(x)):
             yield patch_squares(geometry, part)
 
-    def late() -> LateScales:
-        return LateScales(scales, input, of_bias or 0.0)
+    def products(x: Tensor, v: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(geometry.batched(x)):
+            yield patch_products(geometry, part, v)
 
-    return Use("convolution", weight, bias, features, geometry.spatial_last, whole, late=late)
+    def late() -> LateScales:
+        return LateScales(scales, input, of_bias or 0.0, products)
+
+    def times(v: Tensor) -> Tensor:
+        return torch.cat(list(products(input, v)))
+
+    return Use(
+        *("convolution", weight, bias, features, geometry.spatial_last, whole),
+        late=late,
+        times=times,
+    )
 
 
 @uses("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -207,12 +218,29 @@ def _depthwise_sums(geometry: Geometry, x: Tensor) -> Tensor:
     By oneDNN, in float32, this is two to ten times as fast as `_window_sums`. Torch's own
     convolution, which float64 takes, is six times as slow.
     """
+    return _convolved(geometry, x, x.new_ones(geometry.groups, 1, *geometry.kernel))
+
+
+def _convolved(geometry: Geometry, x: Tensor, kernels: Tensor) -> Tensor:
+    """Return the convolution of x, (batch, channels, *spatial), with other kernels."""
     dims, sides = len(geometry.kernel), [a for a, b in geometry.padding if a == b]
     if len(sides) < dims or geometry.spacing:  # a convolution cannot pad like this
         x, sides = _padded(geometry, x), [0] * dims
-    ones = x.new_ones(geometry.groups, 1, *geometry.kernel)
     convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
-    return convolve(x, ones, None, geometry.stride, sides, geometry.dilation, geometry.groups)
+    return convolve(x, kernels, None, geometry.stride, sides, geometry.dilation, geometry.groups)
+
+
+def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
+    """Return the products of all patches with vectors, (batch, *positions, groups, m).
+
+    Args:
+        geometry: the positions of the patches.
+        input: the input, (batch, channels, *spatial).
+        v: (groups, patch size, m).
+    """
+    kernels = v.mT.reshape(-1, geometry.channels, *geometry.kernel)
+    found = _convolved(geometry, to_compute_dtype(input), kernels)
+    return found.movedim(1, -1).unflatten(-1, (geometry.groups, v.shape[2]))
 
 
 def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> Tensor:

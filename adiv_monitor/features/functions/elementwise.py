@@ -64,12 +64,18 @@ def gain(
             found = normalised(rows)
         return DenseFeatures(found.flatten(1)[..., None], None if bias is None else 1.0)
 
-    def scales(x: Tensor) -> Iterator[Tensor]:
+    def every(x: Tensor) -> Iterator[Tensor]:
         for part in in_parts(x, dims or 1):
-            yield layout(normalise(to_compute_dtype(part))).square()
+            yield layout(normalise(to_compute_dtype(part)))
+
+    def scales(x: Tensor) -> Iterator[Tensor]:
+        return (part.square_() for part in every(x))
+
+    def products(x: Tensor, v: Tensor) -> Iterator[Tensor]:
+        return (part[..., None] * v[:, 0] for part in every(x))
 
     def late() -> LateScales:
-        return LateScales(scales, input, 1.0)
+        return LateScales(scales, input, 1.0, products)
 
     return Use("gain", weight, bias, features, layout=layout, late=late)
 

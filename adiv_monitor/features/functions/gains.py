@@ -54,8 +54,12 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
         for part in in_parts(layout(x.expand(shape))):
             yield to_compute_dtype(part).square()
 
+    def products(x: Tensor, v: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(layout(x.expand(shape))):
+            yield to_compute_dtype(part)[..., None] * v[:, 0]
+
     def late() -> LateScales:
-        return LateScales(scales, x, 0.0)
+        return LateScales(scales, x, 0.0, products)
 
     return Use("gain", parameter, None, features, layout, late=late)
 

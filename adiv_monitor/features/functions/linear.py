@@ -1,12 +1,21 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, Whole, compute_dtype, squares
+from adiv_monitor.features.rows import (
+    Rows,
+    Whole,
+    compute_dtype,
+    in_parts,
+    joined,
+    squares,
+    to_compute_dtype,
+)
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
@@ -44,10 +53,16 @@ def affine(
         flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # −1 fails if there are no columns
         return Whole(squares(flat), of_bias or 0.0, flat.sum(0, dtype=compute_dtype(flat)))
 
+    def times(v: Tensor) -> Tensor:
+        parts = in_parts(x.reshape(prod(x.shape[:-1]), x.shape[-1]))
+        return joined([to_compute_dtype(part) @ v[0] for part in parts])[:, None]
+
     def layout(tensor: Tensor) -> Tensor:
         return tensor if outputs is None else tensor.narrow(-1, *outputs)
 
-    return Use("linear", weight, bias, features, layout, whole, part=part, form="affine")
+    return Use(
+        "linear", weight, bias, features, layout, whole, part=part, form="affine", times=times
+    )
 
 
 @uses("multi_head_attention_forward.linear")

@@ -29,7 +29,7 @@ ROOMS = (
 ELSEWHERE = {
     *("merge_ranks.py", "merge_rows.py", "ranks.py", "unsharded.py"),
     *("messages.py", "soundness.py"),
-    *("shard_accumulation.py", "collectives.py"),
+    "collectives.py",
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions
 }

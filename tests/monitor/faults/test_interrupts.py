@@ -26,7 +26,7 @@ from adiv_monitor.rerun.thread import surely
 ARMING = (
     *("monitor.py", "step/controller.py", "step/phases.py"),
     *("capture/guard.py", "capture/hook.py", "capture/forwards.py", "capture/loss_hook.py"),
-    *("capture/capture.py", "capture/accumulation.py"),
+    *("capture/capture.py", "capture/late_rows.py"),
     *("rerun/thread.py", "rerun/eager.py", "rerun/surroundings.py"),
 )
 # One byte code in this many is tried in those files, and one in this many elsewhere; one of the
