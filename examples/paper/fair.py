@@ -29,12 +29,18 @@ HELD_OUT = 5000
 GRIDS = {
     "sgd": {
         "standard": range(-5, -1),
+        "batchnorm": range(-5, -1),
         "layernorm": range(-6, -2),
+        "rmsnorm": range(-6, -2),
         "norm-like": range(-2, 2),
         "affine-like": range(-2, 2),
         "constant-scale": range(-3, 1),
         "centred": range(-5, -1),
         "centred-affine-like": range(-2, 2),
+        "rate-by-layer": range(-2, 2),
+        "gradient-proportional": range(-2, 2),
+        "gradient-disproportional": range(-2, 2),
+        "gradient-batch": range(-1, 3),
     },
     "adam": {
         "standard": range(-8, -5),
