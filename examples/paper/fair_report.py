@@ -138,7 +138,8 @@ def text(tuning: Sequence[Run], final: Sequence[Run]) -> str:
         parts += [f"### {activation}: training accuracy", _accuracies(trained, rows, sizes)]
         parts += [f"### {activation}: learning rates", _rates(tuning, rows, sizes)]
     parts += ["## Stated before the run", _claims(found, STATED[optimizer], sizes)]
-    if any(arm.method == claim.method for arm in found for claim in LATER[optimizer]):
+    tried = {arm.method for arm in found}
+    if any(tried >= {*claim[:2]} for claim in LATER[optimizer]):
         parts += ["## Stated later", _claims(found, LATER[optimizer], sizes)]
     parts += [
         "p: Student's t over seeds, two-sided, of the mean over batch sizes; corrected by Holm for "
