@@ -10,11 +10,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import cifar
 import torch
 from adiv_layers import AffineLikeLinear, GradientOnlyLinear, NormLikeLinear
+from adiv_layers.gradient_only import LinearForm
 from commandline import count
 from ensemble import NONLINEAR, SLOPES, Network
 from graph import is_settled
@@ -126,7 +127,8 @@ def _linear(method: str, inputs: int, outputs: int) -> nn.Linear:
     if METHODS[method].scaled_bias:
         return AffineLikeLinear(inputs, outputs)
     if method.startswith("gradient-"):
-        return GradientOnlyLinear(inputs, outputs, form=METHODS[method].gradient)
+        form = cast(LinearForm, METHODS[method].gradient)
+        return GradientOnlyLinear(inputs, outputs, form=form)
     return RateByLayer(inputs, outputs) if method == "rate-by-layer" else nn.Linear(inputs, outputs)
 
 
