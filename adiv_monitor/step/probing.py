@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossOf
-from adiv_monitor.capture.selection import Selection, is_wrapper, listed
+from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED, Moved
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.batch import Batch, FirstPass, Losses, Unknown
 from adiv_monitor.probe.rows import LayerOnProbe, ProbeRows
-from adiv_monitor.probe.run import run, why_not, written
+from adiv_monitor.probe.run import run, why_not
+from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.row_moves import Change, act, added
@@ -144,8 +145,9 @@ class ProbeStep:
             assert self._first is not None
             probing.batch = self._first.batch()
         batch, realised = probing.batch, updates and "realised" in probing.measures
-        values = written(probing.model, self._modules, trained=realised)
-        self._before = {p: p.detach().clone() for p in values}
+        if realised:
+            held = [p for p in trainable(probing.model) if is_plain(p)]
+            self._before = {p: p.detach().clone() for p in held}
         if "attention" in probing.measures:
             fail = probing.fail
             self._attentions = Attentions(
