@@ -203,14 +203,13 @@ class RepeatedLoss:
         self._fork = fork
         own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
         self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
-        self._devices = devices_of(self._modules)
-        self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
+        random = Randomness(devices_of(self._modules), self._modules)
+        self._begin = Surroundings(random, self._modules)
 
     def of(self, batch: Any) -> float:
         """Return the loss of a batch with the model's current weights."""
 
         def run() -> float:
-            with self._begin.again():
-                return float(self._fork.loss(self._fork.model, copied(batch)).detach())
+            return float(self._fork.loss(self._fork.model, copied(batch)).detach())
 
-        return untouched(self._modules, self._devices, run)
+        return untouched(self._modules, self._begin, run)
