@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn

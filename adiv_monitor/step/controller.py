@@ -419,9 +419,7 @@ class StepController:
             renormed = [m for m in owners if getattr(m, "max_norm", None) is not None]
             guard, counts = self._failures.safely, armed.step.is_as_stepped
             last = renormed[-1:] or armed.capture.first_called()
-            self._pending.wait(
-                NextForward(last, self._next_begins, guard, counts)
-            )
+            self._pending.wait(NextForward(last, self._next_begins, guard, counts))
 
     def _next_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the next step's batch, and finish the pending step."""
