@@ -21,8 +21,8 @@ from adiv_monitor.features.uses import as_it_is
 # After so many surveys in a row that changed nothing, there are no more.
 _IN_VAIN = 3
 _LAST = (
-    f"{_IN_VAIN} surveys of all functions have changed nothing (experts, layer drop, two networks in "
-    "turns?): there are no more, and functions that a module began to use since are not seen."
+    f"{_IN_VAIN} surveys of all functions have changed nothing (experts, layer drop, two networks "
+    "in turns?): there are no more, and functions that a module began to use since are not seen."
 )
 _UNKNOWN = object()
 _NUMBERS = (bool, int, float, complex)

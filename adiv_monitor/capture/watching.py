@@ -154,8 +154,7 @@ class Watching(Watcher):
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
             self.record.others.update(module.modules())
             with self._noting([*module.parameters()]):
-                began = self._forwards.forward
-                self._provenance.parametrized(module, output, began.random, began.written)
+                self._provenance.parametrized(module, output, self._forwards.forward.random)
         if output is not None and module in self._ruled:
             self._look_at_ruled(module, args, kwargs, output)
             self.record.ruled(module)
@@ -210,10 +209,6 @@ class Watching(Watcher):
         """Call a torch function and find which parameters it uses."""
         args, kwargs, provenance = call.args, call.kwargs, self._provenance
         name = getattr(call.function, "__name__", "")
-        if self._active and (name.endswith("_") or "out" in kwargs):
-            buffer = provenance.buffer(kwargs.get("out", args[0] if args else None))
-            if buffer is not None:
-                self._forwards.is_written(buffer)
         if not self._is_looking():
             return call()
         if name in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
