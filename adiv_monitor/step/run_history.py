@@ -113,17 +113,16 @@ class RunHistory:
             doubted: the sampled rows speak against a gradient that was not checked.
         """
         is_sound = not any(reasons[path] not in _FORESEEN for path in layers)
-        is_sound &= self.telling is None or not doubted
+        told = [path for path, layer in layers.items() if layer.evidence.equations is not None]
+        is_whole = told != [self.telling]
+        is_sound &= is_whole or not doubted
         is_sound &= len({factor_of(layer) for layer in layers.values()}) == 1
         was_sound, self.sound = self.sound, set(layers) if is_sound else set()
-        if self.telling is None:
-            self.checked = 0
-            self.telling = _cheapest(layers) if self.sound and self.sound == was_sound else None
-        else:
-            self.checked += 1
-            seen = layers.get(self.telling)
-            if self.sound != was_sound or seen is None or seen.evidence.equations is None:
-                self.telling = None
+        self.checked = 0 if is_whole else self.checked + 1
+        if not self.sound or self.sound != was_sound:
+            self.telling = None
+        elif is_whole:
+            self.telling = _cheapest(layers)
 
     def expects_idle(self, path: str) -> bool:
         """Return whether it may have zero-gradient rows; its mean feature is then the sample's."""

@@ -1,6 +1,5 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
-from dataclasses import replace
 from math import prod
 
 import torch
