@@ -147,7 +147,6 @@ def merge(
         totals=_of_every((x.totals for x in some), lambda of: _totals(of, seen, generator)),
         blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
         common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
-        asked_common=all(part.asked_common for part in some),
         realised=_of_every((x.realised for x in some), _moved),
         attainable=_of_every((x.ceiling for x in some), _attainable),
     )
@@ -235,21 +234,17 @@ def _totals(
 
     def mean_concentration(of_ranks: Sequence[Array]) -> Array:
         pairs = zip(of_ranks, G_G.tolist(), strict=True)
-        found: Array = sum(float(own[0] * square**2) for own, square in pairs) / whole**2
+        found: Array = sum(float(own[0] * square**2) for own, square in pairs) / (whole**2 or 1.0)
         return found
 
     return Totals(
         active=np.array([sum(active.tolist())]),
         G_G=whole,
-        concentration=_of_every((x.concentration for x in several), mean_concentration),
+        concentration=mean_concentration([x.concentration for x in several]),
         own_G=_of_every((x.own_G for x in several), _added),
         own_own=_of_every((x.own_own for x in several), _added),
         scales=_of_every(
             (x.scales for x in several), lambda of: _scales(of, active, seen, generator)
-        ),
-        weight_squares=_of_every((x.weight_squares for x in several), _added),
-        weight_sum=_of_every(
-            (x.weight_sum for x in several), lambda of: np.array(np.linalg.norm(sum(of)))
         ),
     )
 
