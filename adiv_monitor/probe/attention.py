@@ -238,7 +238,7 @@ class Attentions:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES, len(q))
             chosen = np.sort(self._generator.choice(len(q), most, replace=False))
             samples = to_device(chosen, q.device)
-            given = tensors_in(*forward.args, *forward.kwargs.values())
+            given = tensors_in(*forward.args)
             edge = get_gradient_edge(asks) if asks.requires_grad else None
             with torch.no_grad():
                 of_samples = made(samples)
