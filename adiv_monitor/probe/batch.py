@@ -89,9 +89,7 @@ class _Call:
         self.leaves = [_placed(x, outputs) for x in given]
         self._versions = [version(x) if isinstance(x, Tensor) else 0 for x in self.leaves]
         pairs = zip(given, self.leaves, strict=True)
-        self.computed = any(
-            isinstance(held, Tensor) and x.grad_fn is not None for x, held in pairs
-        )
+        self.computed = any(isinstance(held, Tensor) and x.grad_fn is not None for x, held in pairs)
 
     def sizes(self) -> set[int]:
         """Return the sizes of dimension 0 of all tensors; −1 for what may hold others."""
