@@ -116,7 +116,7 @@ def _is_state(tensor: Tensor) -> bool:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether each entry has a place of its own: the tensor is neither expanded nor freed."""
+    """Return whether each entry has a place of its own: it is neither expanded nor freed."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
