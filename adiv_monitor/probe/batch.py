@@ -93,11 +93,10 @@ class _Call:
 
     def sizes(self) -> set[int]:
         """Return the sizes of dimension 0 of all tensors; −1 for what may hold others."""
-        found = set()
+        found = set[int]()
         for x in self.leaves:
-            shape = x.seen.shape if isinstance(x, _View) else getattr(x, "shape", None)
             if isinstance(x, _View) or (isinstance(x, Tensor) and x.layout is torch.strided):
-                found.update(shape[:1])
+                found.update((x.seen if isinstance(x, _View) else x).shape[:1])
             elif not (x is None or isinstance(x, _PLAIN)):
                 found.add(-1)
         return found

@@ -116,7 +116,7 @@ def _is_state(tensor: Tensor) -> bool:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether each entry has a place of its own: it is neither expanded nor freed."""
+    """Return whether each entry has a place of its own: not in expanded or freed tensors."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
@@ -176,7 +176,8 @@ def untouched(
         stack.enter_context(_unsafe_preserve_version_counter(tuple(given)))
         _State(plain).set_copies()
         _set(given)
-        return run_apart(_within, surroundings, run)
+        found: T = run_apart(_within, surroundings, run)
+        return found
 
 
 def _within(surroundings: Surroundings, run: Callable[[], T]) -> T:

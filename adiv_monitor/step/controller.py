@@ -28,7 +28,7 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.forwards import Forwards, unwatched
+from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.layer_rows import Chooser
@@ -419,9 +419,7 @@ class StepController:
             renormed = [m for m in owners if getattr(m, "max_norm", None) is not None]
             guard, counts = self._failures.safely, armed.step.is_as_stepped
             last = renormed[-1:] or armed.capture.first_called()
-            self._pending.wait(
-                NextForward(last, self._next_begins, guard, counts, ends=bool(renormed))
-            )
+            self._pending.wait(NextForward(last, self._next_begins, guard, counts))
 
     def _next_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the next step's batch, and finish the pending step."""
@@ -449,23 +447,18 @@ class StepController:
             return
         pending = self._pending
         surely(pending.release)
-        try:
-            self._pending = None
-            self._finish(pending)
-            pending.room.leave()
-        finally:
-            pending.room.leave()
+        self._pending = None
+        self._finish(pending)
 
     def _finish(self, pending: Pending) -> None:
         step = pending.armed.step
-        with unwatched():  # the next forward pass may watch calls; here are thousands of them
-            step.applied()
-            part = step.contribution(pending.number)
-            self._checked |= part.checked
-            self._failures.switched_off |= part.misdescribed
-            describe(part, pending, self._failures, self._schedule.interval)
-            # Last: losses that are taken are in no later report, even if this one fails.
-            part.report = replace(part.report, losses=self._losses.take(pending.number))
+        step.applied()
+        part = step.contribution(pending.number)
+        self._checked |= part.checked
+        self._failures.switched_off |= part.misdescribed
+        describe(part, pending, self._failures, self._schedule.interval)
+        # Last: losses that are taken are in no later report, even if this one fails.
+        part.report = replace(part.report, losses=self._losses.take(pending.number))
         self._assembly.add(part)
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
@@ -497,7 +490,7 @@ class StepController:
 
     def _forget_pending(self) -> None:
         if self._pending is not None:
-            call_all(self._pending.release, self._pending.room.leave)
+            self._pending.release()
             self._pending = None
 
     def _complete(self, part: RankContribution) -> StepReport:

@@ -10,7 +10,6 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.loss_hook import LossHook
-from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.rerun.eager import forced_eager
@@ -83,20 +82,17 @@ class Pending:
         selection: its parameters, as the optimizer's step left them.
         number: its number.
         alignment: the alignments that were read after it.
-        room: room on the stack: the report is completed deep inside that forward pass.
     """
 
     armed: Armed
     selection: Selection
     number: int
     alignment: Mapping[str, AlignmentReading]
-    room: Room = field(default_factory=Room, init=False)
     _hooks: list[NextForward] = field(default_factory=list, init=False)
 
     def wait(self, hook: NextForward) -> None:
         """Attach a hook that waits for a forward pass."""
         self._hooks.append(hook)
-        self.room.make(FRAMES)
         hook.put_on()
 
     def release(self) -> None:

@@ -27,7 +27,7 @@ def check(part: RankContribution) -> None:
 def _has_samples(sums: AttentionSums[Array]) -> bool:
     moves = [move for move in (sums.e, sums.d) if move is not None]
     of_samples = [part for move in moves for part in (move.G, move.square)]
-    single = [sums.away]
+    single = [sums.broken]
     if (scale := sums.scale) is not None:
         of_samples += [scale.count, scale.sum, scale.square]
         single += [scale.pivot, scale.error]
