@@ -125,15 +125,6 @@ def test_other_ways_to_weigh_are_no_fault(attend: Weighing) -> None:
     assert asked("attention-axis", with_model(Attending(attend))) == Probed()
 
 
-@pytest.mark.parametrize(("wrong", "right"), [(WRONG[0], RIGHT[0]), (WRONG[3], RIGHT[3])])
-def test_the_softmax_is_moved_to_the_summed_axis(wrong: Weighing, right: Weighing) -> None:
-    fork, other = (replace(with_model(Attending(x)), steps=3).fork() for x in (wrong, right))
-    with pytest.raises(DoesNotApply, match="all weights sum to 1"):
-        FIXES["summed-axis"].apply(other)
-    FIXES["summed-axis"].apply(fork)
-    assert train(fork).losses == pytest.approx(train(other).losses, rel=1e-5)
-
-
 def test_saturated_attention_is_seen() -> None:
     sharp, well = (with_model(Attending(along(-1), gain)) for gain in (40.0, 1.0))
     (fact,) = asked("attention-saturated", sharp).facts

@@ -198,12 +198,15 @@ class RepeatedLoss:
         self._devices = devices_of(self._modules)
         self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
 
-    def of(self, batch: Any) -> float:
-        """Return the loss of a batch with the model's current weights."""
+    def of(self, batch: Any, backward: bool = False) -> float:
+        """Return the loss of a batch with the model's current weights, after its backward pass."""
 
         def run() -> float:
             with self._begin.again():
-                return float(self._fork.loss(self._fork.model, copied(batch)).detach())
+                loss = self._fork.loss(self._fork.model, copied(batch))
+                if backward:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                return float(loss.detach())
 
         return untouched(self._modules, self._devices, run)
 
