@@ -76,12 +76,8 @@ def share_of(
     return (paths, share) if share >= LEAST_SHARE else ((), 0.0)
 
 
-@loop_fault(
-    "not-zeroed",
-    "Gradients are not zeroed between steps",
-    shown_by=stepped,
-    explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"),
-)
+@loop_fault("not-zeroed", "Gradients are not zeroed between steps", shown_by=stepped,
+            explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"))  # fmt: skip
 def not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
 
@@ -107,12 +103,9 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
             layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
 
-@loop_fault(
-    "gradient-reversed",
-    "Gradients are turned round, so that steps go uphill",
-    shown_by=stepped,
-    explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
-)
+@loop_fault("gradient-reversed", "Gradients are turned round, so that steps go uphill",
+            explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
+            shown_by=stepped)  # fmt: skip
 def reversed_(record: Record) -> Iterator[Finding]:
     """Find layers whose `.grad` points uphill, which that of a backward pass never does.
 
@@ -216,11 +209,8 @@ def frozen(record: Record) -> Iterator[Finding]:
             layers=paths)  # fmt: skip
 
 
-@loop_fault(
-    "clipping-always",
-    "Most gradients are clipped",
-    shown_by=lambda r: reported("loss_gradients")(r) and not read.scale_free(r),
-)
+@loop_fault("clipping-always", "Most gradients are clipped", shown_by=lambda record:
+            reported("loss_gradients")(record) and not read.scale_free(record))  # fmt: skip
 def clipped(record: Record) -> Iterator[Finding]:
     """Find clipping that leaves so little of the gradient that the layers hardly move."""
     if read.scale_free(record) or not _goes_badly(record):
@@ -266,11 +256,8 @@ def rate_gone(record: Record) -> Iterator[Finding]:
             "A higher base learning rate decays as soon.", since=since)  # fmt: skip
 
 
-@loop_fault(
-    "rate-rises",
-    "The learning rate rises until the loss does",
-    shown_by=lambda record: course.is_known(record) and reported("learning_rates")(record),
-)
+@loop_fault("rate-rises", "The learning rate rises until the loss does", shown_by=lambda record:
+            course.is_known(record) and reported("learning_rates")(record))  # fmt: skip
 def rate_rises(record: Record) -> Iterator[Finding]:
     """Find a learning rate that rises on, as the loss does, long after the lowest loss."""
     rates, smooth = read.learning_rates(record), course.smoothed(record)
@@ -292,11 +279,8 @@ def rate_rises(record: Record) -> Iterator[Finding]:
             since=there)  # fmt: skip
 
 
-@loop_fault(
-    "weights-set-back",
-    "Weights are set back between steps",
-    shown_by=lambda r: several(r) and any(x.weights_returned is not None for x in r.reports),
-)
+@loop_fault("weights-set-back", "Weights are set back between steps", shown_by=lambda r:
+            several(r) and any(x.weights_returned is not None for x in r.reports))  # fmt: skip
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
@@ -350,11 +334,8 @@ def other_optimizer(record: Record) -> Iterator[Finding]:
             (Advice("give each parameter to one optimizer alone"),))  # fmt: skip
 
 
-@loop_fault(
-    "gradients-summed",
-    "Gradients of micro-batches are summed, not averaged",
-    shown_by=reported("loss_gradients"),
-)
+@loop_fault("gradients-summed", "Gradients of micro-batches are summed, not averaged",
+            shown_by=reported("loss_gradients"))  # fmt: skip
 def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
     passes = [report.loss_gradients for report in record.reports]

@@ -27,10 +27,6 @@ INPUT_MATTERS = 1e-4
 ALIKE_ROWS = 1e-3  # scale_cv below which all rows count as equal
 # Share of the outputs' first variation that is left of it: the outputs are nearly the same.
 COLLAPSED = 0.2
-# Standard deviation of a query's scores before training. Divided by √d, the products of independent
-# queries and keys of unit variance have 1 (Vaswani et al. 2017, section 3.2.1); at 2.5, a key at
-# two deviations gets e⁵ = 150 times the weight of the mean key.
-SPREAD = 2.5
 # First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
 FIRST_LOSS = 3.0
 FAR = 3.0  # times a limit is far beyond it
@@ -85,14 +81,6 @@ told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,
      # Another finding says so, and that they stay so.
      unless=lambda record: record.trained or any(e.measure == "alike" for e in _gains(record)),
      of_modules=True, acts_below=1.0)  # fmt: skip
-
-
-told(__name__, "attention-saturated", "Attention that begins saturated", "watch",
-     "Before training, the scores of a query at {place} have a standard deviation of {spread:.3g}, "
-     "and the softmax gives {largest:.0%} of the weight to one key.",
-     [Number("standard deviation of a query's scores", "spread", above=SPREAD)],
-     Advice("divide the scores by the root of the queries' width"),
-     acts_below=0.95)  # fmt: skip
 
 
 _SAID = {

@@ -34,11 +34,8 @@ LEAST_GAIN = 0.1  # rms of a weight's entries · √fan-in: below it, its output
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 
-@fault(
-    "uneven-rates",
-    "Layers move by very different amounts",
-    shown_by=lambda r: stepped(r) and len(read.maps(r)) >= FEWEST_LAYERS,
-)
+@fault("uneven-rates", "Layers move by very different amounts",
+       shown_by=lambda r: stepped(r) and len(read.maps(r)) >= FEWEST_LAYERS)  # fmt: skip
 def uneven_rates(record: Record) -> Iterator[Finding]:
     """Find layers whose activations move far less, or far more, than those of the others.
 
