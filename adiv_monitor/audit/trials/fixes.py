@@ -168,7 +168,6 @@ def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
 
 @fix("no-decay", key="weight_decay", above=0.0, to=0.0)
 @fix("less-decay", key="weight_decay", above=0.0, times=0.1)
-@fix("usual-momentum", key="momentum", above=remedies.USUAL, to=remedies.USUAL)
 @fix("usual-epsilon", key="eps", above=USUAL_EPSILON, to=USUAL_EPSILON, rescales=True)
 def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, **new: float) -> None:
     """Lower a setting where it is above a value: to another, or to a share of itself."""

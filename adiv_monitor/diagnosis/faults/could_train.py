@@ -50,6 +50,7 @@ GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of 
 HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
+TINY = 3  # samples of a step
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 FEWEST_JUMPS = 2  # of the loss, to where it began
@@ -351,6 +352,20 @@ def summed(record: Record) -> Iterator[Finding]:
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
             (Advice(f"divide the loss of each micro-batch by {k}"),
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
+
+
+@loop_fault("batch-too-small", "Batches of very few samples",
+            shown_by=lambda record: several(record) and read.maps(record))  # fmt: skip
+def batch_too_small(record: Record) -> Iterator[Finding]:
+    """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
+    rows = [r.rows_total for report in record.reports for r in report.layers.values()]
+    fewest = min(filter(None, rows), default=math.inf)
+    if several(record) and fewest <= TINY and _goes_badly(record) and course.is_measure(record):
+        yield Finding("batch-too-small", "watch",
+            f"A step has gradients of {fewest:.0f} samples only, which differ from step to step.",
+            (Evidence("rows of a step with a gradient", fewest, TINY),),
+            (Advice("use larger batches, or average the gradients of several (accumulation)"),
+             Advice("learning rate × 0.1")))  # fmt: skip
 
 
 @finds("monitor")

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from adiv_monitor.diagnosis.course import is_long_enough
 from adiv_monitor.diagnosis.faults.fault import act_if, fault, of_layers, stepped
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.remedies import USUAL, less_momentum
+from adiv_monitor.diagnosis.faults.remedies import less_momentum
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.diagnosis.record import Record
@@ -164,8 +164,6 @@ def _straightened(record: Record) -> Iterator[Advice]:
     if momentum:
         yield Advice(f"use less momentum of {less_momentum(momentum):g}, at the same long-run "
                      "learning rate", "less-momentum")  # fmt: skip
-        if "momentum" in record.facts.settings and momentum > USUAL:
-            yield Advice(f"use a momentum of {USUAL:g} at the same learning rate", "usual-momentum")
     elif not wrong_sign:
         yield Advice("look for code that changes gradients or weights before the step")
 
