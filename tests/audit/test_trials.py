@@ -225,6 +225,19 @@ def test_what_can_not_be_overfitted_stands_behind_a_fact_whose_fix_helps(
     assert (second.name, second.strength) == ("cannot-overfit", "watch")
 
 
+def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:
+    of = healthy()
+
+    def strength(fix: str, **given: Any) -> str:
+        unordered = finding(fix, name="order-ignored", strength="watch")
+        (found,) = tried([unordered], of, ran(of, rates=NO_GAIN), **given)
+        return found.strength
+
+    assert strength("rate*10") == "note"
+    assert strength("no-clip") == "note"  # nothing is clipped
+    assert strength("reinitialise", cap=Cap(0)) == "watch"
+
+
 def test_what_does_not_pay_is_something_to_watch() -> None:
     of = healthy()
     findings = [
@@ -282,14 +295,14 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     of = healthy()
     findings = [
         finding("reinitialise", "adamw", strength="watch"),
-        finding("clip", "less-decay", "group-norm", "batch-norm"),
+        finding("clip", "less-momentum", "group-norm", "batch-norm"),
         finding("no-decay", "no such"),
     ]
     told: list[tuple[str, int, int]] = []
     found = tried(findings, of, ran(of), progress=lambda *a: told.append(a))
     advice = {a.fix: a for f in found for a in f.advice}
     assert {fix for fix, a in advice.items() if a.trial is not None} <= {
-        *("clip", "no-decay", "reinitialise", "less-decay")
+        *("clip", "no-decay", "reinitialise", "less-momentum")
     }
     assert advice["group-norm"].untried == "there is no batch normalisation"
     assert advice["batch-norm"].untried == advice["adamw"].untried
@@ -305,13 +318,11 @@ def test_what_does_not_fit_into_the_steps_for_trials_says_so() -> None:
     of = healthy()
     seen = ran(of, rates=NO_GAIN)
     dear = replace(seen, facts=replace(seen.facts, step_cost=1e3))
-    (found,) = tried([finding("clip", "less-decay", "rate*10")], of, dear)
+    (found,) = tried([finding("clip", "less-momentum", "rate*10")], of, dear)
     advice = {each.fix: each for each in found.advice}
     assert advice["clip"].trial is not None  # the first is tried, whatever it costs
-    assert advice["less-decay"].trial is None and advice["less-decay"].untried == NO_STEPS
-    assert (
-        str(advice["less-decay"]) == "do less-decay (not tried: the steps for trials were used up)"
-    )
+    assert advice["less-momentum"].trial is None and advice["less-momentum"].untried == NO_STEPS
+
     assert advice["rate*10"].trial == NO_GAIN[10]  # it was run already
     assert rate_trials(of, dear) == {}
     assert overfit(of, dear) is None

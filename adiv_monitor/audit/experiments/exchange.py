@@ -23,7 +23,6 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
     with_tensor,
 )
-from adiv_monitor.audit.experiments.places import padding
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -445,31 +444,6 @@ def _are_near(x: Tensor, y: Tensor) -> bool:
     """Return whether rows are nearer to those at their place than to the next."""
     own, others = ((x.float() - z.float()).norm() for z in (y, _next_sample(y)))
     return float(own) < NEAR * float(others)
-
-
-LONGER = 4  # places of padding that are added
-
-
-@asks("padding-read")
-def padding_read(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return how much outputs change if each row of an input gets more padding at its end."""
-    batch, fork = setup.batches[0], still(setup.fork_like(trained))
-    run = ChangedInputs(fork, batch)
-    for number, x in enumerate(run.inputs):
-        found = padding(x)
-        at_end = found is not None and bool(found.places[:, -1].any())
-        if not at_end or sum(y.shape[1:2] == x.shape[1:2] for y in tensors(batch)) > 1:
-            continue  # or a mask, or targets, of as many places
-        of_padding = x[found.places][:1]
-
-        def longer(x: Tensor, more: Tensor = of_padding) -> Tensor:
-            return torch.cat([x, more.expand(len(x), LONGER, *x.shape[2:])], 1)
-
-        pairs = [(y, z) for y, z in zip(run.own, run.outputs(longer, number), strict=True)
-                 if y.shape == z.shape]  # fmt: skip
-        if pairs:
-            change = max(float((y - z).norm() / y.norm().clamp(min=1e-30)) for y, z in pairs)
-            yield Fact(f"input '{run.names[number]}'", {"change": change, "places": float(LONGER)})
 
 
 @asks("batch-part-unread")

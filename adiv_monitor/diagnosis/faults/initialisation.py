@@ -77,7 +77,7 @@ told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,
      "Nearly all initial values of {all_places} have the same sign: all units of such a layer "
      "return nearly the same value.",
      [Number("abs(mean) / rms", "share", above=0.3)],
-     Advice("draw the weights around zero, as torch.randn does", "centred-weights"),
+     Advice("draw the weights around zero, as torch.randn does"),
      # Another finding says so, and that they stay so.
      unless=lambda record: record.trained or any(e.measure == "alike" for e in _gains(record)),
      of_modules=True, acts_below=1.0)  # fmt: skip

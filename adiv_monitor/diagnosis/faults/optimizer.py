@@ -50,7 +50,7 @@ def decay_fights(record: Record) -> Iterator[Finding]:
         (*[Evidence("pull of the weight decay", pull, DECAY_WATCH, step=0)] * bool(decay),
          Evidence("norm of the parameters, last over first", shrunk, SHRUNK)),
         (Advice("use no weight decay", "no-decay"),
-         Advice("use a tenth of the weight decay", "less-decay")) if decay else
+         Advice("use a tenth of the weight decay")) if decay else
         (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
         "A lower learning rate weakens gradient and decay alike." * (pull > DECAY_WATCH),
         against=LOWER_RATES)  # fmt: skip

@@ -131,8 +131,9 @@ told(__name__, "padding-read", "Outputs that depend on padding", "watch",
      Advice("take the output at each row's last real place, or mask the padding (a mean over real "
             "places, pack_padded_sequence, key_padding_mask)"))  # fmt: skip
 
-# The inputs may be sets.
+# The inputs may be sets, so it should be acted on only if positions help.
 told(__name__, "order-ignored", "The order of positions is ignored", "watch",
      "The outputs do not depend on the order of the {places:.0f} positions of an input.",
      [Number("positions whose order does not matter", "places")],
-     Advice("add position embeddings, unless the inputs are sets"))  # fmt: skip
+     Advice("add position embeddings, unless the inputs are sets", "positions"),
+     acts_below=0.8, often_meant=True)  # fmt: skip

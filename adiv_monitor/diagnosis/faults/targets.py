@@ -84,7 +84,7 @@ told(__name__, "softmax-of-one", "Softmax over a single class", "act",
             "binary_cross_entropy_with_logits"), where=lambda fact: "scores" not in fact.words,
      certain=True, explains=(*LEARNING, "input-ignored", "target-scale", "vanishing"))  # fmt: skip
 # Attention to a single key is at times meant.
-told(__name__, "softmax-of-one", "", "watch",
+told(__name__, "softmax-of-one", "", suffers,
      "{place} of shape {shape} runs over an axis of length 1: all its weights are 1, whatever the "
      "scores are.", [Number("softmaxes of one score")],
      Advice("take the softmax over the axis of the places"),
