@@ -20,7 +20,6 @@ from torch import Tensor
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.rows import (
-    LateScales,
     Rows,
     compute_dtype,
     contracted,
@@ -40,28 +39,19 @@ class Products:
 
     Attributes:
         v: the vectors, (groups, width, m); None if no weight is trained.
-        of_weight: Φ_W v, (*rows, groups, m); None without v, or where `late` computes them.
+        of_weight: Φ_W v, (*rows, groups, m); None without v.
         of_bias: φ_b of every row, (*rows, groups or 1, 1), or one number; None without a bias.
-        late: computes Φ_W v when the gradient arrives.
     """
 
     v: Tensor | None
     of_weight: Tensor | None
     of_bias: Tensor | float | None
-    late: LateScales | None
 
-    def contracted(self, gradient: Float[Tensor, "*rows channels"]) -> Tensor | None:
-        """Return h of a pass, the weight's equations first; None if it is not known."""
+    def contracted(self, gradient: Float[Tensor, "*rows channels"]) -> Tensor:
+        """Return h of a pass, the weight's equations first."""
         parts = []
-        if self.v is not None:
-            if self.late is not None:
-                found = self.late.contracted(gradient, self.v)
-            else:
-                assert self.of_weight is not None
-                found = contracted(self.of_weight, gradient)
-            if found is None:
-                return None
-            parts.append(found.flatten())
+        if self.of_weight is not None:
+            parts.append(contracted(self.of_weight, gradient).flatten())
         if isinstance(self.of_bias, Tensor):
             parts.append(contracted(self.of_bias, gradient).flatten())
         elif self.of_bias is not None:
@@ -91,9 +81,7 @@ class Check:
     def _only(self) -> str | None:
         return self._telling()
 
-    def products(
-        self, layer: Layer, use: Use, features: Features, rows: Rows, late: LateScales | None
-    ) -> Products | None:
+    def products(self, layer: Layer, use: Use, features: Features, rows: Rows) -> Products | None:
         """Return the products of all rows of a call; None if its layer is not checked.
 
         Args:
@@ -101,7 +89,6 @@ class Check:
             use: the use.
             features: the features of the sampled rows, untrained ones included.
             rows: the sampled rows.
-            late: see `Use.late`.
         """
         if self._only not in (None, layer.path):
             return None
@@ -113,11 +100,11 @@ class Check:
         v = None if layer.weight is None else self._vectors(layer, features, use)
         with torch.no_grad(), without_autocast(use.weight if use.bias is None else use.bias):
             if v is not None and len(v) > 1 and rows.chosen is not None:
-                # There are as many products as activations, so none is kept.
-                known = late is not None and not isinstance(bias, Tensor)
-                return Products(v, None, bias, late) if known else None
+                # There are as many products as activations: only the bias is checked.
+                v, is_number = None, not isinstance(bias, Tensor)
+                return Products(v, None, bias) if is_number and bias is not None else None
             if v is not None and use.times is not None:
-                return Products(v, use.times(v), bias, None)
+                return Products(v, use.times(v), bias)
             return _gathered(use, features, rows, v, has_bias=bias is not None)
 
     def _vectors(self, layer: Layer, features: Features, use: Use) -> Tensor:
@@ -158,7 +145,7 @@ def _gathered(
         found = numbers[0]
     elif of_bias:
         found = torch.cat([b[..., None] for b in of_bias if isinstance(b, Tensor)])
-    return Products(v, torch.cat(of_weight) if of_weight else None, found, None)
+    return Products(v, torch.cat(of_weight) if of_weight else None, found)
 
 
 def _parts(use: Use, features: Features, rows: Rows) -> Iterable[Features]:

@@ -37,7 +37,7 @@ from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRul
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, uses_of
-from adiv_monitor.features.rows import Rows, behind_view, hooks_keep, squares
+from adiv_monitor.features.rows import Rows, behind_view, norms
 from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
@@ -224,13 +224,10 @@ class Gathering:
         whole = use.whole() if has_scales else None
         if whole is not None and layer.bias is None:
             whole = whole.of_weight()
-        late = use.late() if has_scales and whole is None else None
-        if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
-            late = None
         check, products = self._layers.context.check, None
         if check is not None and call.rows.total:
-            products = check.products(layer, use, features, call.rows, late)
-        call.look(trained_of(layer, features), call.rows.take(z), whole, late, products)
+            products = check.products(layer, use, features, call.rows)
+        call.look(trained_of(layer, features), call.rows.take(z), whole, products)
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = trained_of(layer, use.features(every))
@@ -256,14 +253,11 @@ class Gathering:
         if of_layer.task != task:
             self._begins(of_layer, call, counts=counts)
         sums = None if call.products is None else call.products.contracted(gradient)
-        found = Arrived(*_seen(call, gradient), sums, counts)
+        found = Arrived(call.rows.take(gradient), norms(gradient).flatten(), sums, counts)
         call.precision = max(call.precision, torch.finfo(gradient.dtype).eps)
         of_layer.arrive(call, task, found)
-        if counts:
-            if call.every_row is not None:
-                of_layer.add_to_ceiling(call, task, Rows(call.rows.shape).take(gradient))
-            if call.late is not None:  # it holds the input
-                call.late = call.products = None
+        if counts and call.every_row is not None:
+            of_layer.add_to_ceiling(call, task, Rows(call.rows.shape).take(gradient))
 
     def _begins(self, rows: LayerRows, call: Call, *, counts: bool) -> None:
         """Begin a backward pass at a layer: what earlier passes left may have been zeroed."""
@@ -313,16 +307,6 @@ class Gathering:
 
 def _versions(layer: Layer) -> list[int]:
     return [version(parameter) for parameter in layer.parameters]
-
-
-def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen rows of a gradient in row layout, and `Call.squares` of all rows."""
-    rows = call.rows
-    if call.late is not None:
-        own = call.late.of_gradient(gradient, bias=call.layer.bias is not None)
-        if own is not None:
-            return rows.take(gradient), own
-    return rows.take(gradient), squares(gradient).reshape(1, -1)
 
 
 def as_view(

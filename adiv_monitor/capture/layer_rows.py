@@ -15,7 +15,7 @@ from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import LateScales, Rows, Whole, to_device
+from adiv_monitor.features.rows import Rows, Whole, to_device
 from adiv_monitor.maths.ceiling import Ceiling
 
 # Calls whose gradient never arrives still hold rows. The waiting calls may therefore hold up to
@@ -29,13 +29,13 @@ class Arrived:
 
     Attributes:
         gradient: ∂L/∂z of the chosen rows.
-        squares: ‖g_r‖² of all rows, (1, rows), or the result of `LateScales.of_gradient`.
+        norms: ‖g_r‖ of all rows.
         sums: h of the pass, see `Products`; None: not checked.
         counts: whether the pass accumulates the gradient of the layer's parameters.
     """
 
     gradient: Tensor
-    squares: Tensor
+    norms: Tensor
     sums: Tensor | None
     counts: bool
 
@@ -48,12 +48,11 @@ class Call:
         features: φ of the chosen rows; `look` sets it.
         z: the outputs of the chosen rows; `look` sets it.
         whole: the statistics of all rows from the forward pass; `look` sets it.
-        late: the statistics of all rows that need the gradient; None: there are none.
         products: for the check of the gradient; None: it is not checked.
         known: whether `look` was called.
         arrived: what backward passes brought, by their graph tasks.
         gradient: ∂L/∂z of the chosen rows; `weigh` sets it.
-        squares: see `Arrived`; `weigh` sets it. None once two backward passes have gone through one
+        norms: see `Arrived`; `weigh` sets it. None once two backward passes have gone through one
             graph: then the sum is known for the chosen rows alone.
         precision: the rounding of the gradients that arrived.
         evaluates: whether the model was in eval mode.
@@ -68,11 +67,10 @@ class Call:
         self.rows = rows
         self.known = False
         self.whole: Whole | None = None
-        self.late: LateScales | None = None
         self.products: Products | None = None
         self.arrived: dict[int, Arrived] = {}
         self.gradient: Tensor | None = None
-        self.squares: Tensor | None = None
+        self.norms: Tensor | None = None
         self.precision = 0.0
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
@@ -80,16 +78,11 @@ class Call:
         self.evaluates = False
 
     def look(
-        self,
-        features: Features,
-        z: Tensor,
-        whole: Whole | None,
-        late: LateScales | None = None,
-        products: Products | None = None,
+        self, features: Features, z: Tensor, whole: Whole | None, products: Products | None = None
     ) -> None:
         """Set features, outputs and statistics of the rows."""
-        self.features, self.z, self.whole, self.late = features, z, whole, late
-        self.products, self.known = products, True
+        self.features, self.z, self.whole, self.products = features, z, whole, products
+        self.known = True
 
     @property
     def dead(self) -> bool:
@@ -102,17 +95,15 @@ class Call:
         Args:
             factors: by graph task.
         """
-        self.late = self.products = None
-        self.gradient = self.squares = None
+        self.products = self.gradient = self.norms = None
         for task, found in self.arrived.items():
             factor = factors.get(task, 1.0)
             gradient = found.gradient if factor == 1 else found.gradient * factor
             if self.gradient is None:
-                self.gradient, self.squares = gradient, found.squares
-                if factor != 1:
-                    self.squares = found.squares * factor**2
+                self.gradient = gradient
+                self.norms = found.norms if factor == 1 else found.norms * abs(factor)
             else:
-                self.gradient, self.squares = self.gradient + gradient, None
+                self.gradient, self.norms = self.gradient + gradient, None
 
     def keep(self, kept: np.ndarray | None) -> None:
         """Drop all chosen rows except these; None: keep all."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.alike import Fail, of_alike, raised
 from adiv_monitor.maths.estimates import (
     Ends,
     Estimate,
@@ -87,8 +86,6 @@ class LayerMeasures:
         idle_seen: number of zero-gradient rows in the sample.
         suspected: γ seems to be more than c·GᵀΦ, beyond what sampling and rounding explain.
         holds_more: γ is more than c·GᵀΦ: the suspicion is confirmed.
-        common_unknown: some rows have zero gradient, and `common_share` was not computed from the
-            sample.
         is_finite: no tensor of the layer holds NaN or inf.
     """
 
@@ -98,21 +95,18 @@ class LayerMeasures:
     idle_seen: int
     suspected: bool
     holds_more: bool
-    common_unknown: bool
     is_finite: bool
 
 
-def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, LayerMeasures]:
-    """Return all measures by layer, without failing layers: `fail` gets path and exception."""
+def measure(layers: Mapping[str, Judged]) -> dict[str, LayerMeasures]:
+    """Return all measures by layer."""
     alike: dict[object, list[str]] = defaultdict(list)
     for path, judged in layers.items():
         alike[_kind(judged.layer)].append(path)
-
-    def together(paths: Sequence[str]) -> dict[str, LayerMeasures]:
-        return dict(zip(paths, _measure_alike([layers[path] for path in paths]), strict=True))
-
-    found = of_alike(alike.values(), together, fail)
-    return {path: found[path] for path in layers if path in found}
+    found: dict[str, LayerMeasures] = {}
+    for paths in alike.values():
+        found |= zip(paths, _measure_alike([layers[path] for path in paths]), strict=True)
+    return {path: found[path] for path in layers}
 
 
 def _kind(layer: LayerSums[Array]) -> object:
@@ -323,10 +317,7 @@ def _each(
     values = np.array([estimate.value for estimate in found.values()]).T.tolist()
     errors = np.array([estimate.error for estimate in found.values()]).T.tolist()
     levels = [list(map(tuple, of[:, :n].tolist())) for of, _ in distributions.values()]
-    unknown = np.full(len(x.layers), fill_value=False)
-    if x.common is None:
-        unknown = x.active < x.sample.total
-    flags = (x.idle_seen, x.suspected, x.holds_more, unknown, x.is_finite)
+    flags = (x.idle_seen, x.suspected, x.holds_more, x.is_finite)
     return [
         LayerMeasures(
             dict(zip(found, of_layer, strict=True)),
@@ -502,28 +493,11 @@ def _of_entries(x: _StackedLayers, entries: Array, share: PerLayer) -> tuple[Arr
 
 
 def _common_share(x: _StackedLayers) -> Estimate | None:
-    """Return `common_share`: exact without zero-gradient rows, else from the sample.
-
-    None if `common_share` was not requested.
-    """
-    sampled = None
-    if x.common is not None:
-        estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
-        count = np.where(np.isnan(x.active), estimated, x.active)
-        sampled = measures.common_share_of_rows(
-            x.common.products, x.common.norms**2, count, x.sample
-        )
-    totals = x.totals
-    if totals is None or totals.weight_sum is None or totals.weight_squares is None:
-        return sampled
-    norm, squares = x.whole(totals.weight_sum), x.whole(totals.weight_squares)
-    exact = measures.common_share(norm**2, x.sample.total, squares)
-    none_idle = x.active == x.sample.total
-    if sampled is None:
-        return _certain(np.where(none_idle, exact, np.nan))
-    return Estimate(
-        np.where(none_idle, exact, sampled.value), np.where(none_idle, 0.0, sampled.error)
-    )
+    if x.common is None:
+        return None
+    estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
+    count = np.where(np.isnan(x.active), estimated, x.active)
+    return measures.common_share(x.common.products, x.common.norms**2, count, x.sample)
 
 
 def _of_parameters(x: _StackedLayers) -> dict[str, PerLayer]:

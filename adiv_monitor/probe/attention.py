@@ -111,7 +111,8 @@ class _Call:
         """Hold the module's inputs constant: no gradient passes through them in this context."""
         with ExitStack() as hooks, torch.enable_grad(), without_autocast(self.query):
             for tensor in self.inputs:
-                hooks.callback(tensor.register_hook(torch.zeros_like).remove)
+                handle = tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                hooks.callback(handle.remove)
             yield
 
     def move(self, tangents: Tangents) -> Move:
@@ -238,7 +239,7 @@ class Attentions:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES, len(q))
             chosen = np.sort(self._generator.choice(len(q), most, replace=False))
             samples = to_device(chosen, q.device)
-            given = tensors_in(*forward.args, *forward.kwargs.values())
+            given = tensors_in(*forward.args)
             edge = get_gradient_edge(asks) if asks.requires_grad else None
             with torch.no_grad():
                 of_samples = made(samples)

@@ -1,6 +1,6 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ from adiv_monitor.maths.sums import (
 )
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
-from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.row_moves import act, added, gram_is_less
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch_tensors
 from adiv_monitor.step.unsharded import UnshardedParameters
+from adiv_monitor.step.vectors import Block, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
@@ -70,6 +70,7 @@ class FinalGradient:
         without_ceiling: paths of the layers without attainable_cosine, by the reason.
         moved: paths of layers whose parameters were written to since the backward pass.
         totals: by paths, the stacked sums over all rows.
+        blocks: the measured layers' rows, once all have begun.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class FinalGradient:
         self._scale = scale
         self._generator = generator
         self._passes = passes
-        self._all_rows: dict[str, AllRows] = {}
+        self._all_rows: dict[str, list[AllRows]] = {}
+        self.blocks: list[Block] = []
         self._factors = self._of_passes() if self._is_alone else {}
 
     def forget(self, path: str) -> None:
@@ -134,17 +136,14 @@ class FinalGradient:
     ) -> list[Tensor]:
         """Return γv, h and γv of the gradient that was there before; see `Evidence.equations`."""
         layer, rows = captured.layer, captured.rows
-        change = layer.change(self._gamma(layer, parts))
         features = next(call.features for call in rows.calls if call.arrived)
-        found = [of_gradient(features, *change, rows.v), *sums]
+        now = of_gradient(features, *layer.change(self._gamma(layer, parts)), rows.v)
+        found = [now if self._scale is None else now / self._scale, *sums]
         return found if rows.earlier is None else [*found, rows.earlier]
 
     def _gamma(self, layer: Layer, parts: Parts) -> Parts:
-        """Return γ of the layer's pieces, in the units of the optimizer."""
-        gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
-        if self._scale is not None:
-            gamma = {key: g / self._scale for key, g in gamma.items()}
-        return gamma
+        """Return γ of the layer's pieces, as `.grad` holds it."""
+        return {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
 
     def begin(self, layer: Layer, parts: Parts) -> None:
         """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
@@ -154,7 +153,7 @@ class FinalGradient:
             parts: γ of the pieces that were all-gathered.
         """
         captured = self._captured.pop(layer)
-        factors, sums = self._factors.get(layer.path, {}), captured.rows.sums()
+        factors, of_passes = self._factors.get(layer.path, {}), captured.rows.sums()
         calls = captured.rows.finish(factors)
         features, G = _joined_rows(calls)
         sampled = Sampled(
@@ -165,8 +164,8 @@ class FinalGradient:
         self.pieces[layer.path] = shares, bool(parts)
         reason = _why_from_rows(features, shared=captured.is_shared)
         evidence = self._evidence(captured, calls, reason)
-        if sums is not None and not captured.is_shared:
-            h = torch.stack([of * factors.get(task, 1.0) for task, of in sums.items()]).sum(0)
+        if of_passes is not None and not captured.is_shared:
+            h = torch.stack([of * factors.get(task, 1.0) for task, of in of_passes.items()]).sum(0)
             equations = torch.stack(self._equations(captured, parts, [h]))
             of_bias = 0 if layer.bias is None else G.shape[1]
             evidence = replaced(
@@ -174,6 +173,7 @@ class FinalGradient:
             )
         attainable, ceiling = self._of_ceiling(captured)
         self._keep_all_rows(layer.path, calls)
+        change, e = layer.change(self._gamma(layer, parts)), None
         # With several ranks γ also holds the rows of the others.
         trusted = self._is_alone and not reason
         trusted = trusted and layer.path not in self._history.distrusted
@@ -181,10 +181,10 @@ class FinalGradient:
             # Right only if γ = c·GᵀΦ, which is checked.
             e = features.gram() @ G
             evidence = replaced(evidence, e_by_rows=True)
-        else:  # e = Φγᵀ
-            gamma = self._gamma(layer, parts)
-            e = _apart(added(*act(layer.change(gamma), features)), gamma.values())
-        record = LayerSums(
+        elif parts:
+            e = added(*act(change, features))
+            e = e if self._scale is None else e / self._scale
+        sums = LayerSums(
             _about(layer, features),
             sampled,
             vectors=(),
@@ -194,25 +194,21 @@ class FinalGradient:
             ceiling=ceiling,
         )
         z = joined([call.z for call in calls])
-        measured = LayerInProgress(layer, features, record, G, None, z, e)
-        measured.take_scale(self._generator)
-        self.measured[layer.path] = measured
+        self.measured[layer.path] = LayerInProgress(layer, features, sums, G, z, change, e)
         captured.rows.release()
 
-    def add_sums(self, lose: Fail) -> None:
-        """Add the sums over all rows, after all layers have begun.
+    def finish(self, lose: Fail, *, updates: bool) -> None:
+        """Compute e of all layers and the sums over all rows, after all layers have begun.
 
         Args:
             lose: called with a layer's path and the exception that was raised.
+            updates: whether an optimizer step follows.
         """
-        self.totals = totals.sums(self._all_rows, self._generator, lose, across=not self._is_alone)
-        for paths, found in self.totals.items():
-            for path in paths:
-                knows_sum = found.weight_sum is not None and self._is_alone
-                # There may be zero-gradient rows, also on another rank.
-                measured = self.measured[path]
-                measured.asks_common = not knows_sum or self._history.expects_idle(path)
+        self.totals = totals.sums(self._all_rows, self._generator)
         self._all_rows.clear()
+        self.blocks = blocks_of([*self.measured.values()], lose, updates=updates)
+        for block in self.blocks:
+            block.plain_step(self._scale, lose)
 
     def _evidence(
         self, captured: CapturedLayer, calls: Sequence[Call], reason: str
@@ -248,12 +244,10 @@ class FinalGradient:
         return None, None
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
-        """Keep the sums over all rows; and those of their scales, if every call has them."""
-        of_calls = [
-            _all_rows(call.whole, call.squares) for call in calls if call.squares is not None
-        ]
+        """Keep the lengths of all rows, if every call has them."""
+        of_calls = [_all_rows(call.whole, call.norms) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
-            self._all_rows[path] = totals.joined(of_calls)
+            self._all_rows[path] = of_calls
 
 
 def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
@@ -267,24 +261,12 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     return features, G
 
 
-def _apart(move: Tensor, gradients: Collection[Tensor]) -> Tensor:
-    """Return the tensor; of a view of one of these gradients a copy: a step may overwrite them."""
-    place = move.data_ptr()
-    is_view = any(0 <= place - g.data_ptr() < g.nbytes for g in gradients)
-    return move.clone() if is_view else move
-
-
-def _all_rows(whole: Whole | None, squares: Tensor) -> AllRows:
-    """Return the numbers of all rows of one call; see `Call.squares`."""
-    if whole is None or not squares.shape[1]:
-        return AllRows(None, 0.0, squares[0], squares[1:] if squares.shape[0] > 1 else None)
-    bias, total = whole.bias_square, whole.weight_sum
-    return AllRows(
-        whole.weight_square.flatten(),
-        bias.flatten() if isinstance(bias, Tensor) else bias,
-        squares[0] if whole.trained is None else squares[0] * whole.trained,
-        weight_sum=None if total is None else total.flatten(),
-    )
+def _all_rows(whole: Whole | None, norms: Tensor) -> AllRows:
+    """Return the lengths of all rows of one call."""
+    if whole is None:
+        return AllRows(norms)
+    trained = norms if whole.trained is None else norms * whole.trained
+    return AllRows(trained, whole.norm, whole.bias_square)
 
 
 def _about(layer: Layer, features: Features) -> About:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import Judged, LayerMeasures, measure
 from adiv_monitor.maths.sums import (
     REALISED,
@@ -48,21 +47,20 @@ _FROM_ROWS = {
 
 
 @np.errstate(all="ignore")  # the readings report numbers that are not finite
-def understand(part: RankContribution, history: RunHistory, fail: Fail = raised) -> StepReport:
+def understand(part: RankContribution, history: RunHistory) -> StepReport:
     """Return the report of a step, with its readings and notes on them.
 
     Args:
         part: contribution of one rank, or merged contribution of all.
         history: run history; gradients that hold more than their rows are recorded there.
-        fail: called with a layer's path and the exception that its measures raised.
     """
     if part.refused:
         return replace(part.report, notes=(*part.report.notes, *part.refused))
     facts = part.facts
     layers = part.layers if part.is_settled else settled(part.layers)
-    judged = {path: _judged(path, layer, facts, history) for path, layer in layers.items()}
-    measured = measure(judged, fail)
-    kept = {path: judged[path].layer for path in measured}
+    judged = {path: _judged(layer, facts) for path, layer in layers.items()}
+    measured = measure(judged)
+    kept = {path: of.layer for path, of in judged.items()}
     reasons = {path: of.layer.evidence.reason for path, of in judged.items()}
     reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
     if "more" in reasons.values():  # a forgotten `zero_grad()` would show in all layers
@@ -78,7 +76,6 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         *finite.notes(readings),
         *_from_rows(reasons),
         *_unforeseen(facts, list(kept)),
-        *_without_common(readings, kept),
         *_without_active(readings),
         *_without_gradient(kept),
         *_rounded(kept),
@@ -91,7 +88,7 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
     )
 
 
-def _judged(path: str, layer: LayerSums[Array], facts: Facts, history: RunHistory) -> Judged:
+def _judged(layer: LayerSums[Array], facts: Facts) -> Judged:
     """Return a layer with what its parameters' products tell about its rows."""
     seen, dots = layer.evidence, layer.dots
     own_gamma = own_w = math.nan
@@ -132,24 +129,6 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
                 sentence.format(listed(paths)) + ". Their readings are estimated from rows alone."
             )
     return notes
-
-
-def _without_common(
-    readings: Mapping[str, LayerReading], layers: Mapping[str, LayerSums[Array]]
-) -> list[str]:
-    paths = [
-        path
-        for path, reading in readings.items()
-        if reading.idle_share and reading.common_share is None
-        if not layers[path].asked_common
-        if "common_share" not in layers[path].about.undefined
-    ]
-    if not paths:
-        return []
-    return [
-        f"common_share of {listed(paths)} is missing in this report: for the first time, some rows "
-        "there have a zero gradient, and it leaves such rows out. The next reports have it again."
-    ]
 
 
 def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
@@ -198,8 +177,6 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
 def _reading(layer: LayerSums[Array], found: LayerMeasures, facts: Facts) -> LayerReading:
     about, dots = layer.about, layer.dots
     values = dict(found.values)
-    if found.common_unknown:
-        values.pop("common_share", None)
     if facts.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)

@@ -49,7 +49,6 @@ class ParameterSteps:
     Args:
         pieces: the measured pieces of parameters.
         history: the run history so far.
-        updates: whether an optimizer step follows, so that the parameters must be copied.
         copy_gradient: whether the optimizer will write to `.grad` (it unscales AMP gradients).
         new: whether some of the layers were not measured before.
 
@@ -63,7 +62,6 @@ class ParameterSteps:
         pieces: Iterable[Piece],
         history: RunHistory,
         *,
-        updates: bool,
         copy_gradient: bool,
         new: bool,
     ) -> None:
@@ -83,23 +81,29 @@ class ParameterSteps:
                 self._whole[of] = key
             self._gamma[key] = piece.own(self._gradients[of])
         self._seen = Entries(self._gradients)
-        values = self._values()
-        flat = self._made(values)
+        flat = self._made(self._values())
+        self._copied: Flat | None = flat  # γ
         flat.apply(torch._foreach_copy_, self._gamma)
+        self._given, self._gamma = self._gamma, flat.views
         squares = flat.squares()
         self.products: PieceNumbers[Tensor] = PieceNumbers(tuple(flat.keys), squares)
         norms = [x.sqrt().to(compute_dtype(b)) for x, b in zip(squares, flat.buffers, strict=True)]
         self._norms = dict(zip(flat.keys, (x for n in norms for x in n.unbind()), strict=True))
-        self._copied: Flat | None = None  # γ
-        if self.has_copies:
-            self._copied, self._gamma = flat, flat.views
-            flat = self._made(values if updates else {})
-        if updates:
-            flat.apply(torch._foreach_copy_, values)
-        self._before: Flat | None = flat  # θ before; after the step w, if no update is kept
+        self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
-        self._large = [key for key, value in values.items() if not is_small(value)]
+        self._large: list[int] = []
         self._after: tuple[Entries, list[tuple[int, int]]] = Entries({}), []
+
+    def keep_parameters(self) -> None:
+        """Copy the parameters before an optimizer step, over the copy of γ if it is not needed."""
+        values = self._values()
+        if self.has_copies:
+            self._before = self._made(values)
+        else:
+            self._before, self._copied, self._gamma = self._copied, None, self._given
+        assert self._before is not None
+        self._before.apply(torch._foreach_copy_, values)
+        self._large = [key for key, value in values.items() if not is_small(value)]
 
     def _values(self) -> dict[int, Tensor]:
         return {key: piece.value() for key, piece in self._pieces.items()}
@@ -121,7 +125,7 @@ class ParameterSteps:
     def update_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return w of a parameter after the optimizer's step; None if there is no copy of it."""
         key = self._whole.get(id(parameter))
-        return None if key is None else self.taken(self._pieces[key])
+        return None if key is None else to_compute_dtype(self.taken(self._pieces[key]))
 
     def gamma(self, piece: Piece) -> Tensor:
         """Return γ of a piece."""
@@ -151,9 +155,9 @@ class ParameterSteps:
         self._history.flats.clear()  # no more are needed
 
     def taken(self, piece: Piece) -> Tensor:
-        """Return the subtracted update w = θ before − θ of a piece, in compute precision."""
+        """Return the subtracted update w = θ before − θ of a piece."""
         assert self._taken is not None
-        return to_compute_dtype(self._taken.views[piece.key])
+        return self._taken.views[piece.key]
 
     def finish_update(self) -> Tensor:
         """Take the products of w, and return whether `.grad` has changed since its copy.
@@ -205,7 +209,7 @@ class ParameterSteps:
         flats = [x for x in dict.fromkeys((self._before, self._taken, self._copied)) if x]
         self._history.flats = [x for x in flats if all(b.is_cpu for b in x.buffers)]
         self._before = self._copied = None
-        self._gamma = {}
+        self._gamma = self._given = {}
 
 
 def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -60,7 +60,6 @@ class RunHistory:
         sound: layers whose gradient was that of their rows when all were last checked, at two
             measured steps in a row.
         distrusted: layers whose gradient was once not that of their rows times a known factor.
-        idle: layers that had zero-gradient rows.
         seen: layers that were measured, or found to be unmeasurable.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
             page of new memory costs a fault, more than the copy itself.
@@ -77,7 +76,6 @@ class RunHistory:
     checked: int = 0
     sound: set[str] = field(default_factory=set)
     distrusted: set[str] = field(default_factory=set)
-    idle: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
@@ -123,10 +121,6 @@ class RunHistory:
             self.telling = None
         elif is_whole:
             self.telling = _cheapest(layers)
-
-    def expects_idle(self, path: str) -> bool:
-        """Return whether it may have zero-gradient rows; its mean feature is then the sample's."""
-        return path not in self.seen or path in self.idle
 
     def knows(self, paths: Collection[str]) -> bool:
         """Return whether all these layers were seen before; a new one may do anything."""
