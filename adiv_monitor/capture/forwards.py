@@ -150,8 +150,6 @@ class Forwards:
     Args:
         modules: path by module, for the modules that hold trained parameters at any depth.
         guard: receives failures.
-        renew: called before a forward pass is followed; the `Forwards` that it returns replaces
-            this one.
         plan: the modules with known uses, in which functions need not be watched; None: none.
         devices: the devices on which forward calls may draw random numbers.
         repeated: whether to watch reruns of forward passes, and nothing else.
@@ -164,14 +162,12 @@ class Forwards:
         self,
         modules: Mapping[nn.Module, str],
         guard: Guard,
-        renew: Callable[[], "Forwards | None"] = lambda: None,
         plan: Plan | None = None,
         *,
         devices: Collection[torch.device] = (),
         repeated: bool = False,
     ) -> None:
         self.runs = Runs()
-        self._renew = renew
         self._guard = guard
         self._repeated = repeated
         self._devices = devices
@@ -182,8 +178,7 @@ class Forwards:
         self._known = {} if plan is None else {id(m): known for m, known in plan.known.items()}
         self._open = set(map(id, modules if plan is None else plan.watched))
         # Modules by their ids: other modules of the process need not be hashable.
-        self._first = self._open if plan is None else {*self._open, *map(id, plan.outermost)}
-        self._left = self._first | self._known.keys()
+        self._left = self._open | self._known.keys()
         self._watcher: Watcher
         self._hooks = GlobalHooks(self._before, self._after)
         self._inside: set[int | None] = set()  # threads in which forward calls run
@@ -193,7 +188,6 @@ class Forwards:
         cls,
         selection: Selection,
         guard: Guard,
-        renew: Callable[[], "Forwards | None"] = lambda: None,
         plan: Plan | None = None,
         *,
         repeated: bool = False,
@@ -203,7 +197,6 @@ class Forwards:
         return cls(
             selection.modules,
             guard,
-            renew,
             plan,
             devices=devices,
             repeated=repeated,
@@ -272,7 +265,7 @@ class Forwards:
     # --- hooks -----------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._running.forwards or (id(module) in self._first and self._counts):
+        if self._running.forwards or (id(module) in self._open and self._counts):
             self._guarded(self._enter, module, args)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
@@ -310,9 +303,7 @@ class Forwards:
         if forwards and forwards[0].module is module:  # an interrupt has ended its forward
             self._unwind()
         if not forwards:
-            if not (self._active and trains(args)) or self._hands_over(module, args):
-                return
-            if id(module) not in self._open:
+            if not (self._active and trains(args)):
                 return
             self._inside.add(threading.get_ident())
         elif not forwards[-1].is_open:
@@ -332,15 +323,6 @@ class Forwards:
         """Return whether no trained parameter can be used in a module."""
         trains = {p.requires_grad for p in nn.Module.parameters(module)}
         return not self._counts or trains == {False}
-
-    def _hands_over(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Let a successor follow the pass if there is one; return whether this one must not."""
-        successor = self._renew()
-        if successor is None:
-            return not self._active
-        # Torch listed the hooks of this call before the successor added its own.
-        successor._before(module, args)
-        return True
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

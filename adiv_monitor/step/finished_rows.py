@@ -126,7 +126,7 @@ def _blocks(
     )
     found = split(stacked, len(scale), torch.unbind)
     return [
-        of if places is None else replaced(of, entry_rows=places // groups)
+        of if places is None else replaced(of, entry_rows=torch.from_numpy(places // groups))
         for of, places in zip(found, entries, strict=True)
     ]
 

@@ -173,10 +173,6 @@ class ParameterSteps:
         self._gradients.clear()
         return changed
 
-    def is_as_stepped(self) -> bool:
-        """Return whether θ is still that after the optimizer's step; waits for the device."""
-        return self._taken is None or not bool(self._differs())
-
     def _differs(self) -> Tensor:
         """Return whether anything has written to a parameter since the optimizer's step."""
         (entries, versions), values = self._after, self._values()

@@ -507,25 +507,6 @@ def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
     assert [report.step for report in monitor.reports] == [0, 2]
 
 
-def test_what_was_due_when_another_optimizer_took_over_is_measured_at_the_next_chance() -> None:
-    """The step after the switch is measured, not the interval's next multiple; no turn is lost."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-4), torch.ones(1, 3)
-    options: dict[str, Any] = {"every_n_steps": 50, "layers_per_step": 1}
-    with Monitor(model, optimizer, on_error="raise", **options) as monitor:
-        with pytest.warns(UserWarning, match="another optimizer"):
-            forgets_the_first(model, x)
-        for _ in range(4):
-            model(x).sum().backward()
-            optimizer.step()
-        model(x)
-        assert [(report.step, *report.layers) for report in monitor.reports] == [(1, "0")]
-        for _ in range(48):
-            model(x).sum().backward()
-            optimizer.step()
-    assert [(report.step, *report.layers) for report in monitor.reports] == [(1, "0"), (50, "1")]
-
-
 class Around(torch.optim.Optimizer):
     """A wrapper that delegates its steps to another optimizer, as Lookahead does."""
 

@@ -1,18 +1,22 @@
-"""State of a measured step: up to the optimizer's step, and up to the next forward pass."""
+"""A step that is measured, from before its forward pass to its report."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import NextForward
+from adiv_monitor.capture.guard import Guard
+from adiv_monitor.capture.hook import Hook, ModuleHook, trains
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.rerun.eager import forced_eager
+from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.probing import ProbeStep
@@ -21,21 +25,25 @@ from adiv_monitor.step.stepping import NO_RATES, Rates
 
 @dataclass(eq=False)
 class Armed:
-    """A step to be measured, from before its forward pass to its end.
+    """A step to be measured.
 
     Attributes:
+        number: its number.
         capture: captures its rows.
         step: computes its sums.
-        selection: the parameters to measure.
+        selection: the parameters to measure; after the step, as it left them.
         turn: the turn, if layers are measured in turn.
         guard: records whether watching it has failed.
-        others: counts the steps of other optimizers.
+        others: follows the steps of other optimizers.
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
         attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
+        overtaken: number of steps of other optimizers after its forward pass.
+        alignment: the alignments that were read after it.
     """
 
+    number: int
     capture: Capture
     step: MeasuredStep
     selection: Selection
@@ -43,23 +51,29 @@ class Armed:
     guard: Guard
     others: Others
     hooks: Sequence[ProbeStep | LossHook]
-    rates: Rates = field(default=NO_RATES, init=False)
-    attempts: int = field(default=0, init=False)
-    closure_calls: int | None = field(default=None, init=False)
-    _eager: forced_eager = field(default_factory=forced_eager, init=False)
+    rates: Rates = NO_RATES
+    attempts: int = 0
+    closure_calls: int | None = None
+    overtaken: int = 0
+    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
+    _on: ExitStack = field(default_factory=ExitStack, init=False)  # what is to be taken off
 
     def attach(self) -> None:
-        """Attach the hooks; call `release` afterwards, even if this raises."""
-        self._eager.__enter__()
+        """Put the hooks on; call `release` afterwards, even if this raises."""
+        eager = forced_eager()
+        self._on.callback(eager.leave)
+        eager.__enter__()
+        self._on.callback(self.others.leave)
         self.others.follow()
         for hook in self.hooks:
+            self._on.callback(hook.remove)
             hook.put_on()
+        self._on.callback(self.capture.detach)
         self.capture.attach()
 
     def release(self) -> None:
-        """Remove the hooks; after an interrupt, it can be called again."""
-        hooks = (hook.remove for hook in self.hooks)
-        call_all(self.capture.detach, *hooks, self._eager.leave, self.others.leave)
+        """Take everything off; after an interrupt, this can be called again."""
+        self._on.close()
 
     def gradients_final(self, stepping: Optimizer) -> None:
         """Read the gradients, which are now those that the optimizer will use."""
@@ -72,29 +86,14 @@ class Armed:
             skipped=found_inf if isinstance(found_inf, Tensor) else None,
         )
 
+    def await_batch(self) -> None:
+        """Look at the batch of the next training forward pass, as it begins; see `next_batch`."""
+        if (module := self.capture.first) is not None:
+            hook = ModuleHook(module, Hook(self._next_begins), before=True)
+            self._on.callback(hook.remove)
+            hook.put_on()
 
-@dataclass(eq=False)
-class Pending:
-    """A measured step that waits for the next forward pass.
-
-    Attributes:
-        armed: the step, with its hooks removed.
-        selection: its parameters, as the optimizer's step left them.
-        number: its number.
-        alignment: the alignments that were read after it.
-    """
-
-    armed: Armed
-    selection: Selection
-    number: int
-    alignment: Mapping[str, AlignmentReading]
-    _hooks: list[NextForward] = field(default_factory=list, init=False)
-
-    def wait(self, hook: NextForward) -> None:
-        """Attach a hook that waits for a forward pass."""
-        self._hooks.append(hook)
-        hook.put_on()
-
-    def release(self) -> None:
-        """Remove the hooks."""
-        call_all(*(hook.remove for hook in self._hooks))
+    def _next_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if trains(args) and module.training and torch.is_grad_enabled() and not is_rerun():
+            self.guard(self.capture.next_begins, args, kwargs)
+            self.release()
