@@ -23,9 +23,8 @@ from adiv_monitor.features.functions.linear import affine, part_of
 from adiv_monitor.features.recurrent import RECURRENT, maps_of, read_call, uses_of
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, Use, name_of, uses_in
-from adiv_monitor.rerun.kept import is_writable, may_be_written
-from adiv_monitor.rerun.surroundings import is_plain, untouched
-from adiv_monitor.rerun.thread import surely
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Surroundings, devices_of, untouched
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 # Gets a layer at each of its calls: its path in reports, the use of its weight (its kind is "table"
@@ -46,61 +45,30 @@ def run_probe(model: nn.Module, arguments: Arguments, see: See, act: Act) -> dic
         By name of a weight that the pass uses, why it is not measured.
     """
     modules = list(model.modules())
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    others = {device for device in devices if device.type not in ("cpu", "meta")}
+    surroundings = Surroundings(Randomness(devices_of(modules)))
 
     def run() -> dict[str, str]:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            for device_type in {"cpu", *(device.type for device in others)}:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+            for kind in {device.type for device in surroundings.devices}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
             # So that a weight is one tensor throughout. `untouched` resets it. The generator of
             # `parametrize.cached()`, left by an interrupt, would count down once more when it dies.
             parametrize._cache_enabled = 1
-            _evaluating(modules)
+            for module in modules:  # without `eval()`, which some override to do more
+                module.training = False
+                reshard = getattr(module, "reshard", None)
+                if callable(reshard):  # FSDP2 would keep the root's weights unsharded
+                    stack.callback(reshard)
             watcher = _UsesOfWeights(model, see, act)
             stack.callback(watcher.forwards.remove)
             watcher.forwards.watch(watcher)
             # The model may change its arguments in place.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, arguments)
-            try:
-                inside_wrappers(model)(*args, **kwargs)
-            finally:
-                watcher.forwards.remove()  # again at the end, in case an interrupt hits this call
-                for module in modules:
-                    reshard = getattr(module, "reshard", None)
-                    if callable(reshard):  # FSDP2 would keep the root's weights unsharded
-                        reshard()
+            inside_wrappers(model)(*args, **kwargs)
             return watcher.refused
 
-    # The forward may write to parameters: the average of a teacher, a codebook, a clamp.
-    kept = {p: (p.data, p.data.clone()) for p in model.parameters() if _is_kept(p)}
-
-    def put_back() -> None:
-        for parameter, (data, values) in kept.items():
-            parameter.data = data.copy_(values)
-
-    try:
-        return untouched(modules, others, run)
-    finally:
-        surely(put_back)
-
-
-def _is_kept(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is saved and written back: if no other process writes to it."""
-    if not is_plain(parameter) or (parameter.device.type == "cpu" and parameter.is_shared()):  # type: ignore[no-untyped-call]
-        return False
-    return is_writable(parameter) if parameter.requires_grad else may_be_written(parameter)
-
-
-def _evaluating(modules: list[nn.Module]) -> None:
-    """Set evaluation mode without `eval()`, which some modules override to do more."""
-    copies: dict[int, Tensor] = {}
-    for module in modules:
-        module.training = False
-        for name, buffer in module._buffers.items():
-            if buffer is not None:  # the pass may write to buffers in place
-                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+    return untouched(modules, surroundings, run)
 
 
 class _UsesOfWeights(Watcher):

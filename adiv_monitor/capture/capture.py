@@ -90,7 +90,7 @@ class Capture:
         self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self._without_rule = ParametersWithoutRule(selection, context.guard)
         self.plan = plan
-        self.forwards = Forwards.of(selection, context.guard, context.renew, plan)
+        self.forwards = Forwards.of(selection, context.guard, plan)
         names = Names(model, selection, self.forwards)
         self.layers = Layers(names, self._provenance, chooser, context, selection.is_due)
         self.rows = self.layers.rows
@@ -141,7 +141,7 @@ class Capture:
         """Sums of the tensors that entered the first module that ran; see `sums_of`."""
         return self._watching.batch
 
-    def next_begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take the same sums of the arguments with which `first` runs in the next step."""
         self.next_batch = sums_of(args, kwargs)
 

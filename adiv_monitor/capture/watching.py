@@ -94,9 +94,10 @@ class Watching(Watcher):
         """Record that a module's forward begins."""
         if forward.module in self._owners:
             self._layer_begins()
-        if self._forwards.is_outermost:
+        around = [each.module for each in self._forwards.running[:-1]]
+        if not around:
             self.record.outermost[forward.module] = None
-        elif forward.module in self._forwards.around:  # recursion: its depth must be watched
+        elif forward.module in around:  # recursion: its depth must be watched
             self.record.others.add(forward.module)
 
     def _layer_begins(self) -> None:
@@ -201,7 +202,7 @@ class Watching(Watcher):
             return
         try:
             inputs = list(tensors_in(*args, *kwargs.values()))
-            if not self._forwards.is_outermost and all(map(self._provenance.of_model, inputs)):
+            if self._forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
                 return  # the module computes a weight, not activations
             outputs = Outputs(output, inputs)
             tensors = outputs.of(output)
@@ -234,7 +235,6 @@ class Watching(Watcher):
         """Return whether functions called now can be part of a measured use."""
         return (
             self._active
-            and not self._forwards.is_closed
             and torch._C._functorch.peek_interpreter_stack() is None
             and not (self._ruled and self._forwards.innermost in self._ruled)
         )

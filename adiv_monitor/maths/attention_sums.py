@@ -64,7 +64,7 @@ class AttentionSums(Generic[T]):
     Attributes:
         samples: number of samples of the probe; the sums are over some of them.
         precision: rounding of the queries' dtype.
-        away: relative difference between q and k in the probe's run and in that of the module; ().
+        broken: 1 if q or k is not finite, else 0; ().
         G_G: ‖g‖², (samples, heads); None if g is not known.
         e: sums of a plain gradient step, as a descent direction; None if g is not known.
         d: sums of the optimizer's step, as a descent direction; None if no step was taken.
@@ -74,7 +74,7 @@ class AttentionSums(Generic[T]):
 
     samples: int
     precision: float
-    away: T
+    broken: T
     G_G: T | None = None
     e: MoveSums[T] | None = None
     d: MoveSums[T] | None = None

@@ -172,7 +172,8 @@ class ProbeRows:
             edges += self._attentions.edges
         if not edges or not loss.requires_grad:
             return
-        found = iter(torch.autograd.grad(loss, edges, allow_unused=True))
+        keeps = self._attentions is not None
+        found = iter(torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True))
         with torch.no_grad():
             for several, take in self._asked:
                 take([next(found) for _ in several])

@@ -13,18 +13,20 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossOf
-from adiv_monitor.capture.selection import Selection, is_wrapper, listed
+from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED, Moved
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.batch import Batch, FirstPass, Losses, Unknown
 from adiv_monitor.probe.rows import LayerOnProbe, ProbeRows
-from adiv_monitor.probe.run import run, why_not, written
+from adiv_monitor.probe.run import run, why_not
+from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.row_moves import Change, act, added
@@ -144,8 +146,8 @@ class ProbeStep:
             assert self._first is not None
             probing.batch = self._first.batch()
         batch, realised = probing.batch, updates and "realised" in probing.measures
-        values = written(probing.model, self._modules, trained=realised)
-        self._before = {p: p.detach().clone() for p in values}
+        held = [p for p in trainable(probing.model) if updates and is_plain(p)]
+        self._before = {p: p.detach().clone() for p in held}
         if "attention" in probing.measures:
             fail = probing.fail
             self._attentions = Attentions(
@@ -154,14 +156,11 @@ class ProbeStep:
         chooser = Chooser(probing.max_rows, probing.generator) if realised else None
         rows = ProbeRows(probing.model, capture, chooser, {}, self._attentions)
         self._run(batch, self._before, partial(self._begin, rows, batch))
-        if self._attentions is not None and updates:
-            self._attentions.keep(lambda p: self._before.get(p, steps.before(p)))
 
     def _begin(self, rows: ProbeRows, batch: Batch) -> None:
-        with rows:
+        # The graph outlives the step: what it holds of parameters are their values before.
+        with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             losses = batch.run()
-        if self._attentions is not None:
-            self._attentions.take_scales()
         knows_loss = losses is not None
         if losses is not None:
             self._losses = Losses(losses.whole.detach(), losses.samples)
@@ -185,7 +184,9 @@ class ProbeStep:
         """Measure how the optimizer's step moved the scores, while its copies still exist."""
         batch, attentions = self._probing.batch, self._attentions
         if batch is not None and attentions is not None:
-            self._safely(self._run, batch, {}, attentions.updated)
+            before = self._before
+            taken = {p: before[p] - p.detach() for p in attentions.parameters if p in before}
+            self._safely(self._run, batch, before, partial(attentions.updated, taken))
 
     def take(self, path: str, change: Change) -> None:
         """Take the change of a layer's weight and bias."""

@@ -17,9 +17,8 @@ from adiv_monitor.audit.experiments.calls import (
     flat,
     given,
     see_calls,
-    undropped,
 )
-from adiv_monitor.audit.experiments.questions import first_at_each_place, looks
+from adiv_monitor.audit.experiments.questions import looks
 from adiv_monitor.audit.training.batches import first, size_of
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.diagnosis.record import Fact
@@ -117,14 +116,6 @@ def sums_to_1(x: Tensor) -> tuple[int, ...]:
     return tuple(axis for axis, far in enumerate(sums) if float(far.abs().max()) < exact)
 
 
-def uses(fork: Fork) -> list[Use]:
-    """Return the products with weights of attention in a pass in which dropout drops nothing."""
-    found = Attentions(fork)
-    with torch.no_grad():
-        see_calls(fork, found.see, change=undropped)
-    return found.uses
-
-
 def spread(scores: Tensor, axis: int) -> float:
     """Return the rms, over queries, of the standard deviation of a query's scores.
 
@@ -142,12 +133,10 @@ class Axes(Attentions):
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the softmaxes whose weights a product sums over another axis."""
-        return first_at_each_place(
-            Fact(use.softmax.place, {"sums": 1.0},
-                 {"product": use.product.place, "shape": str(use.shape),
-                  "axis": str(use.sums_to_1[0]), "over": str(use.over[0])})
-            for use in self.uses if not use.fits
-        )  # fmt: skip
+        return [Fact(use.softmax.place, {"sums": 1.0},
+                     {"product": use.product.place, "shape": str(use.shape),
+                      "axis": str(use.sums_to_1[0]), "over": str(use.over[0])})
+                for use in self.uses if not use.fits]  # fmt: skip
 
 
 @looks("attention-saturated")
@@ -163,7 +152,7 @@ class Saturated(Attentions):
                 largest = float(x.softmax(axis).amax(axis).nanmean())
                 numbers = {"spread": spread(x, axis), "largest": largest}
                 found.append(Fact(softmax.place, numbers))
-        return first_at_each_place(found)
+        return found
 
 
 # Reshapes that cut across the axes of their input, where a permutation is meant
@@ -220,7 +209,7 @@ class Scrambling:
                 sure = sorted(before) == sorted(after)
                 words = {"of": str(before), "to": str(after)}
                 facts.append(Fact(call.place, {"permutes": float(sure)}, words))
-        return first_at_each_place(facts)
+        return facts
 
 
 def _loses_one(x: Tensor, part: Tensor) -> bool:

@@ -17,7 +17,7 @@ from adiv_monitor.audit.experiments.calls import (
     given,
     see_calls,
 )
-from adiv_monitor.audit.experiments.questions import Untold, asks, first_at_each_place
+from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.setup import Fork, Setup, without_gradient_hooks
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
@@ -221,7 +221,7 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
             facts.append(Fact(place, {"share": share}, {"kind": "clip"}))
         elif x.grad is None or not x.grad.any():
             facts.append(Fact(place, {}, {"kind": "step"}))
-    return first_at_each_place(facts)
+    return facts
 
 
 def _ends(x: Tensor, made: Tensor) -> Ends | None:

@@ -14,7 +14,6 @@ from adiv_monitor.audit.experiments.questions import (
     Look,
     Untold,
     asks,
-    first_at_each_place,
     looks,
     of_each_call,
 )
@@ -106,7 +105,7 @@ def dropout_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return call.argument(4, "dropout_p", 0.0) if is_fused else rate_of(call)
 
     drops = calls_of(fork, lambda call: rate(call) > 0)
-    return first_at_each_place(Fact(call.place, {"rate": rate(call)}) for call in drops)
+    return (Fact(call.place, {"rate": rate(call)}) for call in drops)
 
 
 @asks("dropout-too-high")
@@ -118,7 +117,7 @@ def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     batch, bare = trained.batches[-1], replace(trained)
     change_calls(bare, lambda c: with_rate(c, 0.0) if rate_of(c) > HIGH else NotImplemented)
     price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-    return first_at_each_place(Fact(c.place, {"rate": rate_of(c), **price}) for c in drops)
+    return (Fact(c.place, {"rate": rate_of(c), **price}) for c in drops)
 
 
 @looks("outputs-constant")

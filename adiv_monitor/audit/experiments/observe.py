@@ -18,8 +18,7 @@ from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.experiments.activations import Units
 from adiv_monitor.audit.experiments.beginning import are_trained, unused, weights
 from adiv_monitor.audit.experiments.calls import Call, flat, watched
-from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments
-from adiv_monitor.audit.experiments.concerned import of_few
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments, of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output

@@ -16,7 +16,6 @@ from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings
 from adiv_monitor.rerun.twin import Twin
 
 
@@ -90,7 +89,7 @@ class Provenance:
     def start(self) -> None:
         """Reset to the tensors that the model holds now."""
         self._made: dict[int, _Made] = {}
-        self._own: dict[int, nn.Parameter] = {}  # copies of parameters, see `Twin`
+        self._own: dict[int, Tensor] = {}  # copies of parameters, see `Twin`
         self._makers: dict[nn.Module, Source] = {}  # the weights of parametrizations
         self._spent: dict[int, weakref.ref[Tensor]] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}
@@ -281,7 +280,7 @@ class Provenance:
             return
         source, draws = self._makers.get(maker), not random.is_still(random.now())
         if source is None or draws:
-            twin = Twin(maker, ((), {}), Surroundings(random), written, self._own)
+            twin = Twin(maker, ((), {}), random, written, self._own)
             source = parametrized(maker, pieces, made, twin, draws=draws)
         self._makers[maker] = source
         self.remember(made, frozenset(id(piece.parameter) for piece in pieces), source)

@@ -24,7 +24,6 @@ from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance
 from adiv_monitor.rerun.nested import mapped
-from adiv_monitor.rerun.surroundings import Surroundings
 from adiv_monitor.rerun.twin import Arguments, Twin
 
 
@@ -52,7 +51,7 @@ class ParametersWithoutRule:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
         self._held = selection.below
         self._claims: dict[int, set[nn.Module]] = defaultdict(set)
-        self._before: dict[int, nn.Parameter] = {}
+        self._before: dict[int, Tensor] = {}  # copies of parameters, see `Twin`
 
     def account(self, keys: Iterable[int]) -> None:
         """Record that a rule accounts for a use of the parameters with these ids."""
@@ -175,11 +174,11 @@ class ParametersWithoutRule:
                 "because it may wait for the other ranks; register_features adds a rule for its "
                 "class"
             )
-        reason, surroundings = "", Surroundings(began.random)
+        reason = ""
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
                 held = mapped(arguments, partial(_held, elements, rows.shape[0]), _copied)
-                twin = Twin(module, held, surroundings, began.written, self._before)
+                twin = Twin(module, held, began.random, began.written, self._before)
                 run = partial(_run, twin, names, outputs, own)
                 again, _ = run(tried)
             except Exception as error:
@@ -206,12 +205,7 @@ def _run(
     moving = {name: twin.parameters[name] for name in names}
     parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
     tangents = {n: part.view_as(moving[n]) for n, part in zip(names, parts, strict=True)}
-
-    def call(module: nn.Module, forward: Callable[[], Any]) -> list[Tensor]:
-        with torch._C.DisableTorchFunction():
-            return outputs.of(forward())
-
-    z, moved = (to_compute_dtype(outputs.rows(found)) for found in twin.jvp(moving, tangents, call))
+    z, moved = (to_compute_dtype(outputs.rows(x)) for x in twin.jvp(tangents, outputs.of))
     return rows.take(z), rows.take(moved) * unit
 
 

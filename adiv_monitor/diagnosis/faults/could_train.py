@@ -26,16 +26,15 @@ from adiv_monitor.diagnosis.faults.fault import (
     stepped,
 )
 from adiv_monitor.diagnosis.faults.rates import overshoot
-from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import (
-    SCALE_FREE,
     at_peak,
     by_layer,
     learning_rates,
     maps,
     named,
+    scale_free,
     these,
     worst_first,
 )
@@ -228,11 +227,11 @@ def frozen(record: Record) -> Iterator[Finding]:
 @loop_fault(
     "clipping-always",
     "Most gradients are clipped",
-    shown_by=lambda r: reported("loss_gradients")(r) and optimizer_of(r) not in SCALE_FREE,
+    shown_by=lambda r: reported("loss_gradients")(r) and not scale_free(r),
 )
 def clipped(record: Record) -> Iterator[Finding]:
     """Find clipping that leaves so little of the gradient that the layers hardly move."""
-    if optimizer_of(record) in SCALE_FREE or not _goes_badly(record):
+    if scale_free(record) or not _goes_badly(record):
         return
     # Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step.
     scales, shares = [], []
@@ -373,7 +372,7 @@ def summed(record: Record) -> Iterator[Finding]:
     high = HEALTH["update_ratio"].healthy[1]
     steps = (replace(record, reports=(report,)) for report in record.reports)
     far = any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values())
-    if far and optimizer_of(record) not in SCALE_FREE and _goes_badly(record):
+    if far and not scale_free(record) and _goes_badly(record):
         yield Finding("gradients-summed", "act",
             f"The gradients of {k} micro-batches are summed, and the steps are too long.",
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),

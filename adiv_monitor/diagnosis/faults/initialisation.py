@@ -91,7 +91,7 @@ told(__name__, "attention-saturated", "Attention that begins saturated", "watch"
      "and the softmax gives {largest:.0%} of the weight to one key.",
      [Number("standard deviation of a query's scores", "spread", above=SPREAD)],
      Advice("divide the scores by the root of the queries' width"),
-     acts_below=0.95, often_meant=True)  # fmt: skip
+     acts_below=0.95)  # fmt: skip
 
 
 _SAID = {

@@ -222,7 +222,7 @@ def _costs(record: Record, std: float = 0.0) -> bool:
     bad_start = known and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
     flat = dead_share(record) > DEAD_ACT and not 0 < std < FAR_TOO_LARGE
     harmed = bad_start or suffers(record) or flat
-    return not normalised and (harmed or not scale_free(record.facts))
+    return not normalised and (harmed or not scale_free(record))
 
 
 @fault("input-mean", "Inputs that are not centred", about="inputs", shown_by=entering)
@@ -266,7 +266,7 @@ def target_scale(record: Record) -> Iterator[Finding]:
             "are in large units, or the loss is a sum.",
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (Advice("standardise the targets, or use the mean of the loss instead of its sum"),
-             *(() if scale_free(record.facts) else smaller_steps)),
+             *(() if scale_free(record) else smaller_steps)),
             "Clipping the gradient's norm makes all steps equally long.",
             against=("clip",))  # fmt: skip
 

@@ -29,7 +29,7 @@ from adiv_monitor.diagnosis.faults.fault import (
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import learning_rate, these
+from adiv_monitor.diagnosis.readings import learning_rates, these
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed, percent
 
@@ -141,7 +141,7 @@ def frozen(record: Record) -> Iterator[Finding]:
 @loop_fault("rate-zero", "A learning rate of zero", certain=True, explains=LEARNING)
 def rates_zero(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is zero in all measured steps."""
-    rates = [rate for r in record.reports if (rate := learning_rate(r)) is not None]
+    rates = learning_rates(record).values()
     if len(rates) >= FEWEST_MEASURED and not any(rates):
         yield Finding("rate-zero", "act", "The learning rate is zero in all measured steps.",
             (Evidence("learning rate", 0.0, 0.0),),

@@ -11,12 +11,12 @@ from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_i
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import (
-    SCALE_FREE,
     Typical,
     at_first,
     by_layer,
     maps,
     named,
+    scale_free,
     these,
     worst_first,
 )
@@ -146,16 +146,11 @@ def _learns(record: Record, factor: float, trial: Trial) -> bool:
 
 def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
-    if (groups := remedies.group_rates(record, layers)) is not None:
-        names = listed([f"param_groups[{group}]" for group in groups.own])
-        yield Advice(
-            f"give {names} the learning rate of the others, {groups.usual:g}", "group-rate"
-        )
     if factors := remedies.rates_per_layer(record, layers):
         own = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
         said = f"give these layers their own learning rates: {listed(own)}"
         yield Advice(said, "rate-per-layer")
-    if remedies.optimizer_of(record) not in SCALE_FREE:
+    if not scale_free(record):
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
 
 
@@ -213,7 +208,7 @@ def said_of_rates(factor: float, trial: Trial) -> str:
 def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[float]) -> Finding:
     """Return the finding; without factors, no learning rate is known to be better for long."""
     longer = Advice("compare lower learning rates in runs as long as this one or longer")
-    warm_up = Advice("warm the learning rate up over the first steps", "warm-up")
+    warm_up = Advice("warm the learning rate up over the first steps")
     advice = (*remedies.other_rates(factors), warm_up, *[longer] * (not factors))
     return Finding("rate-too-high", act_if(act), said, tuple(seen), advice)
 

@@ -88,12 +88,12 @@ def no_activation(record: Record) -> Iterator[Finding]:
              * bool(affine)))  # fmt: skip
 
 
-told(__name__, "attention-axis", "Attention weights summed over another axis", "watch",
+told(__name__, "attention-axis", "Attention weights summed over another axis", suffers,
      "{place} makes weights of shape {shape} that sum to 1 along axis {axis}, but {product} sums "
      "over axis {over}.",
      [Number("softmaxes over another axis than their product")],
-     Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),
-     explains=LEARNING, acts_below=0.95)  # fmt: skip
+     Advice("take the softmax over the keys, usually dim=-1"),
+     explains=LEARNING)  # fmt: skip
 
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",),
@@ -110,7 +110,7 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         flat = any(dead_units(record)) or any(saturated_units(record))
         flat |= any(fact.words["kind"] == "step" for fact in record.found_by("zero-slope"))
         unused = all("whole" in fact.words for fact in facts)
-        mask = Advice("check the mask: does True keep or ignore?", "inverted-masks")  # fmt: skip
+        mask = Advice("check the mask: does True keep or ignore?")
         yield Finding("input-partly-ignored", act_if(suffers(record) and not flat and not unused),
             f"No output depends on {listed([fact.place for fact in facts])} (shape "
             f"{facts[0].words['shape']}), neither before nor after training.",
@@ -122,9 +122,8 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 
 
-# The inputs may be sets, so it should be acted on only if positions help.
+# The inputs may be sets.
 told(__name__, "order-ignored", "The order of positions is ignored", "watch",
      "The outputs do not depend on the order of the {places:.0f} positions of an input.",
      [Number("positions whose order does not matter", "places")],
-     Advice("add position embeddings, unless the inputs are sets", "positions"),
-     acts_below=0.8, often_meant=True)  # fmt: skip
+     Advice("add position embeddings, unless the inputs are sets"))  # fmt: skip

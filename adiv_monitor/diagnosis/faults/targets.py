@@ -128,7 +128,7 @@ told(__name__, "targets-out-of-range", "Targets that the outputs can't reach", "
             "loss, such as mse_loss"),
      where=lambda fact: "farthest" in fact.words, acts_below=1.0,
      explains=(*LEARNING, "exploding", "non-finite", "unbounded-loss"))  # fmt: skip
-told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGMOIDS, "sigmoids"),
+told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGMOIDS),
      where=lambda f: "sum" in f.words and f.words["function"] != "cross_entropy")  # fmt: skip
 # A cross-entropy has its lowest value at their shares, which some models are meant to learn.
 told(__name__, "targets-out-of-range", "", "watch", _SUM, _OUTSIDE, Advice(_SIGMOIDS),
@@ -141,8 +141,7 @@ told(__name__, "targets-out-of-range", "", "act",
 told(__name__, "targets-out-of-range", "", suffers,
      "{share:.0%} of the targets lie outside the range of the outputs: because of {place}, all lie "
      "between {low} and {high}.", _OUTSIDE,
-     Advice("remove that function from the outputs, or scale the targets into its range",
-            "unbounded-outputs"),
+     Advice("remove that function from the outputs, or scale the targets into its range"),
      where=lambda fact: not {"farthest", "sum", "blank"} & fact.words.keys())  # fmt: skip
 
 
