@@ -81,6 +81,7 @@ class Capture:
         self.removed: list[nn.Parameter] = []
         self.evaluated: tuple[str, ...] = ()
         self.next_batch: tuple[Tensor, ...] = ()
+        self._survey_note: str | None = None
         self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
         self._model = model
         self.selection = selection
@@ -225,11 +226,11 @@ class Capture:
         held = {id(p) for layer in self.layers.found.values() for p in layer.parameters}
         without = self._without_gradient or set()
         unseen = set(map(id, self.selection.due_parameters)) - held - without
-        trace.learn(self.selection, self.plan, self._watching.record, unseen)
+        self._survey_note = trace.learn(self.selection, self.plan, self._watching.record, unseen)
 
     def notes(self) -> list[str]:
         """Return notes for the report about uses of parameters that are measured only partly."""
-        notes = []
+        notes = [self._survey_note] if self._survey_note else []
         partly = defaultdict(list)
         unmeasured = self._without_rule.unmeasured
         for parameter in self.selection.due_parameters if unmeasured else ():

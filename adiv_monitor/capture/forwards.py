@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.guard import Guard, call_all
@@ -23,13 +23,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import is_rerun
-from adiv_monitor.rerun.thread import (
-    ThreadState,
-    function_modes,
-    is_seen,
-    run_apart,
-    set_function_modes,
-)
+from adiv_monitor.rerun.thread import function_modes, is_seen, run_apart, set_function_modes
 
 Function = Callable[..., Any]
 
@@ -77,16 +71,11 @@ class _Mode(TorchFunctionMode):
         call = FunctionToCall(func, args, kwargs or {})
         if self._guard.broken:
             return call()
-        state = ThreadState()
         try:
             return self._watcher.called(call)
         except BaseException as error:
             if error is call.error:
                 raise
-            gradients = torch.is_grad_enabled()
-            state.put_back()
-            if func is torch._C._set_grad_enabled and (gradients or isinstance(error, Exception)):
-                torch._C._set_grad_enabled(gradients)  # the user's `with` relies on it
             if not isinstance(error, Exception):  # KeyboardInterrupt and the like must propagate
                 self._guard.broken = True
                 raise
@@ -104,7 +93,6 @@ class Forward:
         random: the state of the random numbers.
         number: increases with every forward call that begins.
         is_open: whether the functions in it are watched.
-        written: the earlier values, by id, of tensors that were written to since.
         called: the calls in it that take trained parameters, without those in nested forwards.
     """
 
@@ -113,7 +101,6 @@ class Forward:
     random: Randomness
     number: int
     is_open: bool
-    written: dict[int, Tensor] = field(default_factory=dict)
     called: list[Called] = field(default_factory=list)
 
 
@@ -273,12 +260,6 @@ class Forwards:
         finally:
             self._running.inside = outside
 
-    def is_written(self, tensor: Tensor) -> None:
-        """Save a tensor's value for the running forward calls before the tensor is written to."""
-        copy = tensor.detach().clone()
-        for forward in self._running.forwards:
-            forward.written.setdefault(id(tensor), copy)
-
     # --- hooks -----------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -294,14 +275,12 @@ class Forwards:
         """Run the body of a hook, and track the running forward calls even after failures."""
         if torch.compiler.is_compiling() or is_rerun() is not self._repeated:
             return
-        state = ThreadState()
         try:
             if is_seen():
                 run_apart(body, *args)
             else:
                 body(*args)
         except BaseException as error:
-            state.put_back()
             self._unwind()
             if not isinstance(error, Exception):
                 self._guard.broken = True

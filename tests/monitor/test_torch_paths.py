@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from adiv_monitor.rerun.replaced import _attributes
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as mapped
 
 from adiv_monitor import Monitor
-from adiv_monitor.rerun.replaced import _attributes
 
 STEPS, SIZE = 4, 8
 Forward = Callable[["Net", Tensor], Tensor]
