@@ -175,8 +175,7 @@ class Forwards:
         self._known = {} if plan is None else {id(m): known for m, known in plan.known.items()}
         self._open = set(map(id, modules if plan is None else plan.watched))
         # Modules by their ids: other modules of the process need not be hashable.
-        self._first = self._open if plan is None else {*self._open, *map(id, plan.outermost)}
-        self._left = self._first | self._known.keys()
+        self._left = self._open | self._known.keys()
         self._watcher: Watcher
         self._hooks = GlobalHooks(self._before, self._after)
         self._inside: set[int | None] = set()  # threads in which forward calls run
@@ -263,7 +262,7 @@ class Forwards:
     # --- hooks -----------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._running.forwards or (id(module) in self._first and self._counts):
+        if self._running.forwards or (id(module) in self._open and self._counts):
             self._guarded(self._enter, module, args)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
@@ -302,8 +301,6 @@ class Forwards:
             self._unwind()
         if not forwards:
             if not (self._active and trains(args)):
-                return
-            if id(module) not in self._open:
                 return
             self._inside.add(threading.get_ident())
         elif not forwards[-1].is_open:

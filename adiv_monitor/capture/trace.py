@@ -198,13 +198,11 @@ class Record:
     """The record of the modules in one step.
 
     Attributes:
-        outermost: the modules that no other module called.
         calls: the number of calls of each module.
         found: module → its use of parameters; None: it has none of its own.
         others: the modules whose uses plain hooks can't capture.
     """
 
-    outermost: dict[nn.Module, None] = field(default_factory=dict)
     calls: Counter[nn.Module] = field(default_factory=Counter)
     found: dict[nn.Module, Known | None] = field(default_factory=dict)
     others: set[nn.Module] = field(default_factory=set)
@@ -244,13 +242,11 @@ class Plan:
     Attributes:
         known: the modules whose uses are known.
         watched: the modules in which functions are watched.
-        outermost: the modules that are called first.
         unseen: ids of parameters that had a gradient but no visible use when all was watched.
     """
 
     known: dict[nn.Module, Known]
     watched: list[nn.Module]
-    outermost: list[nn.Module]
     unseen: set[int]
 
 
@@ -271,7 +267,6 @@ class Trace:
         self._places: list[tuple[int, str]] | None = None  # of these
         self._doubted = False
         self._in_vain = 0  # surveys in a row that changed nothing
-        self._outermost: list[nn.Module] = []
         self._known: dict[nn.Module, Known | None] = {}
         self._unseen: set[int] = set()
         self._suspects: set[str] | None = None
@@ -299,7 +294,7 @@ class Trace:
                 known[module] = found
             elif found is not None:
                 watched.append(module)
-        return Plan(known, watched, self._outermost, self._unseen)
+        return Plan(known, watched, self._unseen)
 
     def learn(
         self, selection: Selection, plan: Plan | None, record: Record, unseen: set[int]
@@ -324,7 +319,6 @@ class Trace:
         if unseen != self._unseen or before.keys() != self._known.keys():
             self._in_vain = 0
         self._held, self._places = selection.held, _places(selection)
-        self._outermost = [*record.outermost]
         self._unseen, self._suspects = unseen, None
         return _LAST if self._in_vain == _IN_VAIN else None
 

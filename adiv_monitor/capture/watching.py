@@ -95,9 +95,7 @@ class Watching(Watcher):
         if forward.module in self._owners:
             self._layer_begins()
         around = [each.module for each in self._forwards.running[:-1]]
-        if not around:
-            self.record.outermost[forward.module] = None
-        elif forward.module in around:  # recursion: its depth must be watched
+        if forward.module in around:  # recursion: its depth must be watched
             self.record.others.add(forward.module)
 
     def _layer_begins(self) -> None:
