@@ -174,7 +174,7 @@ class ProbeStep:
         else:
             why = batch.why_no_loss or "it was not computed when the model ran on the probe"
             self.notes.append(f"The loss on the probe is not known: {why}.")
-        self._layers = rows.layers(self._probing.max_rows)
+        self._layers = rows.of_layers(self._probing.max_rows)
         if self._attentions is not None:
             self._attentions.begin(knows_loss=knows_loss)
             if not self._attentions.saw_any:
@@ -207,8 +207,7 @@ class ProbeStep:
         assert batch is not None
 
         def again() -> tuple[ProbeRows, Losses | None]:
-            rows = ProbeRows(model, self._capture, None, self._layers)
-            with rows:
+            with (rows := ProbeRows(model, self._capture, None, self._layers)):
                 return rows, batch.run()
 
         for parameter, old in self._before.items():

@@ -30,7 +30,7 @@ def _has_samples(sums: AttentionSums[Array]) -> bool:
     single = [sums.broken]
     if (scale := sums.scale) is not None:
         of_samples += [scale.count, scale.sum, scale.square]
-        single += [scale.pivot, scale.error]
+        single += [scale.error]
     shape = sums.shape
     return (
         all(array.shape == shape for array in of_samples)

@@ -662,13 +662,6 @@ def test_what_cannot_be_replayed_says_why(name: str) -> None:
     assert "register_features" in report.unsupported["inner"]
 
 
-def test_a_hook_that_changes_the_output_is_noticed() -> None:
-    model, x = Wrapped(Bent()).double(), data(6, 4)
-    model.inner.register_forward_hook(lambda module, args, output: 2 * output)
-    report = one_step(model, lambda m: total(m(x)).backward())
-    assert "a hook changes it" in report.unsupported["inner"]
-
-
 def test_what_a_module_leaves_unused_is_not_claimed() -> None:
     """The parent's parameter acts through the parent, not through a child that ran."""
 
