@@ -338,6 +338,8 @@ class Attentions:
                 with self._guarded(path), torch.no_grad():
                     d = call.move({p: taken[p] for p in call.held})
                     call.sums = replaced(call.sums, d=move_sums(call.scores, G, d)[1])
+            call.query, call.key = call.query.detach(), call.key.detach()  # releases the graph
+            call.uses = call.inputs = ()
 
     def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
         """Return the records of the calls of each attention, by path; the graphs are released."""

@@ -28,7 +28,6 @@ from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, un
 from adiv_monitor.features.rows import Index, Rows, behind_view, joined, to_device
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.probe.batch import Unknown
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
 
@@ -169,16 +168,10 @@ class ProbeRows(SecondPass):
         """Return the rows of all layers that were called."""
         return {path: LayerOnProbe(calls, max_rows) for path, calls in self._calls.items()}
 
-    def z(self, path: str) -> Tensor:
-        """Return the outputs of a known layer's rows.
-
-        Raises:
-            Unknown: it was called otherwise than at first.
-        """
+    def z(self, path: str) -> Tensor | None:
+        """Return the outputs of a known layer's rows; None: its calls are not those of before."""
         found = self._z[path]
-        if len(found) != len(self._known[path].rows):
-            raise Unknown("it has other calls or rows when the probe runs again")
-        return joined(found)
+        return joined(found) if len(found) == len(self._known[path].rows) else None
 
     def use(
         self,

@@ -128,7 +128,7 @@ class MeasuredStep:
             self._unsharded.settle()
         found.add_sums(self._lose)
         if self._probe is not None:
-            self._probe.gradient_is_final(self._capture, self._steps, updates=steps)
+            self._probe.gradient_is_final(self._capture, updates=steps)
         if not steps:
             self._finish()
 
