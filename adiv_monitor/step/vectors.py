@@ -142,7 +142,7 @@ class Family:
         if scale.shape[2] == 1:
             torch.addcmul(e, scale, G, value=-1, out=of[Vector.REST])
             return
-        own, shape = of[Vector.OWN], (*scale.shape, -1)
+        own, shape = of[Vector.OWN], (*scale.shape, G.shape[2] // scale.shape[2])
         torch.mul(scale[..., None], G.view(shape), out=own.view(shape))
         torch.sub(e, own, out=of[Vector.REST])
 
