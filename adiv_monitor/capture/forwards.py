@@ -93,7 +93,7 @@ class Forward:
         random: the state of the random numbers.
         number: increases with every forward call that begins.
         is_open: whether the functions in it are watched.
-        inputs: the tensors among its arguments that require a gradient, when it has ended.
+        called: the calls in it that take trained parameters, without those in nested forwards.
     """
 
     module: nn.Module
@@ -101,7 +101,7 @@ class Forward:
     random: Randomness
     number: int
     is_open: bool
-    inputs: list[Tensor] = field(default_factory=list)
+    called: list[Called] = field(default_factory=list)
 
 
 class _Running(threading.local):
