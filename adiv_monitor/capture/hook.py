@@ -151,7 +151,7 @@ def _weakly(method: Callable[..., None]) -> Hook:
 
 
 def _call(method: Callable[[], Callable[..., None] | None], *args: Any) -> None:
-    bound = method()
+    bound = None if torch.compiler.is_compiling() else method()
     if bound is not None:
         bound(*args)
 

@@ -162,8 +162,12 @@ class DenseFeatures(Features):
                 f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
                 "weight, or a feature (rows, 1) for the bias of every row"
             )
-        for name, dims in ("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2):
-            tensor = getattr(self, name)
+        tensors = (
+            ("phi", 3, self.phi),
+            ("bias", 2, self.bias),
+            ("weight_gain", 2, self.weight_gain),
+        )
+        for name, dims, tensor in (*tensors, ("bias_gain", 2, self.bias_gain)):
             if isinstance(tensor, Tensor) and tensor.ndim not in (dims, dims + 1):
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
@@ -173,8 +177,9 @@ class DenseFeatures(Features):
     @property
     def form(self) -> object:  # type: ignore[override]
         """Equal for features with tensors of the same shapes, dtypes and devices."""
-        each = (getattr(self, f.name) for f in fields(self))
-        return tuple([(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in each])
+        every = self.phi, self.bias, self.weight_gain, self.bias_gain
+        of = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in every]
+        return (self.transposed, self.mixes_rows, *of)
 
     @property
     def groups(self) -> int:

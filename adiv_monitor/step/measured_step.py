@@ -138,7 +138,7 @@ class MeasuredStep:
             self._steps.keep_parameters()
             self._unsharded.keep(self._steps)
         if self._probe is not None:
-            self._probe.gradient_is_final(self._capture, self._steps, updates=steps)
+            self._probe.gradient_is_final(self._capture, updates=steps)
         if not steps:
             self._finish()
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -25,9 +24,10 @@ from adiv_monitor.maths.totals import MOST_ENTRIES
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
+_ORDER = tuple(Vector)
 
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
-STACKED, _TOGETHER = 2**15, 2**26
+STACKED, _TOGETHER = 2**18, 2**24
 
 
 @dataclass(slots=True, eq=False)
@@ -124,14 +124,13 @@ class Family:
         """Return the vectors that its rows have, in order."""
         first, groups = self.layers[0].layer, 0 if self._scale is None else self._scale.shape[2]
         has_both = first.weight is not None and first.bias is not None
-        absent = {
-            *(() if groups > 1 else (Vector.OWN,)),
-            *(() if groups else (Vector.REST,)),
-            *(() if updates else (Vector.D,)),
-            *(() if updates and has_both else (Vector.BIAS,)),
-            *(Vector.MOVED, Vector.BEYOND),
-        }
-        return tuple(vector for vector in Vector if vector not in absent)
+        own, e, G, d, bias, z, rest, *_ = Vector
+        return (
+            *((own,) if groups > 1 else ()),
+            *(e, G),
+            *((d, bias) if updates and has_both else (d,) if updates else ()),
+            *((z, rest) if groups else (z,)),
+        )
 
     def split(self, of: Mapping[Vector, Tensor]) -> None:
         """Compute the parts of e by the row's own scale and by the other rows."""
@@ -179,7 +178,9 @@ class Block:
     def __init__(self, families: Sequence[Family], *, updates: bool) -> None:
         self._families = [(family, family.vectors(updates=updates)) for family in families]
         self.layers = layers = [x for family in families for x in family.layers]
-        self._named = tuple(v for v in Vector if any(v in of for _, of in self._families))
+        self._named = tuple(
+            sorted(set().union(*(of for _, of in self._families)), key=_ORDER.index)
+        )
         G = layers[0].G
         self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
@@ -265,13 +266,14 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
     for x in layers:
         assert x.features is not None
         form = x.features.form if x.e is None else None  # all-gathered parameters come one by one
-        shapes = [None if part is None else (part.shape, part.dtype) for part in x.gamma]
+        shapes = [g is None or (g.shape, g.dtype, g.stride()) for g in x.gamma]
         alike[(x if form is None else form, *shapes, x.layer.is_direct, x.G.shape)].append(x)
     blocks: dict[object, list[Family]] = defaultdict(list)
     for several in alike.values():
-        assert several[0].features is not None
-        size = max(several[0].features.size, several[0].G.numel())
-        for part in _in_parts(several, size, several[0].G.device):
+        first = several[0]
+        assert first.features is not None
+        size = max(first.features.size, first.G.numel()) if several[1:] else 0
+        for part in _in_parts(several, size, first.G.device):
             with losing(part, fail):
                 G = part[0].G
                 blocks[G.shape, G.dtype, G.device].append(Family(part))
@@ -293,14 +295,15 @@ def _in_parts(several: list[P], size: int, device: torch.device) -> list[list[P]
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of the same shape as one, without a copy if they are at equal distances."""
-    first, *others = tensors
-    if not others:
+    first = tensors[0]
+    if len(tensors) == 1:
         return first[None]
-    places = [t.storage_offset() for t in tensors]
-    step = places[1] - places[0]
-    memory = {t.untyped_storage()._cdata for t in tensors}
-    even = step > 0 and all(b - a == step for a, b in pairwise(places))
-    if even and len(memory) == 1 and all(t.stride() == first.stride() for t in others):
+    places = [tensor.data_ptr() for tensor in tensors]
+    gap = places[1] - places[0]
+    even = gap > 0 and places == [*range(places[0], places[-1] + 1, gap)]
+    memory = first.untyped_storage()
+    if even and places[-1] < memory.data_ptr() + memory.nbytes():
+        step = gap // first.element_size()
         return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
     return torch.stack(list(tensors))
 
@@ -313,7 +316,8 @@ def _blocks(
     shifted, rows = scale - pivot, None
     if every.shape[1] > MOST_ENTRIES:
         places = generator.choice(every.shape[1], MOST_ENTRIES, replace=False)
-        every, rows = every.index_select(1, to_device(places, every.device)), places // groups
+        every = every.index_select(1, to_device(places, every.device))
+        rows = torch.from_numpy(places // groups)
     return Blocks(
         groups,
         pivot[:, :, 0],
