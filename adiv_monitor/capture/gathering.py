@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.backward_hooks import BackwardHooks
-from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.check import of_gradient
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.late_rows import LateRows
-from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows
+from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows, versions
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import gradient as held
@@ -84,17 +83,6 @@ class Gathering:
             self._backward.detach,
         )
         self._hooks.clear()
-
-    def captured(self, layer: Layer, *, is_shared: bool) -> CapturedLayer:
-        """Return what a step is measured from; see `CapturedLayer`.
-
-        Args:
-            layer: a layer that a gradient reached.
-            is_shared: whether other uses have a share in its parameters' gradient.
-        """
-        rows = self._layers.rows[layer.path]
-        is_moved = rows.versions != _versions(layer)
-        return CapturedLayer(layer, rows, is_moved, is_shared)
 
     def use(
         self,
@@ -265,7 +253,7 @@ class Gathering:
         lead, tasks = layer.parameters[0], rows.tasks
         rows.task = torch._C._current_graph_task_id()
         rows.at[rows.task] = version(lead), passes.steps()
-        rows.versions = _versions(layer)
+        rows.versions = versions(layer)
         if lead.grad is None and not self._waits(lead):
             rows.zeroed([task for task, counted in tasks.items() if counted], passes, id(lead))
             rows.forget(tasks)
@@ -303,10 +291,6 @@ class Gathering:
         except Exception as failure:
             self._layers.failed(path, failure)
         call.replay_error = error
-
-
-def _versions(layer: Layer) -> list[int]:
-    return [version(parameter) for parameter in layer.parameters]
 
 
 def as_view(

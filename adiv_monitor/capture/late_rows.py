@@ -57,15 +57,17 @@ class LateRows:
         """Register hooks on the outputs, and on the weights, whose gradients come later."""
         for i, output in enumerate(outputs):
             self._hooks.append(on_gradient(output, guard(partial(self._arrive, i))))
-        settle = weakref.WeakMethod(self.settle)  # a parameter outlives the graph
-        hook = Hook(guard(partial(_settled, settle)))
-        self._hooks += [weight.register_hook(hook) for weight in weights if weight.requires_grad]
+        hook = Hook(guard(partial(_settle, weakref.ref(self))))  # a parameter outlives the graph
+        for weight in weights:
+            if weight.requires_grad:
+                handle: RemovableHandle = weight.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
 
     def remove(self) -> None:
         """Remove the hooks, which frees this object."""
         call_all(*(hook.remove for hook in self._hooks))
 
-    def settle(self, _: Tensor) -> None:
+    def settle(self) -> None:
         """Unroll the call: a weight's gradient arrives after all gradients of the outputs."""
         if self._backward != torch._C._current_graph_task_id():
             return
@@ -82,6 +84,6 @@ class LateRows:
         self._gradients[output] = gradient.detach()
 
 
-def _settled(settle: "weakref.WeakMethod[Callable[[Tensor], None]]", gradient: Tensor) -> None:
-    if (settle_now := settle()) is not None:
-        settle_now(gradient)
+def _settle(late: weakref.ref[LateRows], _: Tensor) -> None:
+    if (rows := late()) is not None:
+        rows.settle()

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, Whole, to_device
 from adiv_monitor.maths.ceiling import Ceiling
+from adiv_monitor.rerun.surroundings import version
 
-# Calls whose gradient never arrives still hold rows. The waiting calls may therefore hold up to
-# this many times `max_rows`.
-_WAITING = 8
+# Up to so many calls without gradient are looked at whenever rows are chosen.
+_FEW = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +158,7 @@ class LayerRows:
         earlier: γv of the gradient that was there before the first pass; None: there was none.
         versions: of the parameters when their gradient last arrived.
         v: the vectors of the check, if its weight is checked.
+        is_shared: whether other uses have a share in its parameters' gradient.
     """
 
     def __init__(self, chooser: Chooser) -> None:
@@ -171,70 +171,38 @@ class LayerRows:
         self.earlier: Tensor | None = None
         self.versions: list[int] = []
         self.v: Tensor | None = None
+        self.is_shared = False
         self._ceilings: dict[int, Ceiling] = {}  # by graph task
         self._chooser = chooser
         self._max_rows = chooser.max_rows
-        self._waiting: dict[Call, None] = {}  # calls without gradient
-        self._most_waiting = 0  # up to this many are not checked for dead ones
-        self._rows_waiting = 0
-        # Of the reached calls and of all calls; None: not known, a single call needs neither.
-        self._reached_bound: Threshold | None = None
-        self._bound: Threshold | None = None
+        self._most_waiting = 0  # up to this many calls without gradient are not checked
+        self._bound: Threshold | None = None  # of all calls; a single call needs none
 
     def choose(self, shape: tuple[int, ...], device: torch.device) -> Rows:
-        """Choose rows of the next call."""
-        if self._waiting and len(self._waiting) >= self._most_waiting:
-            self._remove([call for call in self._waiting if call.dead])
-            self._most_waiting = 2 * len(self._waiting)
+        """Choose rows of the next call, which compete with those of all calls that may count."""
+        waiting = [call for call in self.calls if not call.arrived]
+        if len(waiting) >= self._most_waiting:
+            dead = [call for call in waiting if call.dead]
+            for call in dead:
+                del self.calls[call]
+                self._bound = None
+            left = len(waiting) - len(dead)
+            self._most_waiting = 2 * left if left > _FEW else 0
         if not self.calls:
             return self._chooser.first(shape, device)
-        return self._chooser.further(shape, device, self._below(prod(shape)))
-
-    def _below(self, total: int) -> float:
-        """Return the bound below which a row's key must be for the row to have a chance."""
-        if self._max_rows is None:
-            return np.inf
-        # New rows compete with the rows that have their gradient. They compete with the waiting
-        # rows too if these become too many.
-        if self._rows_waiting + min(total, self._max_rows) <= _WAITING * self._max_rows:
-            if self._reached_bound is None:
-                self._reached_bound = self._threshold(self._reached)
-            return self._reached_bound.bound
         if self._bound is None:
-            self._bound = self._threshold(self.calls)
-        return self._bound.bound
-
-    def _threshold(self, calls: Iterable[Call]) -> Threshold:
-        return Threshold(self._max_rows, (call.rows for call in calls))
-
-    @property
-    def _reached(self) -> list[Call]:
-        return [call for call in self.calls if call.arrived]
+            self._bound = Threshold(self._max_rows, (call.rows for call in self.calls))
+        return self._chooser.further(shape, device, self._bound.bound)
 
     def add(self, call: Call) -> None:
         """Add a call whose rows were chosen."""
-        self.calls[call] = self._waiting[call] = None
-        self._rows_waiting += call.rows.count
+        self.calls[call] = None
         if self._bound is not None:
             self._bound.add(call.rows)
 
-    def _remove(self, calls: Sequence[Call]) -> None:
-        for call in calls:
-            del self.calls[call]
-            if call in self._waiting:
-                self._wait_no_more(call)
-        if calls:
-            self._reached_bound = self._bound = None
-
-    def _wait_no_more(self, call: Call) -> None:
-        del self._waiting[call]
-        self._rows_waiting -= call.rows.count
-
     def release(self) -> None:
         """Release all calls."""
-        self.calls, self._waiting, self._ceilings = {}, {}, {}
-        self._rows_waiting = 0
-        self._reached_bound = self._bound = None
+        self.calls, self._ceilings, self._bound = {}, {}, None
 
     @property
     def tasks(self) -> dict[int, bool]:
@@ -246,10 +214,6 @@ class LayerRows:
         """Take what a backward pass brought to a call."""
         if call not in self.calls:
             return
-        if call in self._waiting:
-            self._wait_no_more(call)
-            if self._reached_bound is not None:
-                self._reached_bound.add(call.rows)
         call.arrived[task] = found
         if call.products is not None:
             self.v = call.products.v
@@ -266,10 +230,7 @@ class LayerRows:
         for task in tasks:
             self._ceilings.pop(task, None)
             for call in self.calls:
-                if call.arrived.pop(task, None) is not None and not call.arrived:
-                    self._waiting[call] = None
-                    self._rows_waiting += call.rows.count
-        self._reached_bound = self._bound = None
+                call.arrived.pop(task, None)
 
     def zeroed(self, tasks: Sequence[int], passes: Passes, key: int) -> None:
         """Drop the rows of passes whose gradient was zeroed.
@@ -302,7 +263,7 @@ class LayerRows:
         tasks = self.tasks
         if any(tasks.values()):
             self.forget([task for task, counts in tasks.items() if not counts])
-        return self._reached
+        return [call for call in self.calls if call.arrived]
 
     def sums(self) -> dict[int, Tensor] | None:
         """Return h of each pass, over all calls; None if it is not known for one."""
@@ -320,7 +281,7 @@ class LayerRows:
         Args:
             factors: the factors of the passes; 1 where none is given.
         """
-        reached = self._reached
+        reached = [call for call in self.calls if call.arrived]
         for call in reached:
             call.weigh(factors)
         self.ceiling = Ceiling.joined(
@@ -331,3 +292,8 @@ class LayerRows:
             for call, rows in zip(reached, kept, strict=True):
                 call.keep(rows)
         return reached
+
+
+def versions(layer: Layer) -> list[int]:
+    """Return the versions of a layer's parameters, which increase with every write."""
+    return [version(parameter) for parameter in layer.parameters]

@@ -6,7 +6,7 @@ The events of a step, what handles them, and what holds a layer afterwards:
     a module runs              `capture/gathering.py`, `Gathering.use`: a `Call`, with Φ and z
     the backward pass          `Gathering._on_gradient`, `Accumulation._after`: the call has G
     the optimizer's step       `step_begins` → `MeasuredStep.gradient_is_final`: `Capture.finish`
-        begins                 gives `CapturedLayer`; `FinalGradient.begin` computes e:
+        begins                 gives `LayerRows`; `FinalGradient.begin` computes e:
                                `LayerInProgress`
         ends                   `step_ends` → `MeasuredStep.updated` computes d: `LayerSums`
     the next step begins, or   `read` → `MeasuredStep.contribution`: one transfer to the host;

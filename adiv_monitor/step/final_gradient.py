@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.check import of_gradient
-from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.layer_rows import Call, LayerRows, versions
 from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Layer
@@ -19,7 +18,6 @@ from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeat
 from adiv_monitor.features.rows import Whole, joined
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
-from adiv_monitor.maths.ceiling import KNOWN
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
     About,
@@ -36,7 +34,6 @@ from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.row_moves import act, added, gram_is_less
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch_tensors
-from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.vectors import Block, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
@@ -58,7 +55,6 @@ class FinalGradient:
         captured: the layers that a gradient reached; a layer is removed as it begins, so that its
             rows are released.
         history: the habits that this run has shown so far.
-        unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
         scale: the number by which a fused optimizer divides the gradients (AMP); None: 1.
         generator: the monitor's own random numbers.
@@ -75,9 +71,8 @@ class FinalGradient:
 
     def __init__(
         self,
-        captured: dict[Layer, CapturedLayer],
+        captured: dict[Layer, LayerRows],
         history: RunHistory,
-        unsharded: UnshardedParameters,
         steps: ParameterSteps,
         scale: Tensor | None,
         generator: np.random.Generator,
@@ -93,7 +88,6 @@ class FinalGradient:
         self._captured = captured
         self._is_alone = world_size() == 1
         self._history = history
-        self._unsharded = unsharded
         self._steps = steps
         self._scale = scale
         self._generator = generator
@@ -112,30 +106,29 @@ class FinalGradient:
 
         The rows of passes whose gradient was zeroed are dropped. This waits for the device.
         """
-        several = [x for x in self._captured.values() if len(x.rows.tasks) > 1]
+        several = {x: rows for x, rows in self._captured.items() if len(rows.tasks) > 1}
         told: dict[str, PassesOfLayer] = {}
         sent = []
-        for captured in several:
-            sums, layer = captured.rows.sums(), captured.layer
-            if sums and not captured.is_shared and not any(map(is_shard, layer.parameters)):
+        for layer, rows in several.items():
+            sums = rows.sums()
+            if sums and not rows.is_shared and not any(map(is_shard, layer.parameters)):
                 told[layer.path] = PassesOfLayer([*sums], np.empty(0))
-                sent.append(torch.stack(self._equations(captured, {}, [*sums.values()])))
+                sent.append(torch.stack(self._equations(layer, rows, {}, [*sums.values()])))
         for path, equations in zip(told, fetch_tensors(sent), strict=True):
             told[path] = told[path]._replace(equations=equations)
-        others = {x.layer.path: [*x.rows.tasks] for x in several if x.layer.path not in told}
+        others = {x.path: [*rows.tasks] for x, rows in several.items() if x.path not in told}
         found = factors_of_passes(told, others)
         self._history.has_several_passes = bool(several)
-        for captured in several:
-            factors = found.get(captured.layer.path, {})
+        for layer, rows in several.items():
+            factors = found.get(layer.path, {})
             zeroed = [task for task, factor in factors.items() if factor == 0]
-            captured.rows.zeroed(zeroed, self._passes, id(captured.layer.parameters[0]))
+            rows.zeroed(zeroed, self._passes, id(layer.parameters[0]))
         return found
 
     def _equations(
-        self, captured: CapturedLayer, parts: Parts, sums: Sequence[Tensor]
+        self, layer: Layer, rows: LayerRows, parts: Parts, sums: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return γv, h and γv of the gradient that was there before; see `Evidence.equations`."""
-        layer, rows = captured.layer, captured.rows
         features = next(call.features for call in rows.calls if call.arrived)
         now = of_gradient(features, *layer.change(self._gamma(layer, parts)), rows.v)
         found = [now if self._scale is None else now / self._scale, *sums]
@@ -152,31 +145,29 @@ class FinalGradient:
             layer: the layer.
             parts: γ of the pieces that were all-gathered.
         """
-        captured = self._captured.pop(layer)
-        factors, of_passes = self._factors.get(layer.path, {}), captured.rows.sums()
-        calls = captured.rows.finish(factors)
+        rows = self._captured.pop(layer)
+        factors, of_passes = self._factors.get(layer.path, {}), rows.sums()
+        calls = rows.finish(factors)
         features, G = _joined_rows(calls)
-        sampled = Sampled(
-            seen=G.shape[0],
-            total=sum([call.rows.total for call in calls]),
+        sampled: Sampled[Tensor] = Sampled(
+            seen=G.shape[0], total=sum([call.rows.total for call in calls])
         )
         shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
         self.pieces[layer.path] = shares, bool(parts)
-        reason = _why_from_rows(features, shared=captured.is_shared)
-        evidence = self._evidence(captured, calls, reason)
-        if of_passes is not None and not captured.is_shared:
+        if rows.versions != versions(layer):
+            self.moved.append(layer.path)
+        reason = _why_from_rows(features, shared=rows.is_shared)
+        evidence = _evidence(rows, calls, reason)
+        if of_passes is not None and not rows.is_shared:
             h = torch.stack([of * factors.get(task, 1.0) for task, of in of_passes.items()]).sum(0)
-            equations = torch.stack(self._equations(captured, parts, [h]))
-            of_bias = 0 if layer.bias is None else G.shape[1]
-            evidence = replaced(
-                evidence, equations=equations, of_weight=equations.shape[1] - of_bias
-            )
-        attainable, ceiling = self._of_ceiling(captured)
+            equations = torch.stack(self._equations(layer, rows, parts, [h]))
+            of_weight = equations.shape[1] - (0 if layer.bias is None else G.shape[1])
+            evidence = replaced(evidence, equations=equations, of_weight=of_weight)
+        attainable, ceiling = self._of_ceiling(layer, rows)
         self._keep_all_rows(layer.path, calls)
         change, e = layer.change(self._gamma(layer, parts)), None
         # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason
-        trusted = trusted and layer.path not in self._history.distrusted
+        trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
         if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
             # Right only if γ = c·GᵀΦ, which is checked.
             e = features.gram() @ G
@@ -195,7 +186,7 @@ class FinalGradient:
         )
         z = joined([call.z for call in calls])
         self.measured[layer.path] = LayerInProgress(layer, features, sums, G, z, change, e)
-        captured.rows.release()
+        rows.release()
 
     def finish(self, lose: Fail, *, updates: bool) -> None:
         """Compute e of all layers and the sums over all rows, after all layers have begun.
@@ -210,37 +201,24 @@ class FinalGradient:
         for block in self.blocks:
             block.plain_step(self._scale, lose)
 
-    def _evidence(
-        self, captured: CapturedLayer, calls: Sequence[Call], reason: str
-    ) -> Evidence[Tensor]:
-        """Collect the evidence on the gradient, without its equations."""
-        if captured.is_moved:
-            self.moved.append(captured.layer.path)
-        replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
-        return Evidence(
-            precision=max([call.precision for call in calls]),
-            reason=reason,
-            rule_error=captured.rows.linear,
-            replay_error=torch.stack(replay_errors).amax() if replay_errors else None,
-        )
-
     def _of_ceiling(
-        self, captured: CapturedLayer
+        self, layer: Layer, rows: LayerRows
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
         """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
-        path, rows = captured.layer.path, captured.rows
-        ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
-        if ceiling is not None and not captured.layer.is_direct:
-            self.without_ceiling[_COMPUTED].append(path)
-        elif not is_whole and isinstance(next(iter(rows.calls)).features, KNOWN):
-            self.without_ceiling[_SUMMED].append(path)
-        elif ceiling is not None and self._is_alone:
+        if (ceiling := rows.ceiling) is None:
+            return None, None
+        if not layer.is_direct:
+            why = _COMPUTED
+        elif not rows.ceiling_is_whole:
+            why = _SUMMED
+        elif self._is_alone:
             return ceiling.cosine(), None
-        elif ceiling is not None:
+        else:
             sums = ceiling.sums()
             if sum(part.numel() for part in sums) <= _MOST_SUMS:
                 return None, CeilingSums(*sums)
-            self.without_ceiling[_TOO_LARGE].append(path)
+            why = _TOO_LARGE
+        self.without_ceiling[why].append(layer.path)
         return None, None
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
@@ -259,6 +237,17 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     if isinstance(features, OneHotFeatures):  # the padding token is not trained
         G = G * features.trained[:, None]
     return features, G
+
+
+def _evidence(rows: LayerRows, calls: Sequence[Call], reason: str) -> Evidence[Tensor]:
+    """Return what is known of the gradient besides its equations."""
+    errors = [call.replay_error for call in calls if call.replay_error is not None]
+    return Evidence(
+        precision=max([call.precision for call in calls]),
+        reason=reason,
+        rule_error=rows.linear,
+        replay_error=torch.stack(errors).amax() if errors else None,
+    )
 
 
 def _all_rows(whole: Whole | None, norms: Tensor) -> AllRows:

@@ -134,7 +134,7 @@ def tells(layer: LayerSums[Array]) -> bool:
 
 def _usual(layers: Mapping[str, LayerSums[Array]]) -> tuple[float, bool]:
     """Return the factor that most layers share, and whether no gradient speaks against it."""
-    clean, others = [], []
+    clean, others = list[float](), list[float]()
     for layer in layers.values():
         seen = layer.evidence
         for part in _parts(seen):

@@ -122,7 +122,6 @@ class MeasuredStep:
             found = self._gradient = FinalGradient(
                 reached,
                 self._history,
-                self._unsharded,
                 self._steps,
                 scale,
                 self._generator,

@@ -198,8 +198,8 @@ def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
         v: (groups, patch size, m).
     """
     kernels = v.mT.reshape(-1, geometry.channels, *geometry.kernel)
-    found = _convolved(geometry, to_compute_dtype(input), kernels)
-    return found.movedim(1, -1).unflatten(-1, (geometry.groups, v.shape[2]))
+    found = _convolved(geometry, to_compute_dtype(input), kernels).movedim(1, -1)
+    return found.reshape(*found.shape[:-1], geometry.groups, v.shape[2])
 
 
 def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:
