@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.guard import Guard
-from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
@@ -87,13 +87,16 @@ class Armed:
         )
 
     def await_batch(self) -> None:
-        """Look at the batch of the next training forward pass, as it begins; see `next_batch`."""
-        if (module := self.capture.first) is not None:
-            hook = ModuleHook(module, Hook(self._next_begins), before=True)
-            self._on.callback(hook.remove)
-            hook.put_on()
+        """Look at the batch of the next training forward pass; see `next_batch`."""
+        hooks = GlobalHooks(None, self._ran)
+        self._on.callback(hooks.remove)
+        hooks.put_on()
 
-    def _next_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if trains(args) and module.training and torch.is_grad_enabled() and not is_rerun():
-            self.guard(self.capture.next_begins, args, kwargs)
+    def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
+        if module is self.capture.first and more[1:] and module.training:
+            self.guard(self._next_ran, args, more[0])
+
+    def _next_ran(self, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and trains(args) and not is_rerun():
+            self.capture.next_begins(args, kwargs)
             self.release()
