@@ -142,7 +142,7 @@ class Capture:
         """Sums of the tensors that entered the first module that ran; see `sums_of`."""
         return self._watching.batch
 
-    def next_begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take the same sums of the arguments with which `first` runs in the next step."""
         self.next_batch = sums_of(args, kwargs)
 

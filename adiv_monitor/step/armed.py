@@ -1,7 +1,6 @@
 """A step that is measured, from before its forward pass to its report."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.guard import Guard
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.probing import ProbeStep
@@ -56,24 +56,25 @@ class Armed:
     closure_calls: int | None = None
     overtaken: int = 0
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
-    _on: ExitStack = field(default_factory=ExitStack, init=False)  # what is to be taken off
+    _off: list[Callable[[], object]] = field(default_factory=list, init=False)  # may be repeated
 
     def attach(self) -> None:
         """Put the hooks on; call `release` afterwards, even if this raises."""
         eager = forced_eager()
-        self._on.callback(eager.leave)
+        self._off.append(eager.leave)
         eager.__enter__()
-        self._on.callback(self.others.leave)
+        self._off.append(self.others.leave)
         self.others.follow()
         for hook in self.hooks:
-            self._on.callback(hook.remove)
+            self._off.append(hook.remove)
             hook.put_on()
-        self._on.callback(self.capture.detach)
+        self._off.append(self.capture.detach)
         self.capture.attach()
 
     def release(self) -> None:
         """Take everything off; after an interrupt, this can be called again."""
-        self._on.close()
+        surely(call_all, *reversed(self._off))
+        self._off.clear()
 
     def gradients_final(self, stepping: Optimizer) -> None:
         """Read the gradients, which are now those that the optimizer will use."""
@@ -87,16 +88,15 @@ class Armed:
         )
 
     def await_batch(self) -> None:
-        """Look at the batch of the next training forward pass; see `next_batch`."""
-        hooks = GlobalHooks(None, self._ran)
-        self._on.callback(hooks.remove)
-        hooks.put_on()
+        """Look at the batch of the next training forward pass; see `StepReport.next_batch`."""
+        if self.capture.first is not None:
+            hooks = GlobalHooks(None, self._ran)
+            self._off.append(hooks.remove)
+            hooks.put_on()
 
     def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
-        if module is self.capture.first and more[1:] and module.training:
-            self.guard(self._next_ran, args, more[0])
-
-    def _next_ran(self, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and trains(args) and not is_rerun():
-            self.capture.next_begins(args, kwargs)
+        if module is not self.capture.first or not more[1:] or is_rerun() or not trains(args):
+            return
+        if module.training and torch.is_grad_enabled():
+            self.guard(self.capture.next_ran, args, more[0])
             self.release()

@@ -167,11 +167,10 @@ class StepController:
             what = "step of the monitor's optimizer"
             other = [*armed.others.writers][-1]
             why = f"another optimizer, {other}, trains the model: monitor that one"
-        seen = f"{passes} forward passes with gradients were seen"
-        if passes == 1:
-            seen = "1 forward pass with gradients was seen"
+        seen = "1 forward pass" if passes == 1 else f"{passes} forward passes"
         return (
-            f"no {what} was taken while the monitor was on, so nothing was measured ({seen}; {why})"
+            f"no {what} was taken while the monitor was on, so nothing was measured ({seen} with "
+            f"gradients; {why})"
         )
 
     def sees_loss(self, loss: Tensor) -> None:
@@ -421,4 +420,4 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step."""
-        return report_of(part, self._history, self._failures)
+        return report_of(part, self._history)
