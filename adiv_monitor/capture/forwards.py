@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.guard import Guard, call_all
@@ -171,7 +171,7 @@ class Forwards:
         self._running = _Running()
         self._active = True
         self._numbers = count(1)
-        self._is_survey = plan is None
+        self._is_survey = plan is None and not repeated
         self._known = {} if plan is None else {id(m): known for m, known in plan.known.items()}
         self._open = set(map(id, modules if plan is None else plan.watched))
         # Modules by their ids: other modules of the process need not be hashable.
@@ -324,17 +324,18 @@ class Forwards:
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        running = self._running
+        running, given = self._running, (*args, *kwargs.values())
         forward = running.forwards[-1] if running.forwards else None
-        is_inside = forward is not None and forward.module is module
+        if forward is not None and forward.module is not module:
+            forward = None
         try:
             with torch._C.DisableTorchFunction():
                 if self._is_survey and output is not None and id(module) in self._open:
-                    self._runs(module, (*args, *kwargs.values()), forward if is_inside else None)
-                if self._is_watching and is_inside and forward.is_open:  # type: ignore[union-attr]
+                    self._runs(module, given, forward)
+                if forward is not None and forward.is_open and self._is_watching:
                     self._watcher.ends(module, args, kwargs, output)
         finally:
-            if is_inside:
+            if forward is not None:
                 running.forwards.pop()
                 self._switch()
                 if not running.forwards:

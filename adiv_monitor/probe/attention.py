@@ -55,6 +55,7 @@ class _Progress:
     """The progress of a module's forward."""
 
     attended: int = 0
+    calls: list["_Call"] = field(default_factory=list)
     product: Sequence[Tensor] = ()  # the factors of the last product: q and kᵀ perhaps
     uses: list[ScaledUse] = field(default_factory=list)
 
@@ -65,7 +66,6 @@ class _Call:
 
     Attributes:
         held: the trained parameters of the module that holds the projections.
-        inputs: the tensors in the module's arguments that require a gradient.
         query: q with its graph.
         key: k with its graph, repeated for every query's head.
         scores: the call on the chosen samples, without a graph.
@@ -77,11 +77,11 @@ class _Call:
         keys: for every sample, head and query, the keys of the scores whose scale is computed.
         D: their scale; None: it is not known.
         no_scale: why it is not known.
+        inputs: the tensors in the module's arguments that require a gradient.
         sums: the sums so far.
     """
 
     held: Sequence[nn.Parameter]
-    inputs: Sequence[Tensor]
     query: Float[Tensor, "samples heads queries width"]
     key: Float[Tensor, "samples heads keys width"]
     scores: Attention
@@ -93,6 +93,7 @@ class _Call:
     keys: np.ndarray = field(init=False)
     D: Tensor | None = None
     no_scale: str = ""
+    inputs: Sequence[Tensor] = ()
     sums: AttentionSums[Tensor] = field(init=False)
 
     @property
@@ -177,6 +178,13 @@ class Attentions:
         if forward.module in self._held:
             self._progress[forward] = _Progress()
 
+    def ends(self, forward: Forward, args: object, kwargs: object) -> None:
+        """Record the inputs of a module's forward."""
+        if forward in self._progress:
+            given = [x for x in tensors_in(args, kwargs) if x.requires_grad]
+            for call in self._progress[forward].calls:
+                call.inputs = given
+
     def used(self, use: Use, output: Tensor, forwards: Forwards) -> None:
         """Record a use of parameters."""
         weight, bias = _is_trained(use.weight), _is_trained(use.bias)
@@ -238,15 +246,14 @@ class Attentions:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES, len(q))
             chosen = np.sort(self._generator.choice(len(q), most, replace=False))
             samples = to_device(chosen, q.device)
-            given = tensors_in(*forward.args, *forward.kwargs.values())
             edge = get_gradient_edge(asks) if asks.requires_grad else None
             with torch.no_grad():
                 of_samples = made(samples)
             k = of_heads(k, q.shape[1]).expand(len(q), -1, -1, -1)
-            inputs = [x for x in given if x.requires_grad]
             held, uses = self._held[forward.module], list(progress.uses)
-            call = _Call(held, inputs, q, k, of_samples, samples, uses, edge, is_output)
+            call = _Call(held, q, k, of_samples, samples, uses, edge, is_output)
             self.calls[path].append(call)
+            progress.calls.append(call)
 
     def _is_due(self, module: nn.Module) -> bool:
         """Return whether the module is due, as its first selected parameter is."""
@@ -330,6 +337,8 @@ class Attentions:
                 with self._guarded(path), torch.no_grad():
                     d = call.move({p: taken[p] for p in call.held})
                     call.sums = replaced(call.sums, d=move_sums(call.scores, G, d)[1])
+            call.query, call.key = call.query.detach(), call.key.detach()  # releases the graph
+            call.uses = call.inputs = ()
 
     def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
         """Return the records of the calls of each attention, by path; the graphs are released."""

@@ -170,7 +170,8 @@ def untouched(
         stack.enter_context(_unsafe_preserve_version_counter(tuple(given)))
         _State(plain).set_copies()
         _set(given)
-        return run_apart(_within, surroundings, run)
+        found: T = run_apart(_within, surroundings, run)
+        return found
 
 
 def _within(surroundings: Surroundings, run: Callable[[], T]) -> T:

@@ -420,4 +420,4 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step."""
-        return report_of(part, self._history, self._failures)
+        return report_of(part, self._history)

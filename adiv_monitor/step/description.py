@@ -71,24 +71,13 @@ def _not_measured(parameter: nn.Parameter) -> str:
     return "the step was not measured, as a note says"
 
 
-def report_of(part: RankContribution, history: RunHistory, failures: Failures) -> StepReport:
+def report_of(part: RankContribution, history: RunHistory) -> StepReport:
     """Return the report of a step.
 
     Args:
         part: contribution of one rank, or merged contribution of all.
         history: history of the run so far.
-        failures: handler of exceptions.
     """
-    failed: dict[str, str] = {}
-
-    def fail(path: str, error: Exception) -> None:
-        failures.switch_off(path, error)
-        failed[path] = failures.switched_off[path]
-
-    report = understand(part, history, fail)
+    report = understand(part, history)
     turn = report.turn
-    return replace(
-        report,
-        unsupported={**report.unsupported, **failed},
-        turn=None if turn is None else replace(turn, elements=part.elements),
-    )
+    return replace(report, turn=None if turn is None else replace(turn, elements=part.elements))

@@ -136,7 +136,6 @@ def merge(
         totals=_of_every(totals or [None], lambda of: _totals(of, seen, generator)),
         blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
         common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
-        asked_common=all(part.asked_common for part in some),
         realised=_of_every((x.realised for x in some), _moved),
         attainable=_of_every((x.ceiling for x in some), _attainable),
     )
@@ -207,18 +206,11 @@ def _totals(
     several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
 ) -> Totals[Array]:
     """Merge the totals of the ranks' passes over all rows, which have the same fields."""
-    first = several[0]
-    bare = [replace(x, concentration=None, scales=None, weight_sum=None) for x in several]
-    added = joined(bare, sum)
-    scales, weight_sum, concentration = first.scales, first.weight_sum, first.concentration
-    if concentration is not None:
-        own = [np.asarray(x.concentration) * (x.G_G / added.G_G) ** 2 for x in several]
-        concentration = sum(own, np.zeros(1))
-    if scales is not None:
-        scales = _scales(several, seen, generator)
-    if weight_sum is not None:
-        weight_sum = np.array(np.linalg.norm(sum([np.asarray(x.weight_sum) for x in several])))
-    return replace(added, concentration=concentration, scales=scales, weight_sum=weight_sum)
+    added = joined([replace(x, scales=None) for x in several], sum)
+    whole = np.where(added.G_G == 0, 1.0, added.G_G)
+    own = [x.concentration * (x.G_G / whole) ** 2 for x in several]
+    scales = None if several[0].scales is None else _scales(several, seen, generator)
+    return replace(added, concentration=sum(own, np.zeros(1)), scales=scales)
 
 
 def _scales(

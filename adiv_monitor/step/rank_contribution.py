@@ -141,7 +141,6 @@ def make_contribution(
 
 def learn(history: RunHistory, part: RankContribution) -> None:
     """Record this step's facts in the run history, for the coming steps."""
-    history.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
     if part.facts.updated and part.layers:
         history.seen |= part.layers.keys() | part.report.unsupported.keys()
         history.learn(
@@ -155,12 +154,6 @@ def was_zeroed(layer: LayerSums[Array]) -> bool:
     then = layer.evidence.then
     was_there = factor_of(layer) < _ZEROED or (then is not None and bool(then.any()))
     return layer.dots.gamma_gamma == 0 and was_there
-
-
-def _has_idle_rows(layer: LayerSums[Array]) -> bool:
-    if layer.totals is not None:
-        return float(layer.totals.active.sum()) < layer.sampled.total
-    return bool((of_rows(layer, Vector.G, Vector.G) == 0).any())
 
 
 def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
