@@ -136,7 +136,7 @@ class FinalGradient:
         captured, factor = self._captured.pop(layer), self._factors.get(layer.path)
         calls = captured.calls
         features, G = _joined_rows(calls)
-        sampled = Sampled(
+        sampled: Sampled[Tensor] = Sampled(
             seen=G.shape[0],
             total=sum([call.rows.total for call in calls]),
         )

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ def prepared(
     """
     seen, total, common = layer.sampled.seen, layer.sampled.total, layer.common
     drawn = draw((total,), seen, np.inf, generator)
+    assert drawn.keys is not None
     sampled = replace(layer.sampled, keys=drawn.keys, bound=drawn.bound)
     if common is not None:
         active = of_rows(layer, Vector.G, Vector.G) != 0
@@ -88,7 +89,7 @@ def pick(layer: RankSums, kept: Index) -> RankSums:
             norms=blocks.norms[kept],
             largest=blocks.largest[kept],
             entries=blocks.entries[among],
-            entry_rows=np.searchsorted(kept, entry_rows[among]),
+            entry_rows=np.searchsorted(kept, entry_rows[among]).astype(np.float64),
         )
     if common is not None:
         common = replace(common, products=common.products[kept], norms=common.norms[kept])
@@ -158,10 +159,11 @@ def _dots(parts: Sequence[RankSums]) -> Dots[float]:
     dots = parts[0].dots
     if not dots.partial:
         return dots
-    added = [
-        _of_every(x, sum) for x in zip(*(astuple(part.dots)[:-1] for part in parts), strict=True)
-    ]
-    return Dots(*added, partial=True)
+    added: dict[str, Any] = {
+        name: _of_every((getattr(part.dots, name) for part in parts), sum)
+        for name in ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
+    }
+    return replace(dots, **added)
 
 
 def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.written import plain, read
-from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.rank_contribution import Contribution, RankContribution
 
 _END = b"\0"  # of the JSON, which never holds it
 
@@ -32,7 +32,7 @@ def decode(message: bytes) -> RankContribution:
         ValueError: the message is not from `encode`.
     """
     text, _, rest = message.partition(_END)
-    bare = read(RankContribution, json.loads(text))
+    bare = read(Contribution, json.loads(text))
     shapes = [tuple(map(int, shape.split())) for shape in numbers_of(bare)]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes], dtype=np.int64)
     *arrays, surplus = np.split(np.frombuffer(rest, "<f8"), ends)
