@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
-from adiv_monitor.maths.records import R, joined, present
+from adiv_monitor.maths.records import R, joined
 from adiv_monitor.maths.sums import (
     Array,
     Blocks,
@@ -125,7 +125,6 @@ def merge(
     first, products = some[0], np.concatenate([part.products for part in some])
     is_active = products[:, column_of(pairs_of(first.vectors), Vector.G, Vector.G)] != 0
     seen = [part.sampled for part in some]
-    totals = [part.totals for part in some if len({present(x.totals) for x in some}) == 1]
     return LayerSums(
         first.about,
         Sampled(sum(rows.seen for rows in seen), sum(rows.total for rows in seen)),
@@ -134,7 +133,7 @@ def merge(
         _evidence(parts, some),
         _dots(parts),
         scale=_of_every((x.scale for x in some), np.concatenate),
-        totals=_of_every(totals or [None], lambda of: _totals(of, seen, generator)),
+        totals=_of_every((x.totals for x in some), lambda of: _totals(of, seen, generator)),
         blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
         common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
         realised=_of_every((x.realised for x in some), _moved),
@@ -207,19 +206,28 @@ def _of_entries(several: Iterable[Array | None]) -> list[Array]:
 def _totals(
     several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
 ) -> Totals[Array]:
-    """Merge the totals of the ranks' passes over all rows, which have the same fields."""
-    added = joined([replace(x, scales=None) for x in several], sum)
-    whole = np.where(added.G_G == 0, 1.0, added.G_G)
-    own = [x.concentration * (x.G_G / whole) ** 2 for x in several]
-    scales = None if several[0].scales is None else _scales(several, seen, generator)
-    return replace(added, concentration=sum(own, np.zeros(1)), scales=scales)
+    """Merge the totals of the ranks' passes over all rows."""
+    G_G = np.sum([x.G_G for x in several], axis=0)
+    whole = np.where(G_G == 0, 1.0, G_G)
+    return Totals(
+        active=np.sum([x.active for x in several], axis=0),
+        G_G=G_G,
+        concentration=np.sum([x.concentration * (x.G_G / whole) ** 2 for x in several], axis=0),
+        own_G=_of_every((x.own_G for x in several), sum),
+        own_own=_of_every((x.own_own for x in several), sum),
+        scales=_of_every(
+            (x.scales for x in several), lambda of: _scales(of, several, seen, generator)
+        ),
+    )
 
 
 def _scales(
-    several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
+    scales: Sequence[ScaleTotals[Array]],
+    several: Sequence[Totals[Array]],
+    seen: Sequence[Sampled[Array]],
+    generator: np.random.Generator,
 ) -> ScaleTotals[Array]:
     """Merge the sums over scales."""
-    scales = [x.scales for x in several if x.scales is not None]
     count, sums = np.concatenate([x.active for x in several]), np.array([x.sum[0] for x in scales])
     off = np.where(count > 0, sums / count - sums.sum() / count.sum(), 0.0)
     squares = np.concatenate([x.deviation for x in scales]) ** 2 + count * off**2
