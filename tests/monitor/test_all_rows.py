@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from setups import leaves
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.features.functions.conv import Geometry, patch_squares, patches
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 from adiv_monitor.report import MEASURES, LayerReading
