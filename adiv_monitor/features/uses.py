@@ -91,14 +91,11 @@ class FunctionCall:
         result: the function's result.
         of_model: returns whether a tensor depends on parameters and constants alone, not on data.
         inside: the opened Python function of torch that makes this call; "" if none.
-        trains: gradients are needed, so that a rule also refuses calls that spoil only these; else
-            what is computed from the model alone may be a weight even if no gradient reaches it.
     """
 
     result: Tensor
     of_model: Callable[[object], bool]
     inside: str = ""
-    trains: bool = True
 
     def has_data(self, *values: object) -> bool:
         """Whether any of the values is data."""
@@ -106,8 +103,7 @@ class FunctionCall:
 
     def is_weight(self, value: object) -> TypeGuard[Tensor]:
         """Whether the value is a tensor computed from the model alone that a gradient reaches."""
-        is_trained = isinstance(value, Tensor) and (value.requires_grad or not self.trains)
-        return is_trained and self.of_model(value)
+        return isinstance(value, Tensor) and value.requires_grad and self.of_model(value)
 
 
 Found = Sequence[Use | None]

@@ -92,7 +92,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class Sampled(Generic[T]):
     """The sampled rows of a layer and the number of all its rows.
 
     Attributes:
@@ -105,7 +105,7 @@ class Sampled:
 
     seen: int
     total: int
-    keys: Array | None = None
+    keys: T | None = None
     bound: float = math.inf
 
 
@@ -129,12 +129,12 @@ class Blocks(Generic[T]):
     norms: T
     largest: T
     entries: T
-    entry_rows: Index | None = None
+    entry_rows: T | None = None
 
     def rows_of_entries(self, seen: int) -> Index:
         """Return the row of each entry, for `seen` sampled rows."""
         if self.entry_rows is not None:
-            return self.entry_rows
+            return np.asarray(self.entry_rows, np.int64)
         return np.arange(seen * self.groups) // self.groups
 
 
@@ -376,7 +376,7 @@ class LayerSums(Generic[T]):
     """
 
     about: About
-    sampled: Sampled
+    sampled: Sampled[T]
     vectors: tuple[Vector, ...]
     products: T
     evidence: Evidence[T]

@@ -36,7 +36,6 @@ from adiv_monitor.maths.attention_sums import (
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.probe.scales import ScaledUse, scales, some_keys
 from adiv_monitor.rerun.derivatives import pushed_forward
-from adiv_monitor.rerun.nested import tensors_in
 
 Tangents = Mapping[nn.Parameter, Tensor]
 
@@ -238,14 +237,12 @@ class Attentions:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES, len(q))
             chosen = np.sort(self._generator.choice(len(q), most, replace=False))
             samples = to_device(chosen, q.device)
-            given = tensors_in(*forward.args, *forward.kwargs.values())
             edge = get_gradient_edge(asks) if asks.requires_grad else None
             with torch.no_grad():
                 of_samples = made(samples)
             k = of_heads(k, q.shape[1]).expand(len(q), -1, -1, -1)
-            inputs = [x for x in given if x.requires_grad]
             held, uses = self._held[forward.module], list(progress.uses)
-            call = _Call(held, inputs, q, k, of_samples, samples, uses, edge, is_output)
+            call = _Call(held, forward.inputs, q, k, of_samples, samples, uses, edge, is_output)
             self.calls[path].append(call)
 
     def _is_due(self, module: nn.Module) -> bool:

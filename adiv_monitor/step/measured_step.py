@@ -22,7 +22,6 @@ from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import LayerSums, StackedSums
-from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
 from adiv_monitor.step.probing import ProbeStep
@@ -64,7 +63,7 @@ class MeasuredStep:
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
         probe: ProbeStep | None,
-        agree: Agree,
+        agree: Callable[[str], bool],
         whole: WholeModel,
     ) -> None:
         self._capture = capture
@@ -176,14 +175,9 @@ class MeasuredStep:
 
     @torch.no_grad()
     def applied(self) -> None:
-        """Compute a, as the next forward pass begins or training ends."""
+        """Compute a, as the next step begins or training ends."""
         if self._steps is not None and self._steps.products.w_w:
             self._flags.weights_changed = self._steps.applied()
-
-    @torch.no_grad()
-    def is_as_stepped(self) -> bool:
-        """Return whether the weights are still those that the optimizer's step left."""
-        return self._steps is None or self._steps.is_as_stepped()
 
     def weights(self) -> list[Tensor]:
         """Return the norms of all weights, for `weights_moved`."""
@@ -255,7 +249,7 @@ class MeasuredStep:
                 batch=tuple(map(float, numbers.batch)),
                 next_batch=tuple(map(float, numbers.next_batch)),
             )
-        part.rows_lost |= self._refused
+        part.rows_lost = (*part.rows_lost, *self._refused)
         learn(self._history, part)
         if self._probe is not None and not part.refused:
             part.attention = {path: merge(calls) for path, calls in found.attention.items()}

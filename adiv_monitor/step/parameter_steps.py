@@ -175,10 +175,6 @@ class ParameterSteps:
         self._gradients.clear()
         return changed
 
-    def is_as_stepped(self) -> bool:
-        """Return whether nothing has written to θ since the optimizer's step."""
-        return self._taken is None or self._after == _versions(self._values().values())
-
     def applied(self) -> Tensor | None:
         """Take the products of a as the next forward begins, or return whether a differs from u.
 
@@ -192,7 +188,7 @@ class ParameterSteps:
             self.products.a_a, self.products.a_w = a.dots(a), a.dots(w)
             self.products.a_gamma = a.dots(gamma)
         else:
-            differs = torch.tensor(not self.is_as_stepped())
+            differs = torch.tensor(self._after != _versions(self._values().values()))
         self._release()
         return differs
 

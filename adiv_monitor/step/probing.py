@@ -228,8 +228,7 @@ class ProbeStep:
                 continue
             r = layer.z - z
             b = r - 2 * (layer.z - z_half)
-            G = torch.full_like(r, torch.nan) if layer.G is None else layer.G
-            vectors = dict(zip(MOVES, (G, r, layer.d, b, layer.z), strict=True))
+            vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
             self.realised[path] = Moved(layer.total, dots.of_rows(vectors, REALISED))
         if lost:
             self.notes.append(

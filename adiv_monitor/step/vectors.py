@@ -322,7 +322,8 @@ def _blocks(
     shifted, rows = scale - pivot, None
     if every.shape[1] > MOST_ENTRIES:
         places = generator.choice(every.shape[1], MOST_ENTRIES, replace=False)
-        every, rows = every.index_select(1, to_device(places, every.device)), places // groups
+        every = every.index_select(1, to_device(places, every.device))
+        rows = torch.from_numpy(places // groups)
     return Blocks(
         groups,
         pivot[:, :, 0],

@@ -212,7 +212,7 @@ told(__name__, "left-in-eval", "", suffers,
      "These normalisations are in eval mode while the model trains: {all_places}. Their running "
      "mean is still 0 and their variance 1, so they normalise nothing.",
      [Number("normalisations in eval mode")],
-     Advice("call train() on these modules before training", "train-mode"),
+     Advice("call train() on these modules before training"),
      where=lambda fact: not fact.numbers["given"], of_modules=True)  # fmt: skip
 told(__name__, "left-in-eval", "", "watch",
      "The model is in eval mode, with normalisations whose running mean and variance are still 0 "

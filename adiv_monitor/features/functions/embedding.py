@@ -23,8 +23,7 @@ def embedding(
     sparse: bool = False,
 ) -> Use:
     """Z = W[token]: one row per token; the padding token is not trained."""
-    if call.trains:
-        refuse_rescaled(scale_grad_by_freq, sparse)
+    refuse_rescaled(scale_grad_by_freq, sparse)
     return look_up(input, weight, padding_idx)
 
 
@@ -130,8 +129,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Use:
     """Z = Σ share · W[token] over the tokens of a bag except padding."""
-    if call.trains:
-        refuse_rescaled(scale_grad_by_freq, sparse)
+    refuse_rescaled(scale_grad_by_freq, sparse)
     if mode == "max":
         raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
 
