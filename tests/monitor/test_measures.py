@@ -23,7 +23,6 @@ from adiv_monitor.maths.estimates import (
     share_error,
 )
 from adiv_monitor.maths.readings import Judged, measure
-from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import (
     REALISED,
     About,
@@ -326,7 +325,6 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert x.blocks is not None and x.blocks.largest.tolist() == [4]
     assert y.realised is not None and y.realised.products.tolist() == [9]
     assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
-    assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
     assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]
     assert [part.tolist() for part in found.products.w_w] == [[3, 4]]
