@@ -195,18 +195,21 @@ def test_readings_of_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {n: p.detach() - after[n] for n, p in held.items()}
     d, active = reference.change(taken), G != 0
 
-    def cosine(move: Tensor) -> float:
-        return functional.cosine_similarity(move[active], G[active], 0).item()
+    def expected(part: Any) -> dict[str, float]:
+        of = active[part]
+        G_, d_, e_, D_ = (x[part][of] for x in (G, d, e, D))
+        return {
+            "attention_cosine": functional.cosine_similarity(d_, G_, 0).item(),
+            "attention_gradient_cosine": functional.cosine_similarity(e_, G_, 0).item(),
+            "attention_scale_mean": D_.mean().item(),
+            "attention_scale_cv": (D_.std(correction=0) / D_.mean()).item(),
+        }
 
-    expected = {
-        "attention_cosine": cosine(d),
-        "attention_gradient_cosine": cosine(e),
-        "attention_scale_mean": D[active].mean().item(),
-        "attention_scale_cv": (D[active].std(correction=0) / D[active].mean()).item(),
-    }
     # The transformers library rounds the sines of a rotation to float32.
     precision = 1e-6 if "model" in dict(reference.model.named_children()) else 1e-8
-    assert reading.measures() == pytest.approx(expected, rel=precision)
+    assert reading.measures() == pytest.approx(expected(np.s_[:]), rel=precision)
+    of_head = {name: values[1] for name, values in reading.heads.items()}
+    assert of_head == pytest.approx(expected(np.s_[:, 1]), rel=precision)
 
 
 def test_scale_of_plain_projections_is_the_one_of_the_theory() -> None:
