@@ -23,13 +23,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import is_rerun
-from adiv_monitor.rerun.thread import (
-    ThreadState,
-    function_modes,
-    is_seen,
-    run_apart,
-    set_function_modes,
-)
+from adiv_monitor.rerun.thread import function_modes, is_seen, run_apart, set_function_modes
 
 Function = Callable[..., Any]
 
@@ -77,16 +71,11 @@ class _Mode(TorchFunctionMode):
         call = FunctionToCall(func, args, kwargs or {})
         if self._guard.broken:
             return call()
-        state = ThreadState()
         try:
             return self._watcher.called(call)
         except BaseException as error:
             if error is call.error:
                 raise
-            gradients = torch.is_grad_enabled()
-            state.put_back()
-            if func is torch._C._set_grad_enabled and (gradients or isinstance(error, Exception)):
-                torch._C._set_grad_enabled(gradients)  # the user's `with` relies on it
             if not isinstance(error, Exception):  # KeyboardInterrupt and the like must propagate
                 self._guard.broken = True
                 raise
@@ -104,7 +93,6 @@ class Forward:
         random: the state of the random numbers.
         number: increases with every forward call that begins.
         is_open: whether the functions in it are watched.
-        written: the earlier values, by id, of tensors that were written to since.
         called: the calls in it that take trained parameters, without those in nested forwards.
     """
 
@@ -113,7 +101,6 @@ class Forward:
     random: Randomness
     number: int
     is_open: bool
-    written: dict[int, Tensor] = field(default_factory=dict)
     called: list[Called] = field(default_factory=list)
 
 
@@ -160,8 +147,6 @@ class Forwards:
     Args:
         modules: path by module, for the modules that hold trained parameters at any depth.
         guard: receives failures.
-        renew: called before a forward pass is followed; the `Forwards` that it returns replaces
-            this one.
         plan: the modules with known uses, in which functions need not be watched; None: none.
         devices: the devices on which forward calls may draw random numbers.
         repeated: whether to watch reruns of forward passes, and nothing else.
@@ -174,26 +159,23 @@ class Forwards:
         self,
         modules: Mapping[nn.Module, str],
         guard: Guard,
-        renew: Callable[[], "Forwards | None"] = lambda: None,
         plan: Plan | None = None,
         *,
         devices: Collection[torch.device] = (),
         repeated: bool = False,
     ) -> None:
         self.runs = Runs()
-        self._renew = renew
         self._guard = guard
         self._repeated = repeated
         self._devices = devices
         self._running = _Running()
         self._active = True
         self._numbers = count(1)
-        self._is_survey = plan is None
+        self._is_survey = plan is None and not repeated
         self._known = {} if plan is None else {id(m): known for m, known in plan.known.items()}
         self._open = set(map(id, modules if plan is None else plan.watched))
         # Modules by their ids: other modules of the process need not be hashable.
-        self._first = self._open if plan is None else {*self._open, *map(id, plan.outermost)}
-        self._left = self._first | self._known.keys()
+        self._left = self._open | self._known.keys()
         self._watcher: Watcher
         self._hooks = GlobalHooks(self._before, self._after)
         self._inside: set[int | None] = set()  # threads in which forward calls run
@@ -203,7 +185,6 @@ class Forwards:
         cls,
         selection: Selection,
         guard: Guard,
-        renew: Callable[[], "Forwards | None"] = lambda: None,
         plan: Plan | None = None,
         *,
         repeated: bool = False,
@@ -213,7 +194,6 @@ class Forwards:
         return cls(
             selection.modules,
             guard,
-            renew,
             plan,
             devices=devices,
             repeated=repeated,
@@ -279,16 +259,10 @@ class Forwards:
         finally:
             self._running.inside = outside
 
-    def is_written(self, tensor: Tensor) -> None:
-        """Save a tensor's value for the running forward calls before the tensor is written to."""
-        copy = tensor.detach().clone()
-        for forward in self._running.forwards:
-            forward.written.setdefault(id(tensor), copy)
-
     # --- hooks -----------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._running.forwards or (id(module) in self._first and self._counts):
+        if self._running.forwards or (id(module) in self._open and self._counts):
             self._guarded(self._enter, module, args)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
@@ -300,14 +274,12 @@ class Forwards:
         """Run the body of a hook, and track the running forward calls even after failures."""
         if torch.compiler.is_compiling() or is_rerun() is not self._repeated:
             return
-        state = ThreadState()
         try:
             if is_seen():
                 run_apart(body, *args)
             else:
                 body(*args)
         except BaseException as error:
-            state.put_back()
             self._unwind()
             if not isinstance(error, Exception):
                 self._guard.broken = True
@@ -328,9 +300,7 @@ class Forwards:
         if forwards and forwards[0].module is module:  # an interrupt has ended its forward
             self._unwind()
         if not forwards:
-            if not (self._active and trains(args)) or self._hands_over(module, args):
-                return
-            if id(module) not in self._open:
+            if not (self._active and trains(args)):
                 return
             self._inside.add(threading.get_ident())
         elif not forwards[-1].is_open:
@@ -351,29 +321,21 @@ class Forwards:
         trains = {p.requires_grad for p in nn.Module.parameters(module)}
         return not self._counts or trains == {False}
 
-    def _hands_over(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Let a successor follow the pass if there is one; return whether this one must not."""
-        successor = self._renew()
-        if successor is None:
-            return not self._active
-        # Torch listed the hooks of this call before the successor added its own.
-        successor._before(module, args)
-        return True
-
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        running = self._running
+        running, given = self._running, (*args, *kwargs.values())
         forward = running.forwards[-1] if running.forwards else None
-        is_inside = forward is not None and forward.module is module
+        if forward is not None and forward.module is not module:
+            forward = None
         try:
             with torch._C.DisableTorchFunction():
                 if self._is_survey and output is not None and id(module) in self._open:
-                    self._runs(module, (*args, *kwargs.values()), forward if is_inside else None)
-                if self._is_watching and is_inside and forward.is_open:  # type: ignore[union-attr]
+                    self._runs(module, given, forward)
+                if forward is not None and forward.is_open and self._is_watching:
                     self._watcher.ends(module, args, kwargs, output)
         finally:
-            if is_inside:
+            if forward is not None:
                 running.forwards.pop()
                 self._switch()
                 if not running.forwards:

@@ -3,7 +3,7 @@
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.rerun.surroundings import is_rerun
-from adiv_monitor.rerun.thread import is_traced, run_apart
+from adiv_monitor.rerun.thread import is_traced
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -152,7 +151,7 @@ def _weakly(method: Callable[..., None]) -> Hook:
 
 
 def _call(method: Callable[[], Callable[..., None] | None], *args: Any) -> None:
-    bound = method()
+    bound = None if torch.compiler.is_compiling() else method()
     if bound is not None:
         bound(*args)
 
@@ -168,46 +167,6 @@ _EXPECTED = (
     *("ignore", re.compile("Using `torch.compile.module.` when there are global hooks")),
     *(UserWarning, None, 0),
 )
-
-
-class NextForward:
-    """Calls a function once, when a forward pass through any of the modules has run.
-
-    Args:
-        modules: the modules, any of which may be called first.
-        function: called with that module, the arguments of the call and its keyword arguments.
-        guard: runs the body of a hook: (body, *arguments).
-        counts: asked at the first evaluation whether it counts, for which other weights may be
-            swapped in, and back. If not, no later one does.
-    """
-
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        function: Callable[[nn.Module, Any, Any], object],
-        guard: Callable[..., object],
-        counts: Callable[[], bool],
-    ) -> None:
-        self._modules = set(map(id, modules))
-        self._function = function
-        self._counts = counts
-        self._guard = guard
-        self._waits = False  # until the next training step
-        self._hooks = GlobalHooks(None, self._ran)
-        self.put_on, self.remove = self._hooks.put_on, self._hooks.remove
-
-    def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
-        if id(module) in self._modules and more[1:] and not is_rerun() and trains(args):
-            self._guard(self._runs, module, args, more[0])
-
-    def _runs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (module.training or torch.is_grad_enabled()):  # an evaluation
-            self._waits = self._waits or not self._counts()
-            if self._waits:
-                return
-        self.remove()
-        # It may watch a rerun with a torch function mode.
-        run_apart(self._function, module, args, kwargs, functions=True)
 
 
 def trains(value: object) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import LateScales, Rows, Whole
+from adiv_monitor.features.rows import Rows, Whole
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -51,12 +51,10 @@ class Use:
         features: returns φ of the chosen rows.
         layout: (tensor shaped like the function's result) → a view of z or of its gradient with
             the channels in the last dimension, so that all dimensions before it are rows.
-        whole: returns scales and feature sum of all rows; None where one pass is not enough.
+        whole: returns the lengths of all rows; None where one pass is not enough.
         shaped: reshapes a tensor shaped like `weight` to the shape that the features expect.
         part: name of the part of the module, where one call uses several parts.
         form: anything else on which the features' reading of weight and bias depends.
-        late: where every row has several scales, returns those of all rows for use with the
-            gradient; None where they are expensive.
     """
 
     kind: str
@@ -68,7 +66,6 @@ class Use:
     shaped: Callable[[Tensor], Tensor] = as_it_is
     part: str = ""
     form: object = None
-    late: Callable[[], LateScales | None] = _not_cheap
 
 
 def shape_alike(

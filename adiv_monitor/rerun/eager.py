@@ -28,7 +28,11 @@ class forced_eager:
 
     def __enter__(self) -> None:
         _holders.add(weakref.ref(self, _leave))
-        _settle()
+        try:
+            _settle()
+        except BaseException:
+            self.leave()
+            raise
 
     def __exit__(self, *error: object) -> None:
         surely(self.leave)

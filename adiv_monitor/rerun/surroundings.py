@@ -29,17 +29,15 @@ class Surroundings:
     Args:
         random: saved states of the generators.
         modules: the modules whose buffers and attributes are saved.
-        written: by id, the earlier values of buffers that were written to since.
     """
 
     def __init__(
         self,
         random: Randomness,
         modules: Collection[nn.Module] = (),
-        written: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._random = random
-        self._state = _State(modules, written)
+        self._state = _State(modules)
         kinds = {"cpu", *(device.type for device in random.devices)}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -74,11 +72,8 @@ class Surroundings:
 class _State:
     """Attributes and buffers of modules, with copies of the tensors among them."""
 
-    def __init__(
-        self, modules: Iterable[nn.Module], written: Mapping[int, Tensor] | None = None
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._copies: dict[int, Tensor] = {}
-        self._written = written or {}
         self._held = [
             (
                 module,
@@ -96,8 +91,7 @@ class _State:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._copies:
-            now = self._written.get(id(value), value)
-            self._copies[id(value)] = now.detach().clone()
+            self._copies[id(value)] = value.detach().clone()
         return self._copies[id(value)]
 
     def set_copies(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -20,30 +19,15 @@ R = TypeVar("R")
 
 
 class ThreadState:
-    """Torch's settings in this thread, to restore if an interrupt kept a `with` from doing so.
+    """Whether gradients are enabled in this thread, to restore it after a failure.
 
-    As a context manager, it restores them if an exception leaves the block.
-
-    Args:
-        whole: save autocast's settings even if autocast is off. Needed for reruns of forward
-            passes, which turn on the autocast that they had; nothing else here turns it on.
+    As a context manager, it is restored if an exception leaves the block.
     """
 
-    __slots__ = ("_autocast", "_caches", "_dual_level", "_gradients", "_nesting", "_overrides")
+    __slots__ = ("_gradients",)
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
-        self._overrides = torch._C._is_torch_function_enabled()
-        self._dual_level = forward_ad._current_level
-        self._autocast: list[tuple[str, bool, torch.dtype]] | None = None
-        if not whole and not torch._C._is_any_autocast_enabled():
-            return
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in _KINDS
-        ]
-        self._caches = torch.is_autocast_cache_enabled()
-        _, self._nesting = map(_CALL, _NESTING)
 
     def __enter__(self) -> None:
         pass
@@ -53,29 +37,8 @@ class ThreadState:
             self.put_back()
 
     def put_back(self) -> None:
-        """Restore the settings; after an interrupt, it can be called again."""
+        """Enable or disable gradients as before."""
         torch._C._set_grad_enabled(self._gradients)
-        if self._overrides and not torch._C._is_torch_function_enabled():
-            _ENABLED.__exit__(None, None, None)
-        for kind, enabled, dtype in self._autocast or ():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        if self._autocast is not None:
-            torch.set_autocast_cache_enabled(self._caches)
-            while [*map(_CALL, _NESTING)][1] > self._nesting:  # otherwise its cache would stay
-                torch.autocast_decrement_nesting()
-        while forward_ad._current_level > self._dual_level:
-            forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
-
-
-# Only the exit of a `DisableTorchFunction` context can enable torch functions again.
-_ENABLED = torch._C.DisableTorchFunction()
-_ENABLED.__enter__()
-_ENABLED.__exit__(None, None, None)
-_KINDS = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-# Only a change returns autocast's nesting depth; one byte code increments and decrements it.
-_NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-_CALL: Callable[[Callable[[], int]], int] = type(torch.autocast_increment_nesting).__call__
 
 
 def function_modes() -> list[TorchFunctionMode]:

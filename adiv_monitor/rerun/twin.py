@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -33,7 +34,6 @@ class Twin:
         module: the module, whose forward is running or has just run.
         arguments: copies of the forward's arguments, to which nobody else writes.
         random: the state of the random numbers when the forward began.
-        written: by id, the values at that time of buffers that were written to since.
         own: by id, the copies of its trained parameters; missing ones are made, and kept there for
             other twins.
 
@@ -46,12 +46,11 @@ class Twin:
         module: nn.Module,
         arguments: Arguments,
         random: Randomness,
-        written: Mapping[int, Tensor],
         own: dict[int, Tensor],
     ) -> None:
         self._module, self._arguments = module, arguments
         self._modules = list(module.modules())
-        self._surroundings = Surroundings(random, self._modules, written)
+        self._surroundings = Surroundings(random, self._modules)
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         for p in trained.values():
             if id(p) not in own:
@@ -98,6 +97,10 @@ class Twin:
                     hooks = vars(part).get(name, {}).items()
                     kept = [(key, hook) for key, hook in hooks if _makes_weights(hook)]
                     vars(part)[name] = OrderedDict(kept)
+                    if kept:
+                        part.training = False  # spectral_norm has taken its step
+                if isinstance(part, ParametrizationList):
+                    part.eval()
             with sdpa_kernel(SDPBackend.MATH), alone():
                 return run()
 

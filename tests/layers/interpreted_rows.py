@@ -34,7 +34,7 @@ def rows_reference(form):
     return reference
 
 
-@pytest.mark.slow(one_in=29)
+@pytest.mark.slow(one_in=37)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,7 +104,7 @@ def test_zero_and_short_rows(form):
     torch.testing.assert_close(dx[1], f[1] * u[1], rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=13)
 @pytest.mark.parametrize("width", [*range(1, 20), 28, 30, 31, 33])
 @pytest.mark.parametrize("dtype", [FLOAT64, BFLOAT16], ids=str)
 def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
@@ -121,7 +121,7 @@ def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
         )
 
 
-@pytest.mark.slow(one_in=11)
+@pytest.mark.slow(one_in=23)
 @pytest.mark.parametrize("block", [16, 64], ids=["in blocks", "whole"])
 @pytest.mark.parametrize("stride", [24, 25, 28, 31, 32])
 @pytest.mark.parametrize("start", [0, 1, 4, 7])
@@ -262,7 +262,7 @@ FEWER_ROWS_THAN_INPUTS = [(5, 50, 7), (13, 257, 65)]
 MORE_ROWS_THAN_INPUTS = [(40, 16, 9), (33, 31, 20)]
 
 
-@pytest.mark.slow(one_in=19)
+@pytest.mark.slow(one_in=23)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 @pytest.mark.parametrize("shape", FEWER_ROWS_THAN_INPUTS + MORE_ROWS_THAN_INPUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -329,7 +329,7 @@ def test_layout_of_rows(way, form, layout):
     check(way(form), linear_reference(form), inputs, [g], FLOAT64)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("layout", ["three dimensions", "expanded", "transposed", "one dimension"])
 @pytest.mark.parametrize("form", FORMS)
 def test_layout_of_few_rows(form, layout):
@@ -378,7 +378,7 @@ def test_derivatives_of_unit_rows_by_finite_differences(form):
     assert gradgradcheck(function, x, fast_mode=True)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=17)
 @pytest.mark.parametrize("wanted", range(3), ids=["x", "W", "b"])
 @pytest.mark.parametrize(("way", "form"), ALL_MAPS)
 @pytest.mark.parametrize("rows", [3, 12], ids=["few rows", "many rows"])
@@ -414,7 +414,7 @@ def test_a_grid_of_programs_fills_the_device_and_no_more(monkeypatch):
     assert launch.workers(torch.zeros(1), 5, 1000) == 1
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(("way", "form"), ALL_MAPS)
 def test_output_may_be_overwritten(way, form):
     inputs = [torch.randn(s, requires_grad=True) for s in ((3, 9), (2, 9), (2,))]
@@ -425,7 +425,7 @@ def test_output_may_be_overwritten(way, form):
         assert torch.equal(one, other)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize("shape", [(7, 10, 33), (33, 65, 25)], ids=["scale x", "scale g"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("proportional", [True, False], ids=["proportional", "disproportional"])
@@ -453,7 +453,7 @@ def test_row_gradients_of_zero_rows_are_finite():
     assert (dw == 0).all() and (db == 2).all()
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize(("way", "form"), ALL_MAPS)
 @pytest.mark.parametrize("rows", [5, 64])
 def test_autocast_writes_the_narrow_dtype_at_once(way, form, rows):
@@ -473,6 +473,7 @@ def test_autocast_writes_the_narrow_dtype_at_once(way, form, rows):
         assert relative_error(actual, true) <= 2e-2
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 def test_autocast_leaves_double_precision_alone(way, form):
     inputs = [torch.randn(s, dtype=FLOAT64) for s in ((5, 40), (3, 40), (3,))]

@@ -22,6 +22,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 # Former names of findings → what is there instead.
 _RETIRED = {
     **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"), ""),
+    "attention-saturated": "",
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
     "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
 }

@@ -198,11 +198,14 @@ class RepeatedLoss:
         random = Randomness(devices_of(self._modules), self._modules)
         self._begin = Surroundings(random, self._modules)
 
-    def of(self, batch: Any) -> float:
-        """Return the loss of a batch with the model's current weights."""
+    def of(self, batch: Any, backward: bool = False) -> float:
+        """Return the loss of a batch with the model's current weights, after its backward pass."""
 
         def run() -> float:
-            return float(self._fork.loss(self._fork.model, copied(batch)).detach())
+            loss = self._fork.loss(self._fork.model, copied(batch))
+            if backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
 
         return untouched(self._modules, self._begin, run)
 

@@ -165,9 +165,14 @@ SOFTMAXES = ("softmax", "log_softmax", "softmin")
 
 @of_each_call("softmax-of-one")
 def of_one(call: Call, fork: Fork) -> Fact | None:
-    """Find softmaxes of (samples, 1) over the last axis, whose result is always 1."""
-    samples = size_of(fork.batches[0])
-    return _of_shape(call) if samples > 1 and _softmax_over(call, 1) == (samples, 1) else None
+    """Find softmaxes over an axis of length 1, of classes or of scores: the result is always 1."""
+    samples, x, axis = size_of(fork.batches[0]), call.argument(0, "input"), call.argument(1, "dim")
+    if samples > 1 and _softmax_over(call, 1) == (samples, 1):
+        return _of_shape(call)
+    is_softmax = call.name in SOFTMAXES and call.path is not None and isinstance(axis, int)
+    if not is_softmax or x.ndim < 3 or x.shape[axis] != 1 or max(x.shape[1:]) == 1:
+        return None
+    return _of_shape(call, scores="True")
 
 
 @of_each_call("softmax-over-samples")
@@ -184,9 +189,9 @@ def over_samples(call: Call, fork: Fork) -> Fact | None:
     return _of_shape(call) if is_met else None
 
 
-def _of_shape(call: Call) -> Fact:
+def _of_shape(call: Call, **words: str) -> Fact:
     shape = str(tuple(call.argument(0, "input").shape))
-    return Fact(call.place, {}, {"shape": shape, "function": call.name})
+    return Fact(call.place, {}, {"shape": shape, "function": call.name, **words})
 
 
 def _softmax_over(call: Call, axis: int) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ from adiv_monitor.diagnosis.record import Fact
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 FEW = 4  # values: the variance's relative error, √(2/(n−1)), is 82 % for four
-ONE_BATCH = 0.9  # momentum: share of the last batch in the running statistics
+# Momentum, the share of the last batch in running statistics: these are its own, or hardly follow.
+ONE_BATCH, SLOW = 0.9, 0.005
 HIGH = 0.7  # share that dropout drops
 FEWEST = 3  # samples of a batch
 VARIES = 1e-4  # share of the mean square, from which inputs vary over samples
@@ -57,10 +58,9 @@ def running(call: Call, fork: Fork) -> Fact | None:
     """Return the momentum of running statistics that stay as they began, or are of one batch."""
     norm = _batch_norm(call, fork)
     momentum = getattr(norm, "momentum", None)
-    if norm is None or norm.running_mean is None or momentum is None:
+    if norm is None or norm.num_batches_tracked is None or momentum is None:
         return None
-    stays = momentum == 0 and _is_unused(norm)
-    is_told = stays or momentum >= ONE_BATCH
+    is_told = momentum >= ONE_BATCH or (momentum < SLOW and int(norm.num_batches_tracked) <= 1)
     return Fact(str(call.path), {"momentum": float(momentum)}) if is_told else None
 
 

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from adiv_monitor.audit.experiments import loss_inputs
 from adiv_monitor.audit.experiments.activations import maps_that_run
 from adiv_monitor.audit.experiments.backward import cuts, undo
-from adiv_monitor.audit.experiments.beginning import OneSided, bare_weights
+from adiv_monitor.audit.experiments.beginning import bare_weights
 from adiv_monitor.audit.experiments.calls import (
     Call,
     calls_of,
@@ -25,12 +25,11 @@ from adiv_monitor.audit.experiments.calls import (
     changed,
     is_input,
     rate_of,
-    see_calls,
     with_rate,
 )
 from adiv_monitor.audit.experiments.changed_inputs import arguments
 from adiv_monitor.audit.experiments.exchange import ORDERED
-from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH, NORMS
+from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH
 from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
@@ -167,14 +166,12 @@ def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
 
 
 @fix("no-decay", key="weight_decay", above=0.0, to=0.0)
-@fix("less-decay", key="weight_decay", above=0.0, times=0.1)
-@fix("usual-momentum", key="momentum", above=remedies.USUAL, to=remedies.USUAL)
 @fix("usual-epsilon", key="eps", above=USUAL_EPSILON, to=USUAL_EPSILON, rescales=True)
-def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, **new: float) -> None:
-    """Lower a setting where it is above a value: to another, or to a share of itself."""
+def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, to: float) -> None:
+    """Lower a setting where it is above a value."""
     larger = [g for g in fork.optimizer.param_groups if g.get(key, 0.0) > above]
     for group in some(larger, f"no {key} is above {above:g}"):
-        group[key] = new.get("to", group[key] * new.get("times", 1.0))
+        group[key] = to
 
 
 @fix("no-clip")
@@ -312,28 +309,11 @@ def _group_norm(fork: Fork, layers: Layers, record: Seen) -> None:
         fork.model.set_submodule(path, group)
 
 
-@fix("train-mode")
-def _train_mode(fork: Fork, layers: Layers, record: Seen) -> None:
-    still = [m for m in fork.model.modules() if isinstance(m, NORMS) and not m.training]
-    some(still, "no normalisation is in evaluation mode")
-    for module in fork.model.modules():  # a train() of the model's own may leave parts as they are
-        module.training = True
-
-
 @fix("batch-first", rescales=True)
 def _batch_first(fork: Fork, layers: Layers, record: Seen) -> None:
     found = [m for m in fork.model.modules() if isinstance(m, ORDERED) and not m.batch_first]
     for module in some(found, "no recurrent layer or attention lacks batch_first=True"):
         module.batch_first = True
-
-
-@fix("centred-weights", rescales=True)
-def _centred_weights(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
-    found = OneSided(fork)
-    see_calls(fork, found.see)
-    for weight in some(found.weights, "no weights lie on one side of zero").values():
-        nn.init.xavier_normal_(weight)
 
 
 @fix("reinitialise")
@@ -493,3 +473,18 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Seen) -> None:
         return call.function(10.0 * given.pop("input"), *call.args[1:], **given)
 
     replace_calls(fork, lambda call: call.name == "cross_entropy", instead)
+
+
+@fix("positions", rescales=True)
+def _positions(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Add a random vector to each place's vector that the first layer gives, of their own rms."""
+
+    def instead(call: Call) -> object:
+        made = call.function(*call.args, **call.kwargs)
+        drawn = torch.randn(made.shape[1:], generator=torch.Generator().manual_seed(fork.seed))
+        return made + made.detach().square().mean().sqrt() * drawn.to(made)
+
+    kinds = ("embedding", "linear", "conv2d")
+    found = calls_of(fork, lambda call: call.name in kinds and call.result.ndim in (3, 4))
+    first = some(found, "no layer gives each place a vector")[0].number
+    replace_calls(fork, lambda call: call.number == first, instead)

@@ -407,6 +407,7 @@ FIRST = (3, 1, 0)  # number of fixes of a finding that are tried, by its strengt
 Outcomes = dict[tuple[str, tuple[str, ...]], Trial | str]  # of fix and layers: why it is not tried
 
 NOT_AMONG_THE_FIRST = "only the first fixes of a finding are tried"
+OPEN = ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST)  # reasons that say nothing of the fix
 
 
 def tried(
@@ -527,6 +528,8 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
         strength = "watch"
     elif strength == "watch" and any(_promotes(trial, finding) for trial in trials):
         strength = "act"
+    elif fault_of(finding).often_meant and (trials or any(a.untried not in OPEN for a in advice)):
+        strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
 
 

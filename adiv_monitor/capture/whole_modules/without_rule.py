@@ -17,7 +17,7 @@ from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.capture.whole_modules.graph import leaves_of, nodes_above
+from adiv_monitor.capture.whole_modules.graph import leaves_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import JacobianFeatures
@@ -30,9 +30,9 @@ from adiv_monitor.rerun.twin import Arguments, Twin
 class ParametersWithoutRule:
     """Finds the parameters without a rule that must be measured through a module that has run.
 
-    These are parameters of functions without a rule, and parameters that the output depends on
-    although no visible function took them (custom autograd functions). Each parameter goes to the
-    innermost module that ran and holds it at any depth.
+    These are the parameters that an output depends on although no rule accounts for them: a
+    function without a rule, or none that is visible, took them. Each one goes to the innermost
+    module that ran and holds it at any depth.
 
     Args:
         selection: the parameters to measure.
@@ -41,9 +41,8 @@ class ParametersWithoutRule:
 
     def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
         self._guard = guard
-        # By id of a parameter, the functions that took it, with the nodes of their results.
-        self._unexplained: dict[int, dict[str, set[Any]]] = {}
-        self._reached: dict[int, str] = {}  # the first function whose result a gradient reached
+        # By id of a parameter, the first function without a rule whose result a gradient reached.
+        self._reached: dict[int, str] = {}
         self._hooks: list[RemovableHandle] = []
         self._refused: dict[int, str] = {}  # → the reason why it can't be measured through a module
         self._accounted: set[int] = set()
@@ -65,37 +64,29 @@ class ParametersWithoutRule:
             function: the function.
             made: its result. Tensors without a gradient, such as indices, are ignored.
         """
-        for tensor in made:
-            if tensor.grad_fn is None:
-                continue
-            for key in keys:
-                nodes = self._unexplained.setdefault(key, {}).setdefault(function, set())
-                nodes.add(tensor.grad_fn)
-            arrive = partial(self._guard, self._arrive, keys, function)
-            self._hooks.append(on_gradient(tensor, arrive))
+        arrive = partial(self._guard, self._arrive, keys, function)
+        self._hooks += [on_gradient(x, arrive) for x in made if x.grad_fn is not None]
 
     def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
         """Record that a gradient reached the result of a function without a rule."""
         for key in keys:
-            self._reached.setdefault(key, function)
+            if key not in self._claims:
+                self._reached.setdefault(key, function)
 
     def release(self) -> None:
         """Release graphs and copies of parameters, which are not needed after the step."""
         call_all(*(hook.remove for hook in self._hooks))
         self._hooks.clear()
-        for functions in self._unexplained.values():
-            for nodes in functions.values():
-                nodes.clear()
         self._before = {}
 
     @property
     def unmeasured(self) -> set[int]:
         """Ids of the parameters with a use that a gradient reached and that is not measured."""
-        return (self._unexplained.keys() & self._reached.keys()) | self._refused.keys()
+        return self._reached.keys() | self._refused.keys()
 
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
-        if key not in self._refused and key in self._unexplained and key in self._reached:
+        if key not in self._refused and key in self._reached:
             return (
                 f"it is used by {self._reached[key]}, for which there is no rule, and no module "
                 "that holds it returns the result as rows"
@@ -104,31 +95,18 @@ class ParametersWithoutRule:
 
     def may_be_in(self, module: nn.Module) -> bool:
         """Return whether the module may hold parameters without a rule at any depth."""
-        held = self._held[module]
-        return not held <= self._accounted or not held.isdisjoint(self._unexplained)
+        return not self._held[module] <= self._accounted
 
     def claim(
         self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[str]:
         """Return the names, in the module, of the parameters to be measured through it."""
-        held = self._held[module] - self._refused.keys()
-        found = held & self._unexplained.keys()
-        if found:  # the result may be unused, like a distance that only selects an entry
-            nodes = {tensor.grad_fn for tensor in outputs}
-            nodes.update(nodes_above(outputs, {tensor.grad_fn for tensor in inputs}))
-            found = {
-                key
-                for key in found
-                if not nodes.isdisjoint(set[Any]().union(*self._unexplained[key].values()))
-            }
-        hidden = held - self._accounted - found
-        if not self._claims.keys().isdisjoint(hidden):  # claimed by modules inside this one
+        left = self._held[module] - self._refused.keys() - self._accounted
+        if not self._claims.keys().isdisjoint(left):  # claimed by modules inside this one
             below = set(module.modules()) - {module}
-            hidden = {key for key in hidden if below.isdisjoint(self._claims.get(key, ()))}
-        if hidden:
-            found |= hidden & leaves_of(outputs, inputs)
+            left = {key for key in left if below.isdisjoint(self._claims.get(key, ()))}
+        found = left & leaves_of(outputs, inputs) if left else left
         for key in found:
-            self._unexplained.pop(key, None)
             self._claims[key].add(module)
         return [name for name, p in module.named_parameters() if id(p) in found] if found else []
 
@@ -178,7 +156,7 @@ class ParametersWithoutRule:
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
                 held = tree_map(partial(_held, elements, rows.shape[0]), arguments)
-                twin = Twin(module, held, began.random, began.written, self._before)
+                twin = Twin(module, held, began.random, self._before)
                 run = partial(_run, twin, names, outputs, own)
                 again, _ = run(tried)
             except Exception as error:

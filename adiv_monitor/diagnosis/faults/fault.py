@@ -46,6 +46,7 @@ class Fault:
         explains: findings that may follow from it.
         acts_below: a fact that may be harmless: it is to be acted on if the run suffers, or if a
             fix helps and leaves less than this share of the loss; None: it is no such fact.
+        often_meant: whether such a fact is a note if a fix of it was tried and does not help.
     """
 
     title: str
@@ -55,6 +56,7 @@ class Fault:
     certain: bool = False
     explains: tuple[str, ...] = ()
     acts_below: float | None = None
+    often_meant: bool = False
 
 
 FAULTS: dict[str, Fault] = {}

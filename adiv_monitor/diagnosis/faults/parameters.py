@@ -192,8 +192,7 @@ told(__name__, "gradient-hooks", "Hooks that change the gradient", suffers,
      explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
-@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING,
-            acts_below=1.0)  # fmt: skip
+@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING)
 def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
@@ -212,7 +211,7 @@ told(__name__, "left-in-eval", "", suffers,
      "These normalisations are in eval mode while the model trains: {all_places}. Their running "
      "mean is still 0 and their variance 1, so they normalise nothing.",
      [Number("normalisations in eval mode")],
-     Advice("call train() on these modules before training", "train-mode"),
+     Advice("call train() on these modules before training"),
      where=lambda fact: not fact.numbers["given"], of_modules=True)  # fmt: skip
 told(__name__, "left-in-eval", "", "watch",
      "The model is in eval mode, with normalisations whose running mean and variance are still 0 "

@@ -11,6 +11,8 @@ from dataclasses import replace
 from statistics import median
 
 from adiv_monitor.diagnosis import course
+from adiv_monitor.diagnosis import readings as read
+from adiv_monitor.diagnosis.faults import rates
 from adiv_monitor.diagnosis.faults.data import BEHIND, EXPLAINS
 from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_REPORTS,
@@ -23,27 +25,10 @@ from adiv_monitor.diagnosis.faults.fault import (
     told,
 )
 from adiv_monitor.diagnosis.faults.inputs import by_training, is_broken, non_finite
-from adiv_monitor.diagnosis.faults.rates import (
-    better_rate,
-    by_trial,
-    overshoot,
-    said_of_rates,
-    share_of_fall,
-    suffers,
-)
 from adiv_monitor.diagnosis.faults.remedies import other_rates, usual_factor
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH, value_of
-from adiv_monitor.diagnosis.readings import (
-    Typical,
-    at_first,
-    at_peak,
-    by_layer,
-    named,
-    still_rises,
-    these,
-    worst_first,
-)
+from adiv_monitor.diagnosis.readings import named, these
 from adiv_monitor.diagnosis.record import Record
 
 # Findings that already say how far layers move; a layer that one of them names is not named again.
@@ -68,15 +53,15 @@ AUDIT = Advice("run adiv-audit: it looks for the cause, and tries fixes")
 @fault("rate-too-low", "Learning rate too low", about="symptom")
 def rate_too_low(record: Record) -> Iterator[Finding]:
     """Find a learning rate so low that nothing is learned."""
-    if overshoot(record) is None:
+    if rates.overshoot(record) is None:
         yield from (_too_low_by_trial if record.rates else _too_low_by_measures)(record)
 
 
 def _too_low_by_trial(record: Record) -> Iterator[Finding]:
-    if (better := better_rate(record)) is None or better[0] < 1:
+    if (better := rates.better_rate(record)) is None or better[0] < 1:
         return
     factor, trial = better
-    share = share_of_fall(record, trial)
+    share = rates.share_of_fall(record, trial)
     shares = SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE
     limits = dict(zip(STRENGTHS, shares, strict=True))
     strength = next((name for name, limit in limits.items() if share < limit), None)
@@ -84,32 +69,35 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
     if strength == "act" and not (is_slow and trial.steps >= LONG):
         strength = "watch"  # a run that is slow at first only looks like that, too
     if strength is not None:
-        yield Finding("rate-too-low", strength, said_of_rates(factor, trial)
+        yield Finding("rate-too-low", strength, rates.said_of_rates(factor, trial)
             + " So short a run favours high learning rates: compare them in a longer one."
             * (strength != "act"),
-            by_trial(factor, trial, share, limits[strength]),
+            rates.by_trial(factor, trial, share, limits[strength]),
             other_rates([factor, *(f for f in (10.0, 3.0) if f != factor)]))  # fmt: skip
 
 
 def _moves(record: Record) -> dict[str, float]:
     """Return how far each layer's activations typically move near the peak of the rate."""
-    return {p: t.value for p, t in by_layer(at_peak(record), "update_ratio").items()}
+    return {p: t.value for p, t in read.by_layer(read.at_peak(record), "update_ratio").items()}
 
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
-    moves, is_long = by_layer(at_peak(record), "update_ratio"), course.is_long_enough(record)
-    if still_rises(record) or (is_long and course.fell(record)):
+    moves, is_long = (
+        read.by_layer(read.at_peak(record), "update_ratio"),
+        course.is_long_enough(record),
+    )
+    if read.still_rises(record) or (is_long and course.fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
-    began = at_first(record, "update_ratio")[:1]
+    began = read.at_first(record, "update_ratio")[:1]
     if not is_long and any(all(t.value >= LOW for t in step.values()) for step in began):
         return  # they moved well at first, so the training has probably come to its end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
-        path = worst_first(_moves(record))[0]
+        path = read.worst_first(_moves(record))[0]
         largest = moves[path].value
         # Reports alone don't distinguish a training that never began from one that has ended.
         unsure = " That is usual at the end of a training." * (not record.is_audited)
         factor = usual_factor([largest]) or 10.0
-        yield Finding("rate-too-low", act_if(record.is_audited and suffers(record)),
+        yield Finding("rate-too-low", act_if(record.is_audited and rates.suffers(record)),
             f"In a typical step, no layer's activations move by more than {largest:.3g} times "
             f"their length (limit {HARDLY_MOVES:g}).{unsure}",
             (Evidence("update_ratio", largest, HARDLY_MOVES, path),),
@@ -183,7 +171,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     unclear = course.may_have_fallen(record) and not stays
     if (fell and not stays) or (unclear and not audited):
         return
-    little, rises = not audited and course.fell_little(record), still_rises(record)
+    little, rises = not audited and course.fell_little(record), read.still_rises(record)
     told = audited or course.is_measure(record)
     factor = usual_factor(_moves(record).values()) or 1.0
     factors = [10.0, 0.1] * audited
@@ -213,10 +201,10 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
 
 
 @fault("interference", "Direction lost to interference between rows",
-       shown_by=lambda record: by_layer(record, "attainable_cosine"))  # fmt: skip
+       shown_by=lambda record: read.by_layer(record, "attainable_cosine"))  # fmt: skip
 def interference(record: Record) -> Iterator[Finding]:
     """Find layers whose gradient step has a low cosine although a better step exists."""
-    cosines, ceilings = (by_layer(record, f"{of}_cosine") for of in ("gradient", "attainable"))
+    cosines, ceilings = (read.by_layer(record, f"{of}_cosine") for of in ("gradient", "attainable"))
     lost = [p for p in sorted(cosines, key=lambda p: cosines[p].value)
             if p in ceilings and cosines[p].below(LOW_COSINE)
             and ceilings[p].above(ROOM * abs(cosines[p].value))]  # fmt: skip
@@ -247,12 +235,12 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     named_ones = {layer for f in found if f.name in OF_MOVES for layer in f.layers or ("*",)}
     if record.rates or "*" in named_ones:
         return
-    peak, knows_loss = at_peak(record), course.is_long_enough(record)
+    peak, knows_loss = read.at_peak(record), course.is_long_enough(record)
     late, fell = _quarter(peak, last=True), not knows_loss or course.fell(record)
     limit = HEALTH["update_ratio"].far[0] if fell else LOW
-    still: dict[str, Typical] = {}
+    still: dict[str, read.Typical] = {}
     for part in (peak, *[late] * (len(late.reports) >= FEWEST_REPORTS)):
-        still |= {p: t for p, t in by_layer(part, "update_ratio").items() if t.below(limit)}
+        still |= {p: t for p, t in read.by_layer(part, "update_ratio").items() if t.below(limit)}
     for report in _quarter(peak, last=False).reports if fell else ():
         values = value_of(record, report, "update_ratio")
         named_ones |= {path for path, value in values.items() if LOW <= value <= HIGH}
@@ -262,12 +250,12 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
         return
     # If the loss falls, or need not, the state may be meant.
     meant = knows_loss and bool(record.losses) and (fell or not course.is_measure(record))
-    strength: Strength = "note" if meant or still_rises(record) else "watch"
+    strength: Strength = "note" if meant or read.still_rises(record) else "watch"
     factor = max(3.0, usual_factor(moves.values()) or 0.0)
     said, do = "", ("give these layers a learning rate above zero",)
     if not any(moves.values()):
         said = "The learning rate is zero, or other code resets the weights."
-    elif still_rises(record):
+    elif read.still_rises(record):
         said, do = RISES_YET, ()
     else:
         do = (f"use a learning rate {factor:g} times as high, for these layers or for all, unless "
