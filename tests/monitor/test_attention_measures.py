@@ -512,39 +512,6 @@ def test_a_model_without_attention_has_none() -> None:
     assert any(note.startswith("No attention of trained weights was seen") for note in report.notes)
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("total", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.last = x
-        self.total += x.detach().sum()
-        random.random()
-        np.random.random()
-        return x
-
-
-def test_the_module_is_as_it_was() -> None:
-    counts = Counts()
-    model = Inside(Own(counts)).double()
-    plain = copy.deepcopy(model)
-    random.seed(0)
-    np.random.seed(0)
-    loss_of(plain, batch())
-    drawn = random.random(), np.random.random()
-    random.seed(0)
-    np.random.seed(0)
-    report = monitored(model)
-    assert report.attention
-    assert counts.calls == 1
-    assert len(counts.last) == 4
-    assert torch.equal(counts.total, plain.parts[0].changed.total)
-    assert (random.random(), np.random.random()) == drawn
-
-
 def test_realised_measures_go_with_it() -> None:
     model = built("torch")
     both = monitored(copy.deepcopy(model), realised=True)
@@ -552,7 +519,7 @@ def test_realised_measures_go_with_it() -> None:
     assert both.layers["before"].realised_cosine is not None
 
 
-ATTENDING = ("gpt2", "llama", "bert", "t5", "whisper", "wav2vec2", "hf_vit", "transformer", "vit")
+ATTENDING = ("gpt2", "t5", "whisper", "hf_vit", "transformer")
 
 
 @pytest.mark.slow(one_in=4)
