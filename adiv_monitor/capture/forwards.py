@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.guard import Guard, call_all

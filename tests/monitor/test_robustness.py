@@ -266,10 +266,8 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
         assert "relative error" in report.unsupported["net.2"]
 
 
-class _OddScale:
+class _OddScale(Features):
     """Features of a layer with one row, whose scale is not one number per row."""
-
-    groups = 1
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
