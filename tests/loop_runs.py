@@ -100,8 +100,10 @@ HITS = {
     "frozen": run(layers=HEAD, trainable=300, frozen={"a": 300, "b": 400}),
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
     "unbounded-loss": run(losses=RISING, loss_gradients=(-1.0,)),
+    "batch-too-small": run(losses=STILL, layers=LAYERS | {"c": reading(rows_total=2)}),
 }
 MEANT = {
+    "one sample in each step, as the loss falls": run(layers={"a": reading(rows_total=1)}),
     "gradients of other code before the first step": run(
         2, layers={name: reading(earlier_share=0.05) for name in "abc"}
     ),

@@ -8,8 +8,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.training.target_loss import takes_outputs
-
 # Argument → its types, what else is true of it, and both in words.
 _COUNT = (int, lambda x: x >= 1, "an integer of at least 1")
 _NUMBER = (int, float)
@@ -41,12 +39,6 @@ def check_numbers(
 def check_training(model: object, loss: object, optimizer: object) -> None:
     """Raise TypeError or ValueError if the model, loss or optimizer can't be used for training."""
     check_model(model)
-    if isinstance(loss, nn.modules.loss._Loss) and not takes_outputs(loss):
-        raise TypeError(
-            f"audit(loss=…): got {type(loss).__name__}, which takes more than outputs and targets, "
-            "expected a function (model, batch) → loss, such as lambda model, batch: "
-            "criterion(model(batch[0]), batch[1], batch[2])"
-        )
     if loss is not None and not callable(loss):
         raise TypeError(
             f"audit(loss=…): got {type(loss).__name__}, expected a function (model, batch) → loss "

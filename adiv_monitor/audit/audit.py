@@ -81,4 +81,4 @@ def audit(
     # Rules and trials are loaded by an audit, not by who imports the package for its monitor.
     from adiv_monitor.audit.run import run
 
-    return run(**given)
+    return run(given)

@@ -1,7 +1,8 @@
 """One audit: the run of a copy, its diagnosis, and the trials of other rates and fixes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from adiv_monitor.audit.training.batches import (
     loader_of,
     taken,
 )
-from adiv_monitor.audit.training.setup import COSTLY, Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.training.setup import COSTLY, Setup, seeded
 from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
 from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
 from adiv_monitor.diagnosis import diagnose
@@ -34,38 +35,27 @@ FEWEST_STEPS, MOST_STEPS, EVERY = 24, 60, 6
 LEARNT = 0.1  # of the first loss, or of a constant prediction's: no learning rate hinders this run
 
 
-def run(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    loss: Loss | None,
-    optimizer: Optimizer | OptimizerFactory | None,
-    steps: int | None,
-    every_n_steps: int | None,
-    clip_norm: float | None,
-    try_fixes: bool,
-    try_seconds: float,
-    seed: int,
-    own_losses: Mapping[int, float] | Sequence[float] | None,
-    progress: Progress | None,
-    _facts: Mapping[str, str] | None,
-    **measured: Any,
-) -> AuditReport:
-    """Run an audit; see `audit`. `measured` says what else of a step is measured."""
+_MEASURED = ("max_rows", "realised", "attention", "alignment")  # what else of a step is measured
+
+
+def run(given: Mapping[str, Any]) -> AuditReport:
+    """Run an audit with the arguments of `audit`."""
+    of = SimpleNamespace(**given)
+    loss, batches, steps = of.loss, of.batches, of.steps
     name = "" if loss is None else name_of(loss)
-    facts: dict[str, Any] = {"data": in_words(batches), "loss": name, **(_facts or {})}
+    facts: dict[str, Any] = {"data": in_words(batches), "loss": name, **(of._facts or {})}
     if loss is not None and takes_outputs(loss):
-        loss = TargetLoss(name, loss)  # type: ignore[arg-type]
+        loss = TargetLoss(name, loss)
     notes = []
     if is_data_set(batches):
-        batches = loader_of(batches, DEFAULT_SIZE, seed)
+        batches = loader_of(batches, DEFAULT_SIZE, of.seed)
         notes.append(f"The data set was shuffled, in batches of {DEFAULT_SIZE}: give a DataLoader "
                      "for batches as your loop has them.")  # fmt: skip
-    with each_warning_once(), seeded(seed):
+    with each_warning_once(), seeded(of.seed):
         with as_drawn(batches):
-            kept = taken(batches, steps or MOST_STEPS, next(model.parameters()).device)
-        setup = Setup(model, optimizer or adamw, loss or loss_of_output, kept, steps or MOST_STEPS,
-                      clip_norm, seed)  # fmt: skip
+            kept = taken(batches, steps or MOST_STEPS, next(of.model.parameters()).device)
+        setup = Setup(of.model, of.optimizer or adamw, loss or loss_of_output, kept,
+                      steps or MOST_STEPS, of.clip_norm, of.seed)  # fmt: skip
         cost, differentiates = counted(setup)
         if steps is None:
             affordable = int(MOST_STEPS * min(1.0, COSTLY / cost))
@@ -74,13 +64,10 @@ def run(
                 notes.append(f"A step is costly, so the copy took {setup.steps} of them instead of "
                              f"{MOST_STEPS}: give a number of steps for more.")  # fmt: skip
         setup = replace(setup, cost=cost, differentiates=differentiates)
-        record = observe(
-            setup,
-            every_n_steps=every_n_steps or (EVERY if steps is None else max(1, steps // 10)),
-            progress=progress or silent,
-            **measured,
-        )
-        own = own_losses or ()
+        every = of.every_n_steps or (EVERY if steps is None else max(1, steps // 10))
+        progress, measured = of.progress or silent, {name: given[name] for name in _MEASURED}
+        record = observe(setup, every_n_steps=every, progress=progress, **measured)
+        own = of.own_losses or ()
         by_step = own.items() if isinstance(own, Mapping) else enumerate(own)
         record = replace(
             record,
@@ -90,8 +77,8 @@ def run(
         )
         notes += [*record.notes, *filter(None, [compared(record)])]
         record = replace(record, notes=tuple(notes))
-        cap = trials.Cap(try_seconds) if try_fixes and try_seconds > 0 else None
-        return _report(setup, record, cap, progress or silent)
+        cap = trials.Cap(of.try_seconds) if of.try_fixes and of.try_seconds > 0 else None
+        return _report(setup, record, cap, progress)
 
 
 def _report(

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -82,6 +81,7 @@ class Capture:
         self.removed: list[nn.Parameter] = []
         self.evaluated: tuple[str, ...] = ()
         self.next_batch: tuple[Tensor, ...] = ()
+        self._survey_note: str | None = None
         self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
         self._model = model
         self.selection = selection
@@ -91,7 +91,7 @@ class Capture:
         self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self._without_rule = ParametersWithoutRule(selection, context.guard)
         self.plan = plan
-        self.forwards = Forwards.of(selection, context.guard, context.renew, plan)
+        self.forwards = Forwards.of(selection, context.guard, plan)
         names = Names(model, selection, self.forwards)
         self.layers = Layers(names, self._provenance, chooser, context, selection.is_due)
         self.rows = self.layers.rows
@@ -132,26 +132,19 @@ class Capture:
         owners, calls = set(self.selection.owners), self._watching.record.calls
         return next((calls[module] for module in calls if module in owners), 0)
 
-    def first_called(self) -> list[nn.Module]:
-        """Return the modules with parameters that may be the first to run in the next forward pass.
-
-        These are the first one that ran in this step, and those that did not run.
-        """
-        first, ran = self._watching.first, self._watching.record.calls
-        owners = self.selection.owners
-        return [module for module in owners if module is first or module not in ran]
+    @property
+    def first(self) -> nn.Module | None:
+        """The first module with parameters that ran."""
+        return self._watching.first
 
     @property
     def batch(self) -> tuple[Tensor, ...]:
         """Sums of the tensors that entered the first module that ran; see `sums_of`."""
         return self._watching.batch
 
-    def next_begins(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Take the same sums of the next forward pass, which begins with this module."""
-        trains = torch.is_grad_enabled() and module.training
-        self.next_batch = sums_of(args, kwargs) if module is self._watching.first and trains else ()
+    def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take the same sums of the arguments with which `first` runs in the next step."""
+        self.next_batch = sums_of(args, kwargs)
 
     def finish(self) -> dict[Layer, CapturedLayer]:
         """Hand over the layers that a gradient reached; the gradients are those of the step.
@@ -233,11 +226,11 @@ class Capture:
         held = {id(p) for layer in self.layers.found.values() for p in layer.parameters}
         without = self._without_gradient or set()
         unseen = set(map(id, self.selection.due_parameters)) - held - without
-        trace.learn(self.selection, self.plan, self._watching.record, unseen)
+        self._survey_note = trace.learn(self.selection, self.plan, self._watching.record, unseen)
 
     def notes(self) -> list[str]:
         """Return notes for the report about uses of parameters that are measured only partly."""
-        notes = []
+        notes = [self._survey_note] if self._survey_note else []
         partly = defaultdict(list)
         unmeasured = self._without_rule.unmeasured
         for parameter in self.selection.due_parameters if unmeasured else ():

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.maths.alike import raised
@@ -25,8 +24,6 @@ class Context:
             `fail` adds to them.
         checked: paths of the layers whose module's rule was already checked against the output.
         begins: called when the first layer's forward pass with gradients begins.
-        renew: called before a forward pass is followed; the `Forwards` that it returns replaces
-            this step's.
         passes: follows the backward passes.
         attainable: whether to gather all rows as well, for the ceiling.
     """
@@ -36,6 +33,5 @@ class Context:
     switched_off: Collection[str] = ()
     checked: Collection[str] = ()
     begins: Callable[[], object] = _nothing
-    renew: Callable[[], Forwards | None] = _nothing
     passes: Passes = field(default_factory=Passes)
     attainable: bool = False

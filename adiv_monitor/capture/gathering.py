@@ -36,7 +36,7 @@ from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRul
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, uses_of
-from adiv_monitor.features.rows import Rows, behind_view, hooks_keep, squares
+from adiv_monitor.features.rows import Rows, behind_view, norms
 from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
@@ -279,10 +279,7 @@ class Gathering:
         whole = use.whole() if has_scales else None
         if whole is not None and layer.bias is None:
             whole = whole.of_weight()
-        late = use.late() if has_scales and whole is None else None
-        if late is not None and hooks_keep():  # else autograd keeps the tensors in memory anyway
-            late = None
-        call.look(trained_of(layer, features), call.rows.take(z), whole, late)
+        call.look(trained_of(layer, features), call.rows.take(z), whole)
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = trained_of(layer, use.features(every))
@@ -302,10 +299,10 @@ class Gathering:
         self, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
         gradient = layout(gradient)
-        rows, squares = _seen(call, gradient)
+        rows = call.rows.take(gradient)
         precision = torch.finfo(gradient.dtype).eps
         of_layer = self._layers.rows[call.layer.path]
-        of_layer.arrive(call, rows, squares, precision)
+        of_layer.arrive(call, rows, norms(gradient).flatten(), precision)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         else:  # a second pass through one graph, whose rows are already summed up
@@ -330,16 +327,6 @@ class Gathering:
         except Exception as failure:
             self._layers.failed(path, failure)
         call.replay_error = error
-
-
-def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen rows of a gradient in row layout, and `Call.squares` of all rows."""
-    rows = call.rows
-    if call.late is not None:
-        own = call.late.of_gradient(gradient, bias=call.layer.bias is not None)
-        if own is not None:
-            return rows.take(gradient), own
-    return rows.take(gradient), squares(gradient).reshape(1, -1)
 
 
 def as_view(

@@ -13,7 +13,7 @@ from torch import Tensor
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import LateScales, Rows, Whole, to_device
+from adiv_monitor.features.rows import Rows, Whole, to_device
 from adiv_monitor.maths.ceiling import Ceiling
 
 # Calls whose gradient never arrives still hold rows. The waiting calls may therefore hold up to
@@ -29,13 +29,11 @@ class Call:
         features: φ of the chosen rows; `look` sets it.
         z: the outputs of the chosen rows; `look` sets it.
         whole: the statistics of all rows from the forward pass; `look` sets it.
-        late: the statistics of all rows that need the gradient; None: there are none.
         known: whether `look` was called.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         rescaled: how many factors the parameters' gradient had when this call became part of it.
-        squares: ‖g_r‖² of all rows, (1, rows), or the result of `LateScales.of_gradient`; None once
-            two backward passes have gone through one graph, or where ranks hold partial sums:
-            then the sum is known for the chosen rows alone.
+        norms: ‖g_r‖ of all rows; None once two backward passes have gone through one graph, or
+            where ranks hold partial sums: then the sum is known for the chosen rows alone.
         precision: the rounding of the gradients that arrived.
         evaluates: whether the model was in eval mode.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
@@ -49,12 +47,11 @@ class Call:
         self.rows = rows
         self.known = False
         self.whole: Whole | None = None
-        self.late: LateScales | None = None
         self.gradient: Tensor | None = None
         self.rescaled = 0
-        self.squares: Tensor | None = None
+        self.norms: Tensor | None = None
         self.precision = 0.0
-        # The gradient that arrived since the parameters last accumulated, and ‖g_r‖² of all rows.
+        # The gradient that arrived since the parameters last accumulated, and ‖g_r‖ of all rows.
         self._arrived: tuple[Tensor, Tensor | None] | None = None
         self._backward = -1  # the backward pass in which it arrived
         self.replay_error: Tensor | None = None
@@ -65,11 +62,9 @@ class Call:
         self.tells_sums = False  # a second pass through the graph, or merged rows
         self.evaluates = False
 
-    def look(
-        self, features: Features, z: Tensor, whole: Whole | None, late: LateScales | None = None
-    ) -> None:
+    def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
         """Set features, outputs and statistics of the rows."""
-        self.features, self.z, self.whole, self.late = features, z, whole, late
+        self.features, self.z, self.whole = features, z, whole
         self.known = True
 
     def settle(self) -> None:
@@ -78,13 +73,13 @@ class Call:
         if replay is not None:
             replay()
 
-    def arrive(self, gradient: Tensor, squares: Tensor | None, precision: float) -> None:
-        """Keep ∂L/∂z of the chosen rows and ‖g_r‖² of all until the parameters accumulate.
+    def arrive(self, gradient: Tensor, norms: Tensor | None, precision: float) -> None:
+        """Keep ∂L/∂z of the chosen rows and ‖g_r‖ of all until the parameters accumulate.
 
         If the backward pass reaches no parameter (an attack on the input, for example, or a frozen
         layer), the next pass replaces this gradient.
         """
-        self._arrived = gradient, squares
+        self._arrived = gradient, norms
         self.precision = max(self.precision, precision)
         self._backward = torch._C._current_graph_task_id()
 
@@ -97,19 +92,19 @@ class Call:
         """Add the gradient that arrived to the gradient of this call."""
         if self._arrived is None:
             return
-        gradient, squares = self._arrived
-        self._arrived = self.late = None
+        gradient, norms = self._arrived
+        self._arrived = None
         if self.gradient is None:
-            self.gradient, self.squares = gradient, squares
+            self.gradient, self.norms = gradient, norms
         else:
-            self.gradient, self.squares = self.gradient + gradient, None
+            self.gradient, self.norms = self.gradient + gradient, None
 
     def rescale(self, factor: Tensor) -> None:
         """Scale the gradient by a factor that was applied to the parameters' gradient."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
-        if self.squares is not None:
-            self.squares = self.squares * factor.to(self.squares.dtype) ** 2
+        if self.norms is not None:
+            self.norms = self.norms * factor.to(self.norms.dtype).abs()
 
     @property
     def arrived(self) -> bool:
@@ -263,12 +258,10 @@ class LayerRows:
         """Register that the running backward pass reached a call."""
         self._arriving.setdefault(torch._C._current_graph_task_id(), {})[call] = None
 
-    def arrive(
-        self, call: Call, gradient: Tensor, squares: Tensor | None, precision: float
-    ) -> None:
+    def arrive(self, call: Call, gradient: Tensor, norms: Tensor | None, precision: float) -> None:
         """Take ∂L/∂z of a call; `Accumulation` calls `fold` once the parameters have theirs."""
         self.expect(call)
-        call.arrive(gradient, squares, precision)
+        call.arrive(gradient, norms, precision)
 
     def settle(self) -> None:
         """Compute late rows, now that a gradient has arrived at the layer's parameters."""
@@ -285,7 +278,7 @@ class LayerRows:
             del self._reached[call], self.calls[call]
         self.again |= bool(self._reached)
         for call in self._reached:
-            call.gradient = call.squares = None
+            call.gradient = call.norms = None
             self._waiting[call] = None
             self._rows_waiting += call.rows.count
         self._reached.clear()

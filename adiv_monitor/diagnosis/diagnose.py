@@ -12,7 +12,7 @@ from typing import NamedTuple
 from adiv_monitor.diagnosis.course import FEWEST, course, end, may_have_fallen
 from adiv_monitor.diagnosis.faults import FAULTS, Fault, could_show, found
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, LONG_STEPS, several
-from adiv_monitor.diagnosis.faults.states import OF_MOVES, SPEAK_OF
+from adiv_monitor.diagnosis.faults.states import OF_MOVES
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.health import sentence
 from adiv_monitor.diagnosis.readings import maps
@@ -119,33 +119,24 @@ class Untold(NamedTuple):
 
 
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
-    """Return the strongest findings in a few words.
-
-    It states that nothing was found only if no layer is drawn far outside the healthy range, unless
-    a finding explains why.
-    """
-    found = [finding for finding in findings if fault_of(finding).about != "course"]
-    if found:
-        strongest, said = found[0].strength, found[0].summary
-        if found[0].name == "loss-stuck" and strongest != "note":
-            return f"{NO_CAUSE}{said[:1].lower()}{said[1:].rstrip('.')}"
-        first, *others = dict.fromkeys(fault_of(f).title for f in found if f.strength == strongest)
-        more = f" and {len(others)} more" * bool(others)
-        return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
-    return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
+    """Return the strongest findings in a few words."""
+    if not findings:
+        return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
+    strongest, said = findings[0].strength, findings[0].summary
+    if findings[0].name == "loss-stuck" and strongest != "note":
+        return f"{NO_CAUSE}{said[:1].lower()}{said[1:].rstrip('.')}"
+    first, *others = dict.fromkeys(fault_of(f).title for f in findings if f.strength == strongest)
+    more = f" and {len(others)} more" * bool(others)
+    return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
 
 
 def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]:
     """Return the names of findings that these reports could show; those that they show come first.
 
-    If a finding is about how far layers move, the other ones about it are left out. So are findings
-    about a measure that is outside of the healthy range, but within their own limits.
+    If a finding is about how far layers move, that they hardly do is left out.
     """
     names = {finding.name: None for finding in found}
-    left = {"stands-still", "outside-healthy"} if names.keys() & OF_MOVES else set()
-    outside = (finding for finding in found if finding.name == "outside-healthy")
-    measures = {evidence.measure for finding in outside for evidence in finding.evidence}
-    left = left.union(*(SPEAK_OF[measure] for measure in measures))
+    left = {"stands-still"} if names.keys() & {*OF_MOVES} else set()
     return tuple(dict.fromkeys([*names, *(n for n in could_show(record) if n not in left)]))
 
 

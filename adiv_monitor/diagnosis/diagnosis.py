@@ -52,11 +52,6 @@ class Diagnosis:
         lost = f" The copy differs from your run: {'; '.join(self.record.lost)}."
         return said + hurried * self.record.hurried + lost * bool(self.record.lost)
 
-    @property
-    def hurried(self) -> bool:
-        """Whether the time for trials was over before all had run: more of it may say more."""
-        return self.record.hurried
-
     def _nothing(self) -> str:
         """Return the verdict without findings to act on, unless the loss contradicts it."""
         rest = f" {_count(len(self.findings), 'weaker finding')} below." * bool(self.findings)

@@ -136,7 +136,9 @@ class Trial:
 
         Unless the fix is a learning rate itself, it must also beat another learning rate alone.
         """
-        return self.pays and self.beats_constant and (is_rate(self.fix) or self.beats_rate)
+        return (
+            self.pays and self.beats_constant and (self.fix.startswith("rate*") or self.beats_rate)
+        )
 
     @property
     def objection(self) -> str:
@@ -150,11 +152,6 @@ class Trial:
         if not self.beats_constant:
             return f"no better than a constant prediction ({self.constant:.3g})"
         return f"no better than another learning rate alone ({self.loss_by_rate:.3g})"
-
-
-def is_rate(fix: str) -> bool:
-    """Return whether a fix is a learning rate, and so needs not beat another learning rate."""
-    return fix.startswith("rate*") or fix == "group-rate"
 
 
 class Outcome(NamedTuple):

@@ -10,7 +10,7 @@ from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.record import Facts, Record
+from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report import NO_MAPS, LayerReading, StepReport
 from adiv_monitor.report.wording import listed
@@ -24,7 +24,7 @@ _RISES = 1.01  # times the learning rate of the previous measured step
 
 # Optimizers that divide each step by the size of past gradients, or take its sign, so that a
 # constant factor on the gradient changes nothing.
-SCALE_FREE = frozenset(
+_SCALE_FREE = frozenset(
     ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "Adadelta", "RMSprop")
 ).union(("Rprop", "Adafactor", "Lion", "Muon", "AdamW8bit", "Adam8bit", "LAMB", "Lamb", "Adan"))
 
@@ -48,9 +48,14 @@ class Typical(NamedTuple):
         return self.value + 2 * self.error < limit
 
 
-def scale_free(facts: Facts) -> bool:
+def optimizer_of(record: Record) -> str:
+    """Return the class name of the run's optimizer; "" if it is not known."""
+    return record.facts.optimizer or next((r.optimizer for r in record.reports), "")
+
+
+def scale_free(record: Record) -> bool:
     """Return whether the optimizer's step does not depend on a constant factor of the gradient."""
-    return facts.optimizer in SCALE_FREE
+    return optimizer_of(record) in _SCALE_FREE
 
 
 def maps(record: Record) -> tuple[str, ...]:
@@ -188,11 +193,6 @@ def entries(record: Record, path: str) -> Typical | None:
 def worst_first(values: Mapping[str, float]) -> tuple[str, ...]:
     """Return the layers by value, largest first."""
     return tuple(sorted(values, key=lambda path: -values[path]))
-
-
-def learning_rate(report: StepReport) -> float | None:
-    """Return the largest learning rate of the optimizer's groups at this step; None: unknown."""
-    return max(report.learning_rates, default=None)
 
 
 def learning_rates(record: Record) -> dict[int, float]:

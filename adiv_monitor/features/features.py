@@ -17,7 +17,12 @@ class Features:
     """φ of some rows; Θ = [W | b], z = Θφ. By default there is one group, and only the weight.
 
     A subclass is a dataclass whose tensors have one entry per row, or defines `pick` and `joined`.
+
+    Attributes:
+        form: equal for features of layers that `stacked` can stack; None: it can't.
     """
+
+    form: object = None
 
     @property
     def groups(self) -> int:
@@ -46,15 +51,16 @@ class Features:
 
     def pick(self: F, rows: Tensor) -> F:
         """Return the features of some of the rows."""
-        tensors = {name: tensor[rows] for name, tensor in self._tensors.items()}
-        return replace(self, **tensors)  # type: ignore[type-var]
+        return self._with({name: tensor[rows] for name, tensor in self._tensors.items()})
 
     def joined(self: F, others: Sequence[Any]) -> F:
         """Return the features of these rows and those of other calls of the same layer."""
         if not others:
             return self
         parts = [features._tensors for features in (self, *others)]
-        tensors = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+
+    def _with(self: F, tensors: dict[str, Any]) -> F:
         return replace(self, **tensors)  # type: ignore[type-var]
 
     @property
@@ -62,6 +68,18 @@ class Features:
         """The fields that have one entry per row."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if isinstance(value, Tensor)}
+
+    @property
+    def size(self) -> int:
+        """The number of entries of its tensors."""
+        return sum(tensor.numel() for tensor in self._tensors.values())
+
+    def stacked(self: F, others: Sequence[Any]) -> F:
+        """Return the features of several layers: tensors get a first dimension of layers."""
+        if not others:
+            return self._with({name: tensor[None] for name, tensor in self._tensors.items()})
+        parts = [features._tensors for features in (self, *others)]
+        return self._with({name: torch.stack([p[name] for p in parts]) for name in parts[0]})
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
@@ -100,6 +118,9 @@ class JacobianFeatures(Features):
 class DenseFeatures(Features):
     """Features that are vectors of numbers.
 
+    Those of several layers may be stacked; then all tensors, arguments and results have a first
+    dimension of layers.
+
     Attributes:
         phi: (rows, groups, n_feat), the features that the weight multiplies. The weight is read as
             (groups, n_out, n_feat), torch's layout of linear, grouped convolution and gain weights.
@@ -126,19 +147,31 @@ class DenseFeatures(Features):
                 f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
                 "weight, or a feature (rows, 1) for the bias of every row"
             )
-        for name, dims in ("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2):
-            tensor = getattr(self, name)
-            if isinstance(tensor, Tensor) and tensor.ndim != dims:
+        tensors = (
+            ("phi", 3, self.phi),
+            ("bias", 2, self.bias),
+            ("weight_gain", 2, self.weight_gain),
+        )
+        for name, dims, tensor in (*tensors, ("bias_gain", 2, self.bias_gain)):
+            if isinstance(tensor, Tensor) and tensor.ndim not in (dims, dims + 1):
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"
                 )
 
     @property
+    def form(self) -> object:  # type: ignore[override]
+        """Equal for features with tensors of the same shapes, dtypes and devices."""
+        every = self.phi, self.bias, self.weight_gain, self.bias_gain
+        of = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in every]
+        return (self.transposed, self.mixes_rows, *of)
+
+    @property
     def groups(self) -> int:
         """Number of groups, which are independent layers."""
-        widest = self.bias if self.phi is None else self.phi
-        return widest.shape[1] if isinstance(widest, Tensor) else 1
+        if self.phi is not None:
+            return self.phi.shape[-2]
+        return self.bias.shape[-1] if isinstance(self.bias, Tensor) else 1
 
     def scale(self) -> Float[Tensor, "rows groups"] | None:
         """Return ‖φ_r‖² including the bias's feature and the gains; None if rows are mixed."""
@@ -158,19 +191,20 @@ class DenseFeatures(Features):
         """Return Φ_W Wᵀ, group by group."""
         if self.phi is None:
             return None
-        _, groups, n_feat = self.phi.shape
+        *layers, _, groups, n_feat = self.phi.shape
         weight = weight.to(self.phi.dtype)
         if groups == 1:
-            matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
-            return self.phi.squeeze(1) @ matrix
-        if n_feat == 1 and weight.numel() == groups:
-            return self.phi[..., 0] * weight.reshape(-1)
-        blocks = weight.reshape(groups, -1, n_feat)
-        if blocks.shape[1] == 1:  # a depthwise convolution
-            if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
-                return (self.phi.mT * blocks[:, 0].T.contiguous()).sum(1)
-            return (self.phi * blocks[:, 0]).sum(-1)
-        return torch.einsum("rgp,gnp->rgn", self.phi, blocks).flatten(1)
+            matrix = weight if self.transposed else weight.reshape(*layers, -1, n_feat).mT
+            return self.phi.squeeze(-2) @ matrix
+        blocks = weight.reshape(*layers, groups, -1, n_feat)
+        if blocks.shape[-2] > 1:
+            return torch.einsum("...rgp,...gnp->...rgn", self.phi, blocks).flatten(-2)
+        each = blocks.movedim(-2, -3)  # one output of each group: a gain, a depthwise convolution
+        if n_feat == 1:
+            return (self.phi * each).squeeze(-1)
+        if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
+            return (self.phi.mT * each.mT.contiguous()).sum(-2)
+        return (self.phi * each).sum(-1)
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Return φ_b ⊗ b."""
@@ -178,10 +212,12 @@ class DenseFeatures(Features):
             return None
         if not isinstance(self.bias, Tensor):
             assert self.phi is not None
-            row = bias.flatten().to(self.phi.dtype)
-            return (row if self.bias == 1 else self.bias * row).expand(self.phi.shape[0], -1)
-        blocks = bias.reshape(self.bias.shape[1], -1).to(self.bias.dtype)
-        return (self.bias[..., None] * blocks).flatten(1)
+            *layers, rows, _, _ = self.phi.shape
+            row = bias.reshape(*layers, 1, -1).to(self.phi.dtype)
+            return (row if self.bias == 1 else self.bias * row).expand(*layers, rows, -1)
+        *layers, _, groups = self.bias.shape
+        blocks = bias.reshape(*layers, 1, groups, -1).to(self.bias.dtype)
+        return (self.bias[..., None] * blocks).flatten(-2)
 
     def squared(self) -> "DenseFeatures | None":
         """Return features with φ² in place of φ; None if backward weights or mixes the rows."""
@@ -232,13 +268,14 @@ class DenseFeatures(Features):
         if self.phi is None:
             return None
         # In memory order, without a copy.
-        rows = (self.phi.mT if _lies_across(self.phi) else self.phi).flatten(1)
-        return rows @ (active @ rows), torch.linalg.vector_norm(rows, dim=1)
+        rows = (self.phi.mT if _lies_across(self.phi) else self.phi).flatten(-2)
+        summed = active[..., None, :] @ rows
+        return (rows @ summed.mT).squeeze(-1), torch.linalg.vector_norm(rows, dim=-1)
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_W,k over all groups."""
         assert self.phi is not None
-        return active @ self.phi.flatten(1)
+        return (active[..., None, :] @ self.phi.flatten(-2)).squeeze(-2)
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
@@ -254,7 +291,7 @@ class DenseFeatures(Features):
 
 def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
     """Whether groups, not features, are adjacent in memory."""
-    return phi.stride(1) < phi.stride(2)
+    return phi.stride(-2) < phi.stride(-1)
 
 
 @dataclass(frozen=True)

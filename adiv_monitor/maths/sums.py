@@ -92,7 +92,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class Sampled(Generic[T]):
     """The sampled rows of a layer and the number of all its rows.
 
     Attributes:
@@ -105,7 +105,7 @@ class Sampled:
 
     seen: int
     total: int
-    keys: Array | None = None
+    keys: T | None = None
     bound: float = math.inf
 
 
@@ -129,12 +129,12 @@ class Blocks(Generic[T]):
     norms: T
     largest: T
     entries: T
-    entry_rows: Index | None = None
+    entry_rows: T | None = None
 
     def rows_of_entries(self, seen: int) -> Index:
         """Return the row of each entry, for `seen` sampled rows."""
         if self.entry_rows is not None:
-            return self.entry_rows
+            return np.asarray(self.entry_rows, np.int64)
         return np.arange(seen * self.groups) // self.groups
 
 
@@ -162,22 +162,18 @@ class Totals(Generic[T]):
     Attributes:
         active: number of rows with a nonzero gradient.
         G_G: Σ ‖g_r‖².
-        concentration: Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)², where it is needed.
-        own_G: Σ s_r ‖g_r‖²; for rows with several scales, Σ s_ri g_ri².
-        own_own: Σ s_r² ‖g_r‖²; for rows with several scales, Σ s_ri² g_ri².
+        concentration: Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)².
+        own_G: Σ s_r ‖g_r‖².
+        own_own: Σ s_r² ‖g_r‖².
         scales: sums over the scales.
-        weight_squares: Σ ‖φ_W‖² over all rows.
-        weight_sum: ‖Σ φ_W‖ over all rows; with several ranks, this rank's Σ φ_W.
     """
 
     active: T
     G_G: T
-    concentration: T | None = None
+    concentration: T
     own_G: T | None = None
     own_own: T | None = None
     scales: ScaleTotals[T] | None = None
-    weight_squares: T | None = None
-    weight_sum: T | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +206,42 @@ class Common(Generic[T]):
     norms: T
     sum: T | None = None
     counted: Counted | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FamilySums(Generic[T]):
+    """Numbers of the sampled rows of layers of one kind, stacked.
+
+    Attributes:
+        count: the number of layers.
+        vectors: see `LayerSums`.
+        scale: (layers, rows).
+        blocks: stacked.
+        common: the fields of `Common`, stacked or of one layer.
+    """
+
+    count: int
+    vectors: tuple[Vector, ...]
+    scale: T | None
+    blocks: Blocks[T] | None
+    common: tuple[T | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedSums(Generic[T]):
+    """Numbers of the sampled rows of layers whose vectors have the same shape.
+
+    Attributes:
+        paths: the layers; None: was lost.
+        vectors: all vectors that some of them have.
+        products: (pairs, layers, rows), the dot products of all pairs of these.
+        parts: the numbers of consecutive layers.
+    """
+
+    paths: tuple[str | None, ...]
+    vectors: tuple[Vector, ...]
+    products: T
+    parts: tuple[FamilySums[T], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,14 +370,13 @@ class LayerSums(Generic[T]):
         blocks: the scales of rows that have several; if `scale` is None too, there is no scale.
         totals: sums over all rows; None on the device, where those of alike layers are stacked.
         common: sums for `common_share`.
-        asked_common: whether `common` was requested.
         realised: the realised move on the probe; None: not known.
         attainable: `attainable_cosine`, over all rows.
         ceiling: sums for `attainable_cosine`, of one of several ranks.
     """
 
     about: About
-    sampled: Sampled
+    sampled: Sampled[T]
     vectors: tuple[Vector, ...]
     products: T
     evidence: Evidence[T]
@@ -354,7 +385,6 @@ class LayerSums(Generic[T]):
     blocks: Blocks[T] | None = None
     totals: Totals[T] | None = None
     common: Common[T] | None = None
-    asked_common: bool = False
     realised: Moved[T] | None = None
     attainable: T | None = None
     ceiling: CeilingSums[T] | None = None

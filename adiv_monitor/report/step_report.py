@@ -132,8 +132,8 @@ class StepReport:
             eval mode since the whole model was in eval mode in this step's forward pass.
         batch: weighted sums of the tensors that enter the first measured module in this step, in
             its first call; with several ranks, in the first of them.
-        next_batch: the same in the next step: equal if the same batch came again; empty if the next
-            forward pass is no training, or not known.
+        next_batch: the same in the next step: equal if the same batch came again; empty if it is
+            not known.
         weights_returned: how much of the way that the weights went since an earlier measured step
             was undone as this step began: 1 if they equal those of that step, 0 if they are
             farther away than ever; the largest over the earlier steps; None: not known.

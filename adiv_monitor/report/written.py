@@ -5,6 +5,7 @@ import reprlib
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -57,8 +58,12 @@ def _reader(kind: Hashable) -> Reader:
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, arguments = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _object(kind)
+    if isinstance(made := origin or kind, type) and is_dataclass(made):
+        return _object(made)
+    if isinstance(kind, TypeVar):  # of a generic data class
+        return _anything
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind
     if origin in (Union, types.UnionType):
         (inner,) = (argument for argument in arguments if argument is not types.NoneType)
         return _optional(_reader(inner))

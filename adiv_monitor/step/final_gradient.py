@@ -1,6 +1,6 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,12 +29,12 @@ from adiv_monitor.maths.sums import (
     Totals,
 )
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.row_moves import act, added, gram_is_less, probe
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.unsharded import UnshardedParameters
+from adiv_monitor.step.vectors import Block, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
@@ -66,6 +66,7 @@ class FinalGradient:
         without_ceiling: paths of the layers without attainable_cosine, by the reason.
         moved: paths of layers whose parameters were written to since the backward pass.
         totals: by paths, the stacked sums over all rows.
+        blocks: the measured layers' rows, once all have begun.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class FinalGradient:
         self._steps = steps
         self._scale = scale
         self._generator = generator
-        self._all_rows: dict[str, AllRows] = {}
+        self._all_rows: dict[str, list[AllRows]] = {}
+        self.blocks: list[Block] = []
         self._factors = self._factors_of(captured)
 
     def forget(self, path: str) -> None:
@@ -145,8 +147,7 @@ class FinalGradient:
         attainable, ceiling = self._of_ceiling(captured)
         self._keep_all_rows(layer.path, calls)
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
-        if self._scale is not None:
-            gamma = {key: g / self._scale for key, g in gamma.items()}
+        e = None
         # With several ranks γ also holds the rows of the others.
         trusted = self._is_alone and not reason
         trusted = trusted and layer.path not in self._history.distrusted
@@ -156,8 +157,9 @@ class FinalGradient:
             e = features.gram() @ G
             probed = probe(layer, features, G, gamma, self._generator)
             evidence = replaced(evidence, probe=probed)
-        else:  # e = Φγᵀ
-            e = _apart(added(*act(layer.change(gamma), features)), gamma.values())
+        elif parts:
+            e = added(*act(layer.change(gamma), features))
+            e = e if self._scale is None else e / self._scale
         sums = LayerSums(
             _about(layer, features),
             sampled,
@@ -168,25 +170,22 @@ class FinalGradient:
             ceiling=ceiling,
         )
         z = joined([call.z for call in calls])
-        measured = LayerInProgress(layer, features, sums, G, factor, z, e)
-        measured.take_scale(self._generator)
-        self.measured[layer.path] = measured
+        change = layer.change(gamma)
+        self.measured[layer.path] = LayerInProgress(layer, features, sums, G, factor, z, change, e)
         captured.rows.release()
 
-    def add_sums(self, lose: Fail) -> None:
-        """Add the sums over all rows, after all layers have begun.
+    def finish(self, lose: Fail, *, updates: bool) -> None:
+        """Compute e of all layers and the sums over all rows, after all layers have begun.
 
         Args:
             lose: called with a layer's path and the exception that was raised.
+            updates: whether an optimizer step follows.
         """
-        self.totals = totals.sums(self._all_rows, self._generator, lose, across=not self._is_alone)
-        for paths, found in self.totals.items():
-            for path in paths:
-                knows_sum = found.weight_sum is not None and self._is_alone
-                # There may be zero-gradient rows, also on another rank.
-                measured = self.measured[path]
-                measured.asks_common = not knows_sum or self._history.expects_idle(path)
+        self.totals = totals.sums(self._all_rows, self._generator)
         self._all_rows.clear()
+        self.blocks = blocks_of([*self.measured.values()], lose, updates=updates)
+        for block in self.blocks:
+            block.plain_step(self._scale, lose)
 
     def _evidence(
         self,
@@ -249,12 +248,10 @@ class FinalGradient:
         return None, None
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
-        """Keep the sums over all rows; and those of their scales, if every call has them."""
-        of_calls = [
-            _all_rows(call.whole, call.squares) for call in calls if call.squares is not None
-        ]
+        """Keep the lengths of all rows, if every call has them."""
+        of_calls = [_all_rows(call.whole, call.norms) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
-            self._all_rows[path] = totals.joined(of_calls)
+            self._all_rows[path] = of_calls
 
 
 def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
@@ -268,24 +265,12 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     return features, G
 
 
-def _apart(move: Tensor, gradients: Collection[Tensor]) -> Tensor:
-    """Return the tensor; of a view of one of these gradients a copy: a step may overwrite them."""
-    place = move.data_ptr()
-    is_view = any(0 <= place - g.data_ptr() < g.nbytes for g in gradients)
-    return move.clone() if is_view else move
-
-
-def _all_rows(whole: Whole | None, squares: Tensor) -> AllRows:
-    """Return the numbers of all rows of one call; see `Call.squares`."""
-    if whole is None or not squares.shape[1]:
-        return AllRows(None, 0.0, squares[0], squares[1:] if squares.shape[0] > 1 else None)
-    bias, total = whole.bias_square, whole.weight_sum
-    return AllRows(
-        whole.weight_square.flatten(),
-        bias.flatten() if isinstance(bias, Tensor) else bias,
-        squares[0] if whole.trained is None else squares[0] * whole.trained,
-        weight_sum=None if total is None else total.flatten(),
-    )
+def _all_rows(whole: Whole | None, norms: Tensor) -> AllRows:
+    """Return the lengths of all rows of one call."""
+    if whole is None:
+        return AllRows(norms)
+    trained = norms if whole.trained is None else norms * whole.trained
+    return AllRows(trained, whole.norm, whole.bias_square)
 
 
 def _about(layer: Layer, features: Features) -> About:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import Judged, LayerMeasures, measure
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
@@ -64,13 +63,12 @@ _FROM_ROWS = {
 
 
 @np.errstate(all="ignore")  # the readings report numbers that are not finite
-def understand(part: RankContribution, history: RunHistory, fail: Fail = raised) -> StepReport:
+def understand(part: RankContribution, history: RunHistory) -> StepReport:
     """Return the report of a step, with its readings and notes on them.
 
     Args:
         part: contribution of one rank, or merged contribution of all.
         history: run history; gradients that hold more than their rows are recorded there.
-        fail: called with a layer's path and the exception that its measures raised.
     """
     if part.refused:
         return replace(part.report, notes=(*part.report.notes, *part.refused))
@@ -80,8 +78,8 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         path: _judged(layer, entries_of, facts, suspected=path in history.suspected)
         for (path, layer), entries_of in zip(part.layers.items(), entries, strict=True)
     }
-    measured = measure(judged, fail)
-    kept = {path: judged[path].layer for path in measured}
+    measured = measure(judged)
+    kept = {path: of.layer for path, of in judged.items()}
     reasons = {path: of.layer.evidence.reason for path, of in judged.items()}
     for path, found in measured.items():
         if found.suspected:
@@ -97,7 +95,6 @@ def understand(part: RankContribution, history: RunHistory, fail: Fail = raised)
         *finite.notes(readings),
         *_from_rows(reasons),
         *_unforeseen(facts, list(kept)),
-        *_without_common(readings, kept),
         *_without_active(readings),
         *_without_gradient(kept),
         *_rounded(kept),
@@ -160,24 +157,6 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _without_common(
-    readings: Mapping[str, LayerReading], layers: Mapping[str, LayerSums[Array]]
-) -> list[str]:
-    paths = [
-        path
-        for path, reading in readings.items()
-        if reading.idle_share and reading.common_share is None
-        if not layers[path].asked_common
-        if "common_share" not in layers[path].about.undefined
-    ]
-    if not paths:
-        return []
-    return [
-        f"common_share of {listed(paths)} is missing in this report: for the first time, some rows "
-        "there have a zero gradient, and it leaves such rows out. The next reports have it again."
-    ]
-
-
 def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
     paths = [
         path
@@ -224,8 +203,6 @@ def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
 def _reading(layer: LayerSums[Array], found: LayerMeasures, facts: Facts) -> LayerReading:
     about, dots = layer.about, layer.dots
     values = dict(found.values)
-    if found.common_unknown:
-        values.pop("common_share", None)
     if facts.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic
 
 import numpy as np
 
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, factor_of, of_rows
+from adiv_monitor.maths.sums import Array, Dots, LayerSums, T, Vector, factor_of, of_rows
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.parameter_steps import PieceNumbers
 from adiv_monitor.step.run_history import RunHistory
@@ -52,7 +53,7 @@ class Facts:
 
 
 @dataclass
-class RankContribution:
+class RankContribution(Generic[T]):
     """A rank's contribution to a report.
 
     Attributes:
@@ -71,14 +72,14 @@ class RankContribution:
     """
 
     report: StepReport
-    layers: dict[str, LayerSums[Array]]
+    layers: dict[str, LayerSums[T]]
     facts: Facts
-    refused: list[str] = field(default_factory=list)
+    refused: tuple[str, ...] = ()
     misdescribed: dict[str, str] = field(default_factory=dict)
-    rows_lost: set[str] = field(default_factory=set)
-    checked: set[str] = field(default_factory=set)
+    rows_lost: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
     elements: int = 0
-    attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
+    attention: dict[str, AttentionSums[T]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
 
 
@@ -106,7 +107,7 @@ def make_contribution(
     skipped = flags.skipped is not None and flags.skipped.any()
     moved = flags.moved is not None and flags.moved.any()
     if skipped or moved:
-        refused = [why for why, is_so in ((_SKIPPED, skipped), (_MOVED, moved)) if is_so]
+        refused = tuple(why for why, is_so in ((_SKIPPED, skipped), (_MOVED, moved)) if is_so)
         return RankContribution(report, {}, facts, refused)
     errors = {
         path: float(layer.evidence.rule_error)
@@ -133,14 +134,13 @@ def make_contribution(
         layers,
         facts,
         misdescribed=misdescribed,
-        rows_lost={*misdescribed, *lost},
-        checked={path for path, error in errors.items() if error <= RULE_TOLERANCE},
+        rows_lost=(*misdescribed, *lost),
+        checked=tuple(path for path, error in errors.items() if error <= RULE_TOLERANCE),
     )
 
 
 def learn(history: RunHistory, part: RankContribution) -> None:
     """Record this step's facts in the run history, for the coming steps."""
-    history.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
     if part.facts.updated and part.layers:
         history.seen |= part.layers.keys() | part.report.unsupported.keys()
         history.learn(
@@ -154,12 +154,6 @@ def was_zeroed(layer: LayerSums[Array]) -> bool:
     then = layer.evidence.then
     was_there = factor_of(layer) < _ZEROED or (then is not None and bool(then.any()))
     return layer.dots.gamma_gamma == 0 and was_there
-
-
-def _has_idle_rows(layer: LayerSums[Array]) -> bool:
-    if layer.totals is not None:
-        return float(layer.totals.active.sum()) < layer.sampled.total
-    return bool((of_rows(layer, Vector.G, Vector.G) == 0).any())
 
 
 def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:

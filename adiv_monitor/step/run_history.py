@@ -35,7 +35,6 @@ class RunHistory:
         learnt: whether a first step was measured.
         suspected: layers whose gradient seemed to exceed GᵀΦ of their rows at the last step.
         distrusted: layers whose gradient was once not that of their rows times a known factor.
-        idle: layers that had zero-gradient rows.
         seen: layers that were measured, or found to be unmeasurable.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
             page of new memory costs a fault, more than the copy itself.
@@ -49,7 +48,6 @@ class RunHistory:
     learnt: bool = False
     suspected: set[str] = field(default_factory=set)
     distrusted: set[str] = field(default_factory=set)
-    idle: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
@@ -63,10 +61,6 @@ class RunHistory:
             self.learnt = True
         self.gradient_changes |= gradient_changed
         self.weights_change |= weights_changed
-
-    def expects_idle(self, path: str) -> bool:
-        """Return whether it may have zero-gradient rows; its mean feature is then the sample's."""
-        return path not in self.seen or path in self.idle
 
     def knows(self, paths: Collection[str]) -> bool:
         """Return whether all these layers were seen before; a new one may do anything."""

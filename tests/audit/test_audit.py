@@ -225,21 +225,6 @@ def test_lbfgs() -> None:
     assert record.reports
 
 
-def test_an_optimizer_with_attributes_of_its_own() -> None:
-    class Halving(torch.optim.SGD):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.factor = 0.5
-            self.first = self.param_groups[0]["params"][0]
-
-        def step(self, closure: Any = None) -> None:
-            assert self.first is self.param_groups[0]["params"][0]
-            self.first.data *= self.factor
-
-    model = mlp()
-    seen(model, optimizer=Halving(model.parameters(), lr=0.1))
-
-
 def test_hooks_and_schedulers_are_told_of() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -266,22 +251,6 @@ def test_a_model_with_its_own_loss() -> None:
     for data in (batches(), [{"labels": y, "inputs": x} for x, y in batches()]):
         record = audit(Own(), data, **{**QUICK, "loss": None}).record
         assert set(record.inputs) == {"inputs"}
-
-
-def test_a_loss_with_parameters_of_its_own_is_copied_too() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, model: nn.Module, batch: Any) -> Tensor:
-            return cross_entropy(model, batch) * self.scale
-
-    model, loss = mlp(), Scaled()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-    record = seen(model, batches(1), loss=loss, optimizer=optimizer)
-    assert loss.scale == 1 and loss.scale.grad is None
-    assert record.losses[-1] < record.losses[0]
 
 
 def test_a_loss_of_outputs_and_targets_is_as_one_of_model_and_batch() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from adiv_monitor.audit.training.batches import copied, first, on_device, size_of, taken, tensors
+from adiv_monitor.audit.training.batches import copied, on_device, taken, tensors
 
 X = torch.ones(3, 2)
 Pair = namedtuple("Pair", ["x", "y"])
@@ -50,22 +50,6 @@ def test_structures(batch: Any) -> None:
         assert torch.equal(new, old) and new.data_ptr() != old.data_ptr()
 
 
-def test_what_moves_itself_does() -> None:
-    class Graph:
-        device = "cpu"
-
-        def to(self, device: torch.device) -> "Graph":
-            graph = Graph()
-            graph.device = device.type
-            return graph
-
-    assert on_device(Graph(), torch.device("meta")).device == "meta"
-
-
-def test_size() -> None:
-    assert [size_of(x) for x in ({"n": torch.ones(()), "x": X}, [X.T], "none", [])] == [3, 2, 0, 0]
-
-
 def test_a_buffer_that_is_used_again_is_not_taken_twice() -> None:
     def loader() -> Any:
         buffer = torch.zeros(2)
@@ -74,10 +58,3 @@ def test_a_buffer_that_is_used_again_is_not_taken_twice() -> None:
 
     found = taken(loader(), 3, torch.device("cpu"))
     assert [x.tolist() for x in found] == [[0, 0], [1, 1], [2, 2]]
-
-
-def test_batches_of_any_structure_are_cut() -> None:
-    batch = {"x": torch.arange(6).reshape(3, 2), "n": torch.tensor(2.0), "of": ["a", 1]}
-    cut = first(batch, 2)
-    assert torch.equal(cut["x"], batch["x"][:2]) and cut["n"] == 2 and cut["of"] == ["a", 1]
-    assert first(batch, 3) is batch

@@ -19,7 +19,6 @@ from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.cli import CLOSED_PIPE, main
 from adiv_monitor.audit.command.code import OF_FILE, UsageError, imported
 from adiv_monitor.audit.command.options import Config, load
-from adiv_monitor.audit.command.prepare import loss_of, prepare
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.sinks import HtmlSink
 
@@ -82,15 +81,6 @@ def test_options_reach_the_run_and_win_over_the_config() -> None:
     facts = report().record.facts
     assert (facts.steps, facts.clip_norm, facts.seed, facts.batch_size) == (3, 1e-3, 7, 3)
     assert facts.optimizer == "SGD" and not report().record.rates
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
-def test_precisions(precision: str) -> None:
-    made, _ = prepare(Config(f"{HERE}:mlp", input_shape=(64,), precision=precision))
-    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
-    assert next(made["model"].parameters()).dtype == made["batches"][0][0].dtype == dtype
-    of = made["model"], made["batches"][0]
-    assert (made["loss"](*of) != loss_of("cross_entropy")(*of)) == (precision == "bf16-mixed")
 
 
 def test_help_that_is_not_read_to_its_end_leaves_no_traceback(
@@ -218,12 +208,6 @@ def test_code_that_exits_does_not_end_the_audit_in_silence(part: str, capsys: Re
     assert everything(".") == set()
 
 
-def test_code_that_parses_arguments_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["adiv-audit", "model", "--steps", "4"])
-    assert run(f"{HERE}:by_arguments", "--loss", f"{HERE}:exits") == 2, "of the loss"
-    assert sys.argv == ["adiv-audit", "model", "--steps", "4"]
-
-
 BAD = {
     "no model": ([], "which model?"),
     "no value": (["audit", NET, "--steps"], "expected one argument"),
@@ -269,13 +253,6 @@ def test_a_fault_of_the_audit_itself_leaves_nothing(
     assert run(NET) == 2
     assert "the audit itself failed: ZeroDivisionError" in capsys.readouterr().err
     assert everything(".") == set()
-
-
-def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Read) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert run(NET) == 2
-    told = capsys.readouterr().err
-    assert 'needs the package tensorboard: pip install "adiv-monitor[audit]"' in told
 
 
 def test_ctrl_c_writes_what_there_is(capsys: Read) -> None:

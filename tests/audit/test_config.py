@@ -2,14 +2,13 @@
 
 import math
 import tempfile
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adiv_monitor.audit.command.code import UsageError
-from adiv_monitor.audit.command.options import HELP, Config, dumped, load, parsed, read
+from adiv_monitor.audit.command.options import Config, dumped, load, parsed, read
 
 pytest.importorskip("yaml")
 
@@ -111,7 +110,3 @@ def test_a_wrong_file_is_told(content: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         load_text(content)
     assert not Path("evil").exists()
-
-
-def test_every_option_has_its_help() -> None:
-    assert all(HELP.get(f.name) for f in fields(Config))

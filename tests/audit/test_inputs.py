@@ -50,28 +50,12 @@ class Mean(nn.Module):
         return self.map(x.mean(1, keepdim=True))
 
 
-def test_batches_of_other_widths_are_one_feature() -> None:
-    data = [(x[:, : 6 - i], y) for i, (x, y) in enumerate(batches(3))]
-    of = found(Mean(), data)["x"]
-    x = np.concatenate([batch[0].double().flatten().numpy() for batch in data])
-    assert (of.mean, of.std, of.features) == pytest.approx((x.mean(), x.std(), 1))
-
-
 def test_inputs_are_named_and_labels_and_tokens_are_none() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
         return nn.functional.cross_entropy(model(x, [x, x - 1], x.long(), labels=y.float()), y)
 
     assert found(Mean(), batches(), loss).keys() == {"x", "1.0", "1.1"}
-
-
-def test_matrices_that_relate_samples_are_no_features() -> None:
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        near = torch.cdist(x, x).le(2).float()
-        return nn.functional.cross_entropy(model(x, near / near.sum(1), x @ x.mT), y)
-
-    assert found(Mean(), batches(), loss).keys() == {"x", "2"}  # the products have both signs
 
 
 def test_a_model_that_is_not_called_itself_is_told_of() -> None:

@@ -15,7 +15,6 @@ from trial_setups import answer, batches, setup
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
-from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.record import Fact, Probed
 
@@ -151,18 +150,6 @@ def test_a_sigmoid_meets_targets_of_several_classes() -> None:
         assert asked("targets-out-of-range", with_loss(of, several)) == ()
 
 
-def test_sigmoids_take_the_place_of_a_softmax() -> None:
-    of = with_loss(shares_of, several)
-    fork = of.fork()
-    x, y = fork.batches[0]
-    before = fork.loss(fork.model, (x, y))
-    FIXES["sigmoids"].apply(fork)
-    fixed = functional.binary_cross_entropy(fork.model(x).sigmoid(), y)
-    assert torch.equal(fork.loss(fork.model, (x, y)), fixed) and not torch.equal(fixed, before)
-    with pytest.raises(DoesNotApply):
-        FIXES["sigmoids"].apply(with_loss(functional.cross_entropy, several).fork())
-
-
 # Logits in place of probabilities
 
 
@@ -236,11 +223,6 @@ def test_axes_in_another_order_misplace_targets() -> None:
     assert strengths("targets-misplaced", (fact,)) == ["act"]
     (fact,) = asked("targets-misplaced", over_time(lambda y: y.t()))
     assert fact.numbers["share"] == 1 and strengths("targets-misplaced", (fact,)) == []
-
-
-def test_targets_in_another_order_are_misplaced() -> None:
-    of = with_loss(lambda z, y: functional.cross_entropy(z, y.flip(0)), lambda x, y: y)
-    assert asked("targets-misplaced", of)[0].numbers["share"] == 0
 
 
 @pytest.mark.parametrize(
@@ -341,23 +323,6 @@ def test_a_surrogate_that_teaches_right_outputs_is_no_finding(sign: int, is_foun
     assert bool(asked("loss-reversed", of, trained=True)) is is_found
 
 
-def beside(mask: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> Setup:
-    """A setup with inputs, targets of several classes, and a mask that is given beside them."""
-    made = tuple((x, several(x, y), mask(x)) for x, y in batches())
-    return setup(batches=made, loss=lambda model, batch: of(model(batch[0]), *batch[1:]))
-
-
-def test_a_mask_is_not_taken_for_the_targets() -> None:
-    """It looks like them, and the masked mean is lower if the outputs contradict it."""
-
-    def masked(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        each = functional.binary_cross_entropy_with_logits(z, y, reduction="none")
-        return (each * mask).sum() / mask.sum()
-
-    contrary = beside(lambda x: (x[:, :3] <= 0.1).float(), masked)
-    assert asked("loss-reversed", contrary) == ()
-
-
 # Shapes that are broadcast
 
 
@@ -380,22 +345,6 @@ def test_a_product_of_outputs_and_targets_of_other_samples_is_found() -> None:
     assert facts and {fact.numbers["times"] for fact in facts} == {32.0}
     assert strengths("broadcast-loss", facts)[0] == "act"
     assert asked("broadcast-loss", one_value(lambda z, y: margin(z[:, 0], y), signs)) == ()
-
-
-def weighted_by(shape: tuple[int, ...]) -> Setup:
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        x, y = batch
-        weight = x[:, 0].abs().reshape(shape)
-        return (functional.cross_entropy(model(x), y, reduction="none") * weight).mean()
-
-    return setup(loss=of)
-
-
-def test_losses_times_the_weights_of_other_samples_are_found() -> None:
-    wrong, right = weighted_by((-1, 1)), weighted_by((-1,))
-    (fact,) = asked("broadcast-loss", wrong)
-    assert (fact.words["of"], fact.words["and"]) == ("(32,)", "(32, 1)")
-    assert asked("broadcast-loss", right) == ()
 
 
 def pairs(z: Tensor, y: Tensor) -> Tensor:

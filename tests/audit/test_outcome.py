@@ -13,8 +13,6 @@ from rich.console import Console
 from adiv_monitor.audit.command.output import show
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import (
-    HIGHER_RATES,
-    LOWER_RATES,
     NO_TIME,
     Advice,
     Finding,
@@ -72,16 +70,6 @@ def test_terminal_and_page_show_the_same_mark_and_words() -> None:
         assert terminal[text][1].rstrip(")") == words.rstrip(")")
 
 
-def test_the_table_of_trials_has_the_same_marks() -> None:
-    trials = [Trial(f"rate*{i}", 50, loss, 1.0, None, 0.01) for i, loss in enumerate(LOSSES)]
-    record = replace(SMALL.record, rates=dict(enumerate(trials)))
-    text = page(AuditReport((), record))
-    marks = re.findall(r'<th scope="row">learning rate × (\d)</th>.*?>([✓✗→])[^<]*</td></tr>', text)
-    assert dict(marks) == {
-        str(i): Advice("", trial=trial).outcome.mark for i, trial in enumerate(trials)
-    }
-
-
 def test_a_tick_is_for_what_is_lower_than_all_that_it_must_beat() -> None:
     for trial in GRID:
         others = [trial.loss_without, math.inf if trial.constant is None else trial.constant]
@@ -108,18 +96,6 @@ def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
     assert "To fix it" not in verdict and "None of its fixes helped in a trial" in verdict
 
 
-def test_what_was_not_tried_says_why() -> None:
-    unmoved = Advice("less", "less-momentum", untried="there is no momentum")
-    assert unmoved.outcome == ("→", "not tried: there is no momentum")
-    assert Advice("look at it").outcome == ("→", "not tried: the audit can't do this itself")
-    assert Advice("clip", "clip").outcome == ("→", "not tried")
-
-
-def test_lower_and_higher_are_as_their_names_say() -> None:
-    assert all(float(name.removeprefix("rate*")) < 1 for name in LOWER_RATES)
-    assert all(float(name.removeprefix("rate*")) > 1 for name in HIGHER_RATES)
-
-
 def test_the_terminal_names_the_option_where_time_was_short() -> None:
     def printed(report: AuditReport) -> str:
         console = Console(file=io.StringIO(), width=1000)
@@ -130,10 +106,3 @@ def test_the_terminal_names_the_option_where_time_was_short() -> None:
     assert "--try-seconds" in printed(
         replace(advised(), record=replace(SMALL.record, hurried=True))
     )
-
-
-def test_the_model_itself_has_a_name_in_the_terminal() -> None:
-    finding = Finding("dead-units", "watch", layers=("", "net.5"))
-    console = Console(file=io.StringIO(), width=1000)
-    show(AuditReport((finding,), SMALL.record), console)
-    assert "dead-units · the model itself, 'net.5'" in console.file.getvalue()

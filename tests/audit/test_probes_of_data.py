@@ -299,17 +299,6 @@ def test_a_small_penalty_and_two_tasks_are_left_alone() -> None:
         assert not found("penalty-dominates", *facts)
 
 
-def test_terms_that_are_added_in_place_are_told_apart() -> None:
-    def by_parameter(model: nn.Module, batch: Any) -> Tensor:
-        total = functional.cross_entropy(model(batch[0]), batch[1])
-        for parameter in model.parameters():
-            total += 10.0 * parameter.square().sum()
-        return total.mean()
-
-    facts = told("penalty-dominates", setup(loss=by_parameter, optimizer=adam), trained=True).facts
-    assert found("penalty-dominates", *facts) and facts[0].numbers["penalty"] > 0
-
-
 # Divisions
 
 
@@ -334,12 +323,6 @@ def test_divisors_of_both_signs_close_to_zero_are_named(by: Any, is_named: bool)
     facts = told("unsafe-division", setup(model=Divides(by))).facts
     assert bool(found("unsafe-division", *facts, losses=STILL)) is is_named
     assert all("div" in fact.place for fact in facts)
-
-
-def test_mild_divisors_are_not_named() -> None:
-    for close, times in ((0.01, 10.0), (0.6, 100.0)):
-        mild = Fact("div", {"close": close, "times": times})
-        assert strengths("unsafe-division", mild, losses=STILL) == []
 
 
 # Data
@@ -434,14 +417,6 @@ def test_an_input_without_differences_beside_another_is_named() -> None:
     assert fact.words["type"] == "integer", "ids, such as of segments"
     places = both(lambda x: torch.arange(4.0).expand(32, 4))
     assert not told("constant-data", places).facts, "the same places in each sample"
-
-
-def test_an_input_that_nothing_uses_is_named_beside_another() -> None:
-    (fact,) = told("input-partly-ignored", both(lambda x: x[:, :4], unused=True)).facts
-    assert fact.place == "input 'more'"
-    (finding,) = found("input-partly-ignored", fact, losses=STILL)
-    assert finding.strength == "watch", "an argument may be there for other models"
-    assert not told("input-partly-ignored", both(lambda x: x[:, :4])).facts
 
 
 def test_samples_that_repeat_within_a_batch_are_named() -> None:

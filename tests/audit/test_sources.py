@@ -60,15 +60,6 @@ def test_a_path_that_leads_nowhere_is_told(path: str, told: str) -> None:
     assert told in str(caught.value) and str(caught.value).startswith(f"MODEL {path}: ")
 
 
-def test_what_a_users_module_misses_is_told_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "with_a_missing_import.py").write_text("\nimport not_there_either\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match=r"not_there_either.*\(with_a_missing_import.py:2\)"):
-        imported("with_a_missing_import:x", "MODEL")
-
-
 # Models
 
 
@@ -76,23 +67,6 @@ def test_classes_functions_and_instances_are_models() -> None:
     assert isinstance(models.build(f"{HERE}:TwoInputs", {}), command_models.TwoInputs)
     assert models.build(f"{HERE}:mlp", {"width": 3})[1].out_features == 3  # type: ignore[index]
     assert models.build(f"{HERE}:net", {}) is command_models.net
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
-        ("net", {"a": 1}, "takes no --model-args"),
-        ("no_module", {}, "got dict, expected a torch.nn.Module"),
-        ("no_model", {}, "got dict, expected a torch.nn.Module"),
-        ("mlp", {"wdith": 1}, "unexpected keyword argument 'wdith'"),
-        ("broken", {}, "KeyError: 'ouch' (command_models.py:"),
-        ("nn.ReLU", {}, "ReLU without trainable parameters"),
-    ],
-)
-def test_what_is_no_model_is_told(name: str, arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        models.build(f"{HERE}:{name}", arguments)
-    assert told in str(caught.value)
 
 
 def test_timm_models_by_name() -> None:
@@ -192,26 +166,6 @@ def drawn(
     return x, label
 
 
-def test_random_inputs_have_their_class_in_their_mean() -> None:
-    for shape in ((40,), (3, 32, 32)):
-        x, label = drawn("random", shape, 3)
-        assert abs(float(x.mean())) < 0.1 and abs(float(x.std()) - 1) < 0.1
-        pooled = F.adaptive_avg_pool2d(x, 2).flatten(1) if len(shape) == 3 else x
-        means = torch.stack([pooled[label == c].mean(0) for c in range(3)])
-        nearest = torch.cdist(pooled, means).argmin(1)
-        assert float((nearest == label).float().mean()) > 0.9
-        again = drawn("random", shape, 3)
-        assert torch.equal(x, again[0]) and torch.equal(label, again[1])
-        assert not torch.equal(x, drawn("random", shape, 3, seed=1)[0])
-
-
-def test_random_tokens_are_a_chain_that_depends_on_the_class() -> None:
-    x, label = drawn("random", (20,), 2, words=1000)
-    assert x.shape == (640, 21) and int(x.min()) >= 936 and int(x.max()) < 1000
-    ahead = [set(((x[:, 1:] - x[:, :-1]) % 64)[label == c].flatten().tolist()) for c in range(2)]
-    assert len(ahead[0]) == len(ahead[1]) == 4 and ahead[0] != ahead[1]
-
-
 @pytest.mark.parametrize("shape", [(64,), (768,), (1, 28, 28), (3, 32, 32), (32, 6)])
 def test_digits_in_the_models_shape(shape: tuple[int, ...]) -> None:
     pytest.importorskip("sklearn")
@@ -280,12 +234,6 @@ def test_the_users_own_batches() -> None:
 
 
 # Losses and optimizers
-
-
-def test_cross_entropy_of_tokens_is_that_of_all_tokens() -> None:
-    output, target = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-    value = prepare.LOSSES["cross_entropy"](output, target)
-    torch.testing.assert_close(value, F.cross_entropy(output.movedim(-1, 1), target))
 
 
 def test_losses_by_import_path() -> None:
@@ -362,21 +310,6 @@ def test_weights_of_any_loop_are_found(wrap: str, tmp_path: Path) -> None:
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("content", [b"", b"half", b"# It was a dark night."])
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_a_half_written_checkpoint_and_a_text_are_told(
-    suffix: str, content: bytes, tmp_path: Path
-) -> None:
-    model, file = command_models.mlp(), tmp_path / f"weights.{suffix}"
-    if content == b"half":
-        torch.save(model.state_dict(), file)
-        content = file.read_bytes()[: file.stat().st_size // 2]
-    file.write_bytes(content)
-    with pytest.raises(UsageError, match="missing, damaged, unfinished") as caught:
-        models.load(model, str(file))
-    assert not any(word in str(caught.value) for word in ("\n", "trust", "weights_only"))
-
-
 def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:
     model, file = command_models.mlp(), tmp_path / "weights.pt"
     state: dict[str, Any] = dict(command_models.mlp().state_dict())
@@ -446,16 +379,6 @@ def test_configurations_that_can_not_be_used_are_told(told: str, tmp_path: Path)
     with pytest.raises(UsageError) as caught:
         models.build(hf(tmp_path, *NO_CONFIGURATIONS[told]), {})
     assert told in str(caught.value)
-
-
-def test_what_is_no_configuration_and_a_model_without_a_head_are_told(tmp_path: Path) -> None:
-    model = models.build(hf(tmp_path, "BertModel", SMALL), {})
-    with pytest.raises(UsageError, match="BertModel: expected a model of text or images with a"):
-        batches_of(model)
-    with pytest.raises(UsageError, match="evil/kernel, code of the hub"):
-        models.build(f"hf:{tmp_path}", {"attn_implementation": "evil/kernel"})
-    with pytest.raises(UsageError, match=r"expected a config.json .*nothing is downloaded"):
-        models.build("hf:bert-base-uncased", {})
 
 
 def test_text_by_the_tokenizer_beside_the_configuration(tmp_path: Path) -> None:

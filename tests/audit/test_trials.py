@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from trial_setups import batches, loss, mlp, ran, setup, sgd
+from trial_setups import loss, mlp, ran, setup, sgd
 
-from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
@@ -214,26 +213,6 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front(
     assert only.strength == "watch"  # a tenth less is no merit of less dropout
 
 
-@pytest.mark.parametrize(
-    ("name", "without", "strength"),
-    [
-        ("rate-too-low", -1.0, "watch"),  # no fact that a fix may promote
-        ("rate-too-low", 1.0, "watch"),
-        ("dropout-too-high", -1.0, "watch"),  # half of a loss below zero is a higher one
-        ("dropout-too-high", 5.0, "act"),
-        ("input-scale", -1.0, "act"),
-    ],
-)
-def test_a_share_of_a_loss_below_zero_promotes_nothing(
-    monkeypatch: pytest.MonkeyPatch, name: str, without: float, strength: str
-) -> None:
-    fixed_to(monkeypatch, without, **{"rate*10": without - 3})
-    watched = finding("rate*10", name=name, strength="watch")
-    (found,) = tried([watched], healthy(), ran(healthy()))
-    assert found.advice[0].trial is not None and found.advice[0].trial.helps
-    assert found.strength == strength
-
-
 @pytest.mark.parametrize("name", ["bounded-logits", "input-scale"])
 def test_what_can_not_be_overfitted_stands_behind_a_fact_whose_fix_helps(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -293,17 +272,7 @@ def test_layers_that_one_lower_rate_fixes_are_not_uneven(factor: float, strength
     rates = {factor: Trial(f"rate*{factor:g}", 12, 0.0001, 10.0, None, 0.0)}
     seen = replace(ran(healthy(), rates=rates), losses=(10.0,) * 12)
     (found,) = tried([finding("layer-norm", name="uneven-rates")], healthy(), seen)
-    assert (found.advice[0].fix, found.strength) == (rates[factor].fix, strength)
-
-
-def test_a_rate_stands_in_front_of_what_pays_no_more() -> None:
-    rates = {10.0: Trial("rate*10", 12, 0.0001, 10.0, None, 0.0)}
-    seen = replace(ran(healthy(), rates=rates), losses=(10.0,) * 12)
-    (found,) = tried([finding("layer-norm")], healthy(), seen)
-    front, behind = found.advice
-    assert front == Advice("learning rate × 10", "rate*10", rates[10])
-    assert behind.outcome.mark == "✗"
-    assert behind.outcome.words.endswith("no better than another learning rate alone (0.0001)")
+    assert found.strength == strength
 
 
 def test_an_initialisation_that_does_not_end_lower_is_not_advised() -> None:
@@ -326,14 +295,14 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     of = healthy()
     findings = [
         finding("reinitialise", "adamw", strength="watch"),
-        finding("clip", "warm-up", "group-norm", "batch-norm"),
-        finding("leaky-relu", "no such"),
+        finding("clip", "less-momentum", "group-norm", "batch-norm"),
+        finding("no-decay", "no such"),
     ]
     told: list[tuple[str, int, int]] = []
     found = tried(findings, of, ran(of), progress=lambda *a: told.append(a))
     advice = {a.fix: a for f in found for a in f.advice}
     assert {fix for fix, a in advice.items() if a.trial is not None} <= {
-        *("clip", "leaky-relu", "reinitialise", "warm-up")
+        *("clip", "no-decay", "reinitialise", "less-momentum")
     }
     assert advice["group-norm"].untried == "there is no batch normalisation"
     assert advice["batch-norm"].untried == advice["adamw"].untried
@@ -349,11 +318,11 @@ def test_what_does_not_fit_into_the_steps_for_trials_says_so() -> None:
     of = healthy()
     seen = ran(of, rates=NO_GAIN)
     dear = replace(seen, facts=replace(seen.facts, step_cost=1e3))
-    (found,) = tried([finding("clip", "warm-up", "rate*10")], of, dear)
+    (found,) = tried([finding("clip", "less-momentum", "rate*10")], of, dear)
     advice = {each.fix: each for each in found.advice}
     assert advice["clip"].trial is not None  # the first is tried, whatever it costs
-    assert advice["warm-up"].trial is None and advice["warm-up"].untried == NO_STEPS
-    assert str(advice["warm-up"]) == "do warm-up (not tried: the steps for trials were used up)"
+    assert advice["less-momentum"].trial is None and advice["less-momentum"].untried == NO_STEPS
+
     assert advice["rate*10"].trial == NO_GAIN[10]  # it was run already
     assert rate_trials(of, dear) == {}
     assert overfit(of, dear) is None
@@ -371,16 +340,6 @@ def test_no_run_begins_that_would_end_later_than_the_cap() -> None:
     assert rate_trials(of, late, cap=never) and not never.reached
 
 
-def test_what_a_step_costs_is_counted() -> None:
-    of = healthy()
-    cost, _ = counted(of)
-    assert counted(of)[0] == cost
-    twice = replace(of, batches=tuple(tuple(torch.cat([x, x]) for x in b) for b in batches()))
-    wide = replace(of, model=nn.Sequential(nn.Linear(12, 2**18), nn.Linear(2**18, 3)))
-    assert cost < counted(twice)[0] < 2 * cost  # calls of operators stay as many
-    assert counted(wide)[0] > 10 * cost
-
-
 def interrupting(at: int) -> Any:
     """A loss that raises KeyboardInterrupt in its n-th call."""
     calls: Iterator[int] = iter(range(10**6))
@@ -396,7 +355,7 @@ def interrupting(at: int) -> Any:
 def test_the_keyboard_stops_all_trials() -> None:
     seen = ran(healthy())
     with pytest.raises(KeyboardInterrupt):
-        tried([finding("warm-up")], healthy(loss=interrupting(3)), seen)
+        tried([finding("clip")], healthy(loss=interrupting(3)), seen)
     for trial in (rate_trials, overfit):
         with pytest.raises(KeyboardInterrupt):
             trial(healthy(loss=interrupting(3)), seen)
@@ -453,28 +412,3 @@ def test_what_is_not_overfitted_gets_all_samples_and_other_rates() -> None:
     assert trial.loss > 0.5 * trial.loss_without and not trial.falls
     late = overfit(slow(), ran(slow()))
     assert late is not None and late.falls, "the loss still falls at the end"
-
-
-def test_neither_dropout_nor_noise_hinder_overfitting() -> None:
-    """Noise that each step draws, as in diffusion, where the model predicts it."""
-
-    def denoised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        noise = torch.randn(len(batch[0]), 3)
-        return (model(batch[0]) - noise).square().mean()
-
-    model = nn.Sequential(nn.Dropout(0.99), *mlp())
-    for of in (setup(model=model), setup(loss=denoised)):
-        trial = overfit(of, ran(of))
-        assert trial is not None and trial.loss < 0.1
-    assert model[0].p == 0.99
-
-
-def test_a_batch_that_cannot_be_cut_is_learnt_whole() -> None:
-    def pairs(model: nn.Module, batch: Any) -> Tensor:
-        x, pairs = batch  # of 32 samples, 32 pairs by number
-        return (model(x)[pairs[:, 0]] - model(x)[pairs[:, 1]] - 1).square().mean()
-
-    data = ((torch.randn(32, 12), torch.randint(16, 32, (32, 2))),)
-    odd = setup(batches=data, loss=pairs)
-    trial = overfit(odd, ran(odd))
-    assert trial is not None and trial.steps == 100

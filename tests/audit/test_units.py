@@ -61,15 +61,6 @@ def test_flat_is_where_the_slope_is_below_two_percent(name: str) -> None:
     assert found.saturated == pytest.approx(flat.double().mean().item(), abs=5e-4)
 
 
-def test_what_has_no_flat_end_is_not_looked_at() -> None:
-    model = nn.Sequential(nn.LeakyReLU(), nn.PReLU(), nn.Identity())
-    units = Units(model)
-    with units.watching():
-        model(torch.randn(3, 4))
-        torch.relu(torch.randn(3, 4))  # in no module: of the loss
-    assert units.statistics() == {}
-
-
 class Net(nn.Module):
     """A convolution with a normalisation, and a map of the channels, both with a ReLU."""
 
@@ -80,20 +71,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.conv(x)))
         return torch.relu(self.map(x.movedim(1, -1)))
-
-
-def test_units_are_channels_behind_convolutions_alone() -> None:
-    model = Net()
-    with torch.no_grad():
-        model.norm.bias[:2] = -100
-        model.map.bias[:] = torch.tensor([-100.0] * 3 + [100] * 4)
-    units = Units(model)
-    for _ in range(2):
-        with units.watching():
-            model(torch.randn(4, 2, 3, 3))
-    found = units.statistics()
-    assert (found[""].units, found[""].dead, found[""].batches) == (5, 2, 2)
-    assert (found["#2"].units, found["#2"].dead) == (7, 3)
 
 
 def test_a_unit_is_dead_only_if_no_row_of_any_batch_wakes_it() -> None:

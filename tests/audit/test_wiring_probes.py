@@ -125,24 +125,6 @@ def test_other_ways_to_weigh_are_no_fault(attend: Weighing) -> None:
     assert asked("attention-axis", with_model(Attending(attend))) == Probed()
 
 
-@pytest.mark.parametrize(("wrong", "right"), [(WRONG[0], RIGHT[0]), (WRONG[3], RIGHT[3])])
-def test_the_softmax_is_moved_to_the_summed_axis(wrong: Weighing, right: Weighing) -> None:
-    fork, other = (replace(with_model(Attending(x)), steps=3).fork() for x in (wrong, right))
-    with pytest.raises(DoesNotApply, match="all weights sum to 1"):
-        FIXES["summed-axis"].apply(other)
-    FIXES["summed-axis"].apply(fork)
-    assert train(fork).losses == pytest.approx(train(other).losses, rel=1e-5)
-
-
-def test_saturated_attention_is_seen() -> None:
-    sharp, well = (with_model(Attending(along(-1), gain)) for gain in (40.0, 1.0))
-    (fact,) = asked("attention-saturated", sharp).facts
-    assert fact.numbers["spread"] > 3 and fact.numbers["largest"] > 0.6
-    assert strengths("attention-saturated", fact) == ["watch"]
-    (fact,) = asked("attention-saturated", well).facts
-    assert fact.numbers["spread"] < 1 and not strengths("attention-saturated", fact)
-
-
 # Constant outputs
 
 
@@ -377,10 +359,6 @@ def test_normalised_outputs_are_named_where_the_targets_are_not(last: nn.Module)
         FIXES["outputs-without-norm"].apply(of(30.0, 100.0, nn.ReLU()).fork())
 
 
-def test_normalised_logits_are_no_fault() -> None:
-    assert asked("outputs-normalised", setup(model=ends_in(nn.BatchNorm1d(3)))) == Probed()
-
-
 # Loss
 
 
@@ -533,19 +511,6 @@ def test_an_epsilon_above_the_roots_is_seen(optimizer: Made) -> None:
     assert fact.numbers["share"] > 0.9 and fact.numbers["root"] < fact.numbers["epsilon"]
 
 
-def test_the_mean_of_squared_gradients_is_corrected_for_its_bias() -> None:
-    """Of gradients that are all 0.5, the root is 0.5 after any number of steps."""
-
-    def of_sum(model: nn.Module, batch: Any) -> Tensor:
-        return sum(0.5 * p.sum() for p in model.parameters())  # type: ignore[return-value]
-
-    assert trained(adam(0.49), of_sum) == Probed()
-    (fact,) = trained(adam(0.51), of_sum).facts
-    assert fact.numbers == {"share": 1.0, "epsilon": 0.51, "root": pytest.approx(0.5)}
-    (fact,) = trained(lambda m: RMSprop(m.parameters(), eps=0.49), of_sum).facts
-    assert fact.numbers["root"] == pytest.approx(0.5 * (1 - 0.99**24) ** 0.5), "not corrected"
-
-
 @pytest.mark.parametrize(
     ("optimizer", "of"),
     [(adam(1e-8), loss), (adam(1e-8), tiny), (adam(1e-7), loss),
@@ -554,11 +519,3 @@ def test_the_mean_of_squared_gradients_is_corrected_for_its_bias() -> None:
 )  # fmt: skip
 def test_usual_epsilons_and_optimizers_without_one_are_no_fault(optimizer: Made, of: Any) -> None:
     assert trained(optimizer, of) == Probed()
-
-
-def test_the_epsilon_becomes_the_usual_one() -> None:
-    fork = setup(optimizer=adam(1.0)).fork()
-    FIXES["usual-epsilon"].apply(fork)
-    assert train(fork).losses == train(setup(optimizer=adam(1e-8)).fork()).losses
-    with pytest.raises(DoesNotApply):
-        FIXES["usual-epsilon"].apply(setup(model=mlp()).fork())

@@ -1057,14 +1057,6 @@ PICTURES: dict[str, Picture] = {
         None,
         lambda: attending(axis=-1),
     ),
-    "attention-saturated": Picture(
-        "the scores of an attention are multiplied by 40",
-        lambda: attending(scale=40.0),
-        {"standard deviation of a query's scores": of_fact("attention-saturated", "spread"),
-         "largest weight of a query": of_fact("attention-saturated", "largest")},
-        (initialisation, ("SPREAD",)),
-        lambda: attending(),
-    ),
     "dropout-on-outputs": Picture(
         "dropout of 0.3 behind the last layer",
         with_model(lambda model: nn.Sequential(*model, nn.Dropout(0.3))),

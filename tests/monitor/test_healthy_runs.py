@@ -57,7 +57,7 @@ def test_a_healthy_run_is_told_nothing(
     monkeypatch.setattr(logging.getLogger("adiv_monitor"), "propagate", False)  # no handlers
     running = perceptron(OPTIMIZERS[optimizer], knows_loss=knows_loss)._outlet.running
     findings = running.findings()
-    assert {f.name for f in findings} <= {"settled"}
+    assert not findings
     assert running_headline(findings, running.record()) == NOTHING
     line = "adiv-monitor: nothing found in what was measured (12 measured steps)"
     unknown = "" if knows_loss else f"; the loss is {LOSS_UNKNOWN}"
@@ -121,6 +121,6 @@ def measured(every: int, moves: Callable[[int], float], losses: Callable[[int], 
 @pytest.mark.parametrize("every", [1, 10, 50, 100, 150])
 def test_what_has_settled_does_not_depend_on_the_interval(every: int) -> None:
     falling = measured(every, lambda s: 0.03 * math.exp(-s / 20), lambda s: 2.3 * 0.99**s)
-    assert {f.name: f.layers for f in falling.findings()} == {"settled": ("a",)}
+    assert not falling.findings()
     still = measured(every, lambda s: 0.03 * math.exp(-s / 20), lambda s: 2.3)
-    assert "settled" not in {f.name for f in still.findings()}
+    assert {f.name for f in still.findings()} >= {"stands-still"}

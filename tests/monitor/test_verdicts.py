@@ -6,9 +6,7 @@ The table: states of a training × whether its loss is known × places where peo
 import html
 import json
 import logging
-import math
 import re
-from statistics import median
 from typing import NamedTuple
 
 import pytest
@@ -22,11 +20,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from verdict_runs import BREAKS, EVERY, LOOPS, STATES, STEPS, Seen, seen
 
-from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.diagnose import NOTHING, finding_title, running_headline
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.health import HEALTH, value_of
-from adiv_monitor.report import StepReport
 
 pytestmark = pytest.mark.slow(one_in=11)
 WITHOUT_LOSS = "plain, without the loss"
@@ -96,38 +91,6 @@ def items(page: str, kind: str) -> list[str]:
     return [html.unescape(re.sub(r"<.*?>", "", text)).strip() for text in found]
 
 
-def outside(reports: list[StepReport], found: Seen) -> set[tuple[str, str]]:
-    """Return (layer, measure) typically outside the range of healthy runs, by two errors.
-
-    Typically: the median over the steps with at least half of the largest learning rate. Where the
-    loss falls, the colours' far ends count; where it is not known, only for what may be harmless.
-    """
-    record = found.running.record()
-    largest = max(max(report.learning_rates) for report in reports)
-    peak = [report for report in reports if max(report.learning_rates) >= largest / 2]
-    said = set()
-    for measure, health in HEALTH.items():
-        if not health.knots:
-            continue
-        low, high = health.healthy
-        is_fault = measure in ("update_ratio", "gradient", "projection_cosine")
-        if fell(record) if is_long_enough(record) else not is_fault:
-            low, high = health.far
-        elif not is_long_enough(record) and measure == "update_ratio":
-            low = health.far[0]
-        seen: dict[str, list[tuple[float, float]]] = {}
-        for report in peak:
-            for path, value in value_of(record, report, measure).items():
-                if math.isfinite(value):
-                    error = report.layers[path].standard_error.get(measure, 0.0)
-                    seen.setdefault(path, []).append((value, error))
-        for path, pairs in seen.items():
-            value, error = (median(column) for column in zip(*pairs, strict=True))
-            if value + 2 * error < low or value - 2 * error > high:
-                said.add((path, measure))
-    return said
-
-
 # Tests of every run
 
 
@@ -152,15 +115,6 @@ def test_all_views_of_a_run_agree(case: Case) -> None:
         assert any(title in said for said in case.seen.overviews[-1][1]) or len(case.findings) > 2
         if finding.strength == "act":
             assert title.lower() in said.lower()
-
-
-def test_the_headline_agrees_with_the_map(case: Case) -> None:
-    explained = {x for f in case.findings.values() if f.name == "settled" for x in f.layers}
-    drawn = {pair for pair in outside(case.seen.reports, case.seen) if pair[0] not in explained}
-    assert not drawn or not case.headline.startswith(NOTHING), drawn
-    named = {layer for finding in case.findings.values() for layer in finding.layers}
-    everywhere = any(not f.layers for f in case.findings.values())  # such as a learning rate
-    assert everywhere or {layer for layer, _ in drawn} <= named
 
 
 def test_the_strength_follows_from_how_faulty_the_state_is(case: Case) -> None:
@@ -271,8 +225,7 @@ def without_gradients(case: Case) -> None:
 
 
 def decayed(case: Case) -> None:
-    assert case.findings.keys() == {"settled"} and case.headline == NOTHING
-    read(case, "or as the learning rate does")
+    assert not case.findings and case.headline == NOTHING
 
 
 def warms_up(case: Case) -> None:
@@ -282,9 +235,7 @@ def warms_up(case: Case) -> None:
 
 
 def converged(case: Case) -> None:
-    near = "That is usual as a loss falls"
-    assert near in case.findings["settled"].summary
-    read(case, near)
+    assert case.headline == NOTHING
 
 
 def resumed(case: Case) -> None:

@@ -22,7 +22,8 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 # Former names of findings → what is there instead.
 _RETIRED = {
     **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"), ""),
-    "rate-decayed": "; 'settled' tells which layers move less than at first",
+    "attention-saturated": "",
+    **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
     "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
 }
 # Arguments of `audit` → their defaults.

@@ -97,7 +97,7 @@ def show(report: AuditReport, console: "Console", model: str = "") -> None:
         for line in filter(None, (finding.summary, *told, not_advised)):
             tell(" " * 7, line)
     hurried = "with more time (--try-seconds), the audit tries more fixes"
-    notes = (*[hurried] * report.hurried, *report.record.notes)
+    notes = (*[hurried] * report.record.hurried, *report.record.notes)
     if notes:
         console.print()
     for note in notes:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.beginning import MAPS
 from adiv_monitor.audit.experiments.calls import Call, Watched, calls_of, flat, given, see_calls
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, still
-from adiv_monitor.audit.experiments.concerned import SAMPLES
-from adiv_monitor.audit.experiments.questions import asks, first_at_each_place
+from adiv_monitor.audit.experiments.changed_inputs import SAMPLES, ChangedInputs, still
+from adiv_monitor.audit.experiments.questions import asks
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, UnitStatistics
@@ -180,7 +179,7 @@ def no_activation(setup: Setup, trained: Fork) -> Iterable[Fact]:
         loss = see_calls(fork, see)
     known, reached = {id(loss), *map(id, used)}, nodes_of([loss.grad_fn])
     lost = [call for call, x in made if id(x) not in known and x.grad_fn not in reached]
-    facts = [*first_at_each_place(Fact(call.place, {}, {"by": "lost"}) for call in lost)]
+    facts = [Fact(call.place, {}, {"by": "lost"}) for call in lost]
     layers = len(maps_that_run(setup.fork()))
     if layers > 1 and _is_affine(_switched_on(still(setup.fork()))):
         facts.append(Fact("", {"layers": float(layers)}, {"by": "affine"}))

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor.audit.experiments.calls import calls_of, see_calls
-from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, given_inputs
-from adiv_monitor.audit.experiments.concerned import few, only_target, passed, with_tensor
+from adiv_monitor.audit.experiments.changed_inputs import (
+    Pass,
+    RepeatedLoss,
+    few,
+    given_inputs,
+    only_target,
+    passed,
+    still,
+    with_tensor,
+)
 from adiv_monitor.audit.experiments.loss_inputs import parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
@@ -190,7 +198,11 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     size = size_of(batch)
     if size < FEWEST or any(x.ndim and len(x) != size for x in tensors(batch)):
         raise Untold(f"fewer than {FEWEST} samples, or the tensors of a batch are of unlike length")
-    own = passed(setup, batch)
+
+    def of(batch: Any) -> Pass:
+        return passed(still(setup.fork()), batch)
+
+    own = of(batch)
     of_inputs = of_targets = alive = torch.zeros_like(own.outputs, dtype=torch.bool)
     counts = own.gradients != 0
     shapes = []
@@ -199,7 +211,7 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if not x.ndim or not len(differs):
             continue
         row = int(differs[0])
-        changed = passed(setup, with_tensor(batch, number, partial(_put, row=row)))
+        changed = of(with_tensor(batch, number, partial(_put, row=row)))
         if changed.outputs.shape != own.outputs.shape:
             raise Untold("the number of outputs depends on the inputs")
         counts = counts | (changed.gradients != 0)
@@ -207,7 +219,7 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if bool(moved.any()):
             of_inputs = of_inputs | moved
             turned = with_tensor(batch, number, partial(torch.roll, shifts=-row, dims=0))
-            alive = alive | moved | (passed(setup, turned).outputs != own.outputs)
+            alive = alive | moved | (of(turned).outputs != own.outputs)
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)
             shapes.append(str(tuple(x.shape)))
@@ -337,7 +349,8 @@ def behind_reference(setup: Setup, trained: Fork) -> Iterable[Fact]:
     numbers = {
         "reference": found,
         "error": error,
-        "model": _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY], found),
+        # Predictions that are worse than a constant explain nothing: their share is negative.
+        "model": max(0.0, _own_share(setup.fork_like(trained), given[EVERY - 1 :: EVERY], found)),
         "per class": math.inf if is_values else len(labels) / len(set(labels.tolist())),
         "held out": float(len(others)),
     }

@@ -1,6 +1,5 @@
 """Axes that are mistaken: attention along another axis, and reshapes that cut across axes."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -17,16 +16,13 @@ from adiv_monitor.audit.experiments.calls import (
     flat,
     given,
     see_calls,
-    undropped,
 )
-from adiv_monitor.audit.experiments.questions import first_at_each_place, looks
+from adiv_monitor.audit.experiments.questions import looks
 from adiv_monitor.audit.training.batches import first, size_of
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.diagnosis.record import Fact
 
-FEWEST = 4  # keys: of fewer, one may well get most of the weight
 _EXACT = 1e-4  # deviation from 1 of sums of float32 numbers
-_FAR = 50.0  # below a query's largest score; masks add −100 (Swin) to −∞
 
 Summed = tuple[Tensor, tuple[int, ...]]  # an operand, and the axes that a product sums it over
 
@@ -49,8 +45,9 @@ class Use(NamedTuple):
         return bool({*self.sums_to_1} & {*self.over})
 
 
+@looks("attention-axis")
 class Attentions:
-    """Finds the products with the result of a softmax of scores.
+    """Tells products that sum the weights of a softmax along another axis than they sum to 1.
 
     Scores are a product of two tensors that are no layer's weights, such as queries and keys. The
     logits of a layer may assign rows to clusters, whose members are summed on purpose. A softmax
@@ -73,6 +70,13 @@ class Attentions:
             x, axis = call.argument(0, "input"), call.argument(1, "dim")
             if isinstance(axis, int) and (self._scores.source(x) or x.shape[axis] == 1):
                 self._weights.begin(call)
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the softmaxes whose weights a product sums over another axis."""
+        return [Fact(use.softmax.place, {"sums": 1.0},
+                     {"product": use.product.place, "shape": str(use.shape),
+                      "axis": str(use.sums_to_1[0]), "over": str(use.over[0])})
+                for use in self.uses if not use.fits]  # fmt: skip
 
     def _used(self, call: Call) -> Iterator[Use]:
         operands = self._summed(call)
@@ -115,55 +119,6 @@ def sums_to_1(x: Tensor) -> tuple[int, ...]:
     exact = max(_EXACT, 4 * torch.finfo(x.dtype).eps)
     sums = [x.detach().double().sum(axis) - 1 for axis in range(x.ndim)]
     return tuple(axis for axis, far in enumerate(sums) if float(far.abs().max()) < exact)
-
-
-def uses(fork: Fork) -> list[Use]:
-    """Return the products with weights of attention in a pass in which dropout drops nothing."""
-    found = Attentions(fork)
-    with torch.no_grad():
-        see_calls(fork, found.see, change=undropped)
-    return found.uses
-
-
-def spread(scores: Tensor, axis: int) -> float:
-    """Return the rms, over queries, of the standard deviation of a query's scores.
-
-    Masked keys do not count: those whose weight is below e⁻⁵⁰ of the largest one.
-    """
-    kept = scores > scores.amax(axis, keepdim=True) - _FAR
-    x = torch.where(kept, scores, math.nan)
-    square = (x - x.nanmean(axis, keepdim=True)).square().nanmean(axis)
-    return float(square[kept.sum(axis) > 1].mean().sqrt())
-
-
-@looks("attention-axis")
-class Axes(Attentions):
-    """Do attention weights sum to 1 along another axis than the one that they are summed over?"""
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the softmaxes whose weights a product sums over another axis."""
-        return first_at_each_place(
-            Fact(use.softmax.place, {"sums": 1.0},
-                 {"product": use.product.place, "shape": str(use.shape),
-                  "axis": str(use.sums_to_1[0]), "over": str(use.over[0])})
-            for use in self.uses if not use.fits
-        )  # fmt: skip
-
-
-@looks("attention-saturated")
-class Saturated(Attentions):
-    """Do the scores of an attention differ so much before training that its softmax saturates?"""
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the spread of the scores of each attention, and the largest weight of a query."""
-        found = []
-        for softmax in (use.softmax for use in self.uses if use.fits):
-            x, axis = softmax.argument(0, "input").detach().double(), softmax.argument(1, "dim")
-            if x.shape[axis] >= FEWEST:
-                largest = float(x.softmax(axis).amax(axis).nanmean())
-                numbers = {"spread": spread(x, axis), "largest": largest}
-                found.append(Fact(softmax.place, numbers))
-        return first_at_each_place(found)
 
 
 # Reshapes that cut across the axes of their input, where a permutation is meant
@@ -220,7 +175,7 @@ class Scrambling:
                 sure = sorted(before) == sorted(after)
                 words = {"of": str(before), "to": str(after)}
                 facts.append(Fact(call.place, {"permutes": float(sure)}, words))
-        return first_at_each_place(facts)
+        return facts
 
 
 def _loses_one(x: Tensor, part: Tensor) -> bool:

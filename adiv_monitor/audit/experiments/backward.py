@@ -17,7 +17,7 @@ from adiv_monitor.audit.experiments.calls import (
     given,
     see_calls,
 )
-from adiv_monitor.audit.experiments.questions import Untold, asks, first_at_each_place
+from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.setup import Fork, Setup, without_gradient_hooks
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
@@ -64,7 +64,8 @@ def compared(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, f
 def cuts(fork: Fork) -> list[Call]:
     """Return the first function of each cut of the gradient whose result meets parameters.
 
-    A cut is a `detach()`, a `.data`, or a call under `torch.no_grad()` that depends on parameters.
+    A cut is a `detach()`, a `.data`, a sample that `torch.normal` draws, or a call under
+    `torch.no_grad()` that depends on parameters.
     Values that are added to another path with a gradient, as in a straight-through estimator, or
     compared with outputs, as the target of a siamese network, meet no parameters.
     """
@@ -76,20 +77,33 @@ def cuts(fork: Fork) -> list[Call]:
         # What a custom function computes without a graph has a gradient once it has returned.
         cut = [without[id(x)][0] for x in taken if id(x) in without and not x.requires_grad]
         if any(x.requires_grad for x in taken):
-            if _detaches(call) or not torch.is_grad_enabled():
+            if _detaches(call) or _draws(call) or not torch.is_grad_enabled():
                 cut = cut or [call]
             elif any(x.requires_grad and x.is_leaf for x in taken):
                 found.update((origin.number, origin) for origin in cut)
+        cut = [call] if cut and _draws(call) else cut
         for x in flat(call.result) if cut else ():
             if x.is_floating_point() and not x.requires_grad:
                 without[id(x)] = cut[0], x
 
-    see_calls(fork, see)
+    see_calls(
+        fork, see, change=lambda call: _drawn(call).detach() if _draws(call) else NotImplemented
+    )
     return [*found.values()]
 
 
 def _detaches(call: Call) -> bool:
     return call.name == "detach" or call.function == Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _draws(call: Call) -> bool:
+    return call.function == torch.normal and isinstance(call.argument(0, "mean"), Tensor)
+
+
+def _drawn(call: Call) -> Tensor:
+    """Return the sample, with the gradient of its mean."""
+    mean, made = call.argument(0, "mean"), call.function(*call.args, **call.kwargs)
+    return mean + (made - mean).detach() if made.shape == mean.shape else made
 
 
 def undo(fork: Fork, found: list[Call]) -> None:
@@ -98,6 +112,9 @@ def undo(fork: Fork, found: list[Call]) -> None:
     under = not all(map(_detaches, found))
 
     def change(call: Call) -> Any:
+        if _draws(call):
+            with torch.enable_grad():
+                return _drawn(call)
         if call.number in numbers and _detaches(call):
             return call.args[0]
         if under and not torch.is_grad_enabled():
@@ -126,8 +143,8 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
     own, uncut = [g for g, _ in changed], [h for _, h in changed]
     removed = [h - g for g, h in changed]
     numbers = {"cosine": compared(own, uncut)[0], "removed": compared(own, removed)[0]}
-    places = dict.fromkeys(call.place.replace("__get__", ".data") for call in found)
-    return tuple(Fact(place, numbers) for place in places)
+    words = {"drawn": "True"} if any(map(_draws, found)) else {}
+    return [Fact(call.place.replace("__get__", ".data"), numbers, words) for call in found]
 
 
 @asks("gradient-hooks")
@@ -221,7 +238,7 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
             facts.append(Fact(place, {"share": share}, {"kind": "clip"}))
         elif x.grad is None or not x.grad.any():
             facts.append(Fact(place, {}, {"kind": "step"}))
-    return first_at_each_place(facts)
+    return facts
 
 
 def _ends(x: Tensor, made: Tensor) -> Ends | None:

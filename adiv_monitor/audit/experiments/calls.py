@@ -159,13 +159,14 @@ class Watched(TorchFunctionMode):
 def _line() -> str:
     """Return file and line of the innermost caller outside torch and this package."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not _is_callers(frame.f_code.co_filename):
+    while frame is not None and not is_callers(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 @cache
-def _is_callers(file: str) -> bool:
+def is_callers(file: str) -> bool:
+    """Return whether a file of code is neither torch's nor this package's."""
     return file.endswith(".py") and not file.startswith(_BETWEEN)
 
 

@@ -1,17 +1,18 @@
-"""A model's outputs for a batch with changed inputs; labels, targets and masks stay."""
+"""Outputs of a copy for changed inputs, and which of them inputs and targets concern."""
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.experiments.calls import by_name, changed, is_input, is_list
-from adiv_monitor.audit.training.batches import copied, mapped, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork, seeded
+from adiv_monitor.audit.experiments.calls import by_name, changed, is_input, is_list, see_calls
+from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of, untouched
 
@@ -60,15 +61,6 @@ def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
             own = [x.detach() for x in tensors(value) if x.ndim and len(x) == size]
             found.update({name if len(own) == 1 else f"{name}.{i}": x for i, x in enumerate(own)})
     return found
-
-
-@torch.no_grad()
-def outputs(fork: Fork, batch: Any) -> list[Tensor]:
-    """Return the outputs of the model in a loss, which may change what the model keeps."""
-    made: list[Tensor] = []
-    with fork.model.register_forward_hook(_into(made)), seeded(fork.seed):
-        fork.loss(fork.model, copied(batch))
-    return made
 
 
 def input_gradients(fork: Fork, batch: Any) -> dict[int, Tensor]:
@@ -203,14 +195,101 @@ class RepeatedLoss:
         self._fork = fork
         own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
         self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
-        self._devices = devices_of(self._modules)
-        self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
+        random = Randomness(devices_of(self._modules), self._modules)
+        self._begin = Surroundings(random, self._modules)
 
-    def of(self, batch: Any) -> float:
-        """Return the loss of a batch with the model's current weights."""
+    def of(self, batch: Any, backward: bool = False) -> float:
+        """Return the loss of a batch with the model's current weights, after its backward pass."""
 
         def run() -> float:
-            with self._begin.again():
-                return float(self._fork.loss(self._fork.model, copied(batch)).detach())
+            loss = self._fork.loss(self._fork.model, copied(batch))
+            if backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
 
-        return untouched(self._modules, self._devices, run)
+        return untouched(self._modules, self._begin, run)
+
+
+# A few samples, and which outputs their inputs and targets concern
+
+SAMPLES = 8  # most samples of a batch, so that large models take little time
+
+
+def few(setup: Setup, batch: Any) -> Any:
+    """Return a few samples of a batch; all of them if the loss can't be computed for a few."""
+    cut = first(batch, SAMPLES)
+    if cut is batch:
+        return batch
+    try:
+        with torch.set_grad_enabled(setup.differentiates):
+            see_calls(still(setup.fork()), lambda call: None, cut)
+    except Exception:  # the model works with one batch size only
+        return batch
+    return cut
+
+
+def of_few(setup: Setup) -> Setup:
+    """Return the setup with a few samples of each batch, if the loss can be computed for them."""
+    if few(setup, setup.batches[0]) is setup.batches[0]:
+        return setup
+    cut = {id(batch): first(batch, SAMPLES) for batch in setup.batches}  # some are given again
+    return replace(setup, batches=tuple(cut[id(batch)] for batch in setup.batches))
+
+
+class Pass(NamedTuple):
+    """The outputs of all of the model's calls in one loss, and the loss's gradients there, flat.
+
+    Attributes:
+        outputs: the outputs that have a gradient.
+        gradients: the gradients.
+        shape: shape of the first output.
+    """
+
+    outputs: Tensor
+    gradients: Tensor
+    shape: str
+
+
+def passed(fork: Fork, batch: Any) -> Pass:
+    """Return outputs and gradients for a batch; what the model keeps may change."""
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        seen.extend(x for x in tensors(output) if x.is_floating_point() and x.requires_grad)
+
+    hook = fork.model.register_forward_hook(note)
+    with hook, seeded(fork.seed), torch.enable_grad():
+        loss = fork.loss(fork.model, copied(batch))
+    if not seen or not loss.requires_grad:
+        return Pass(torch.empty(0), torch.empty(0), "")
+    found = torch.autograd.grad(loss, seen, allow_unused=True)
+    zeros = (torch.zeros_like(x) if g is None else g for x, g in zip(seen, found, strict=True))
+    return Pass(
+        torch.cat([x.detach().flatten() for x in seen]),
+        torch.cat([g.flatten() for g in zeros]),
+        str(tuple(seen[0].shape)),
+    )
+
+
+def with_tensor(batch: Any, number: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the batch with its tensor of this number changed."""
+    wanted = list(tensors(batch))[number]
+    return mapped(batch, lambda x: change(x) if x is wanted else x)
+
+
+def only_target(setup: Setup, batch: Any) -> Tensor | None:
+    """Return the only tensor that changes gradients, and no outputs, if samples exchange theirs.
+
+    None: no tensor does, or several do: one may be a mask or a weight.
+    """
+    own, size = passed(still(setup.fork()), batch), size_of(batch)
+    found = []
+    for number, x in enumerate(tensors(batch)):
+        if not x.ndim or len(x) != size:
+            continue
+        rolled = with_tensor(batch, number, lambda y: y.roll(1, 0))
+        other = passed(still(setup.fork()), rolled)
+        is_input = not torch.equal(other.outputs, own.outputs)
+        if not is_input and not torch.equal(other.gradients, own.gradients):
+            found.append(x)
+    return found[0] if len(found) == 1 else None

@@ -243,6 +243,7 @@ def _targets(setup: Setup) -> list[Fact]:
 
 COPIED = 1e-9  # share of the target's variance that rounding leaves to a copy
 ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
+FITS, CLEARLY = 0.3, 0.2  # correlation of an image with its target; its difference to a moved one's
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: y.mT, "upside-down": lambda y: y.flip(1, 2),
     "rows-reversed": lambda y: y.flip(1), "columns-reversed": lambda y: y.flip(2),
@@ -307,7 +308,24 @@ def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
     scores = {name: _correlation(x, move(y)) for name, move in MOVES.items()
               if move(y).shape == y.shape}  # fmt: skip
     best = max(scores, key=lambda name: scores[name])
-    return (Fact("", {"own": _correlation(x, y), "best": scores[best]}, {"move": best}),)
+    facts = [Fact("", {"own": _correlation(x, y), "best": scores[best]}, {"move": best})]
+    for move in ("rows-reversed", "columns-reversed"):
+        own, other = _of_each(x, y), _of_each(x, MOVES[move](y))
+        told = ((own - other).abs() > CLEARLY) & (torch.maximum(own, other) > FITS)
+        if int(told.sum()) >= ENOUGH / 2:
+            share = float((other > own)[told].float().mean())
+            facts.append(Fact("", {"share": share}, {"move": move}))
+    return facts
+
+
+def _of_each(images: Tensor, targets: Tensor) -> Tensor:
+    """Return the correlation of each image, in its best channel, with its target, signed alike."""
+    x, y = images - images.mean((2, 3), keepdim=True), targets - targets.mean((1, 2), keepdim=True)
+    products = (x * y[:, None]).sum((2, 3))
+    lengths = (x.square().sum((2, 3)) * y.square().sum((1, 2))[:, None]).sqrt()
+    each = products / lengths.clamp(min=1e-30)
+    channel = int(each.mean(0).abs().argmax())
+    return each[:, channel] * each[:, channel].mean().sign()
 
 
 def _correlation(images: Tensor, targets: Tensor) -> float:

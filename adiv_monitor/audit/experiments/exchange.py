@@ -13,14 +13,16 @@ from torch.nn import functional
 
 from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, calls_of, flat, given, watched
 from adiv_monitor.audit.experiments.changed_inputs import (
+    SAMPLES,
     ChangedInputs,
     RepeatedLoss,
+    few,
     given_inputs,
     input_gradients,
-    outputs,
+    passed,
     still,
+    with_tensor,
 )
-from adiv_monitor.audit.experiments.concerned import SAMPLES, few, with_tensor
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -407,12 +409,12 @@ def state_carried(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("no two batches are of the same length")
 
     fork = still(setup.fork())
-    if all(map(torch.equal, *(outputs(fork, before) for _ in range(2)))):
+    if torch.equal(*(passed(fork, before).outputs for _ in range(2))):
         return ()  # outputs for a batch do not change when it is given again
 
     def outputs_after(before: Any) -> list[Tensor]:
         fork = still(setup.fork())
-        outputs(fork, before)
+        passed(fork, before)
         return [x for x in ChangedInputs(fork, batch).own if x.shape[:1] == (size,)]
 
     other = mapped(before, lambda x: _first_other(x) if x.shape[:1] == (size,) else x)

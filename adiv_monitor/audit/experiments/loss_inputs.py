@@ -20,7 +20,7 @@ from adiv_monitor.audit.experiments.calls import (
     see_calls,
 )
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
-from adiv_monitor.audit.experiments.questions import asks, first_at_each_place, looks, of_each_call
+from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact
@@ -122,10 +122,9 @@ class NoLog:
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return a fact for each loss that is no cross-entropy."""
-        return first_at_each_place(
-            fact for fact, x in self._found
-            if not any(y.shape == x.shape and torch.allclose(x, y) for y in self._added)
-        )  # fmt: skip
+        return (fact for fact, x in self._found
+                if not any(y.shape == x.shape and torch.allclose(x, y) for y in self._added)
+               )  # fmt: skip
 
 
 @torch.no_grad()
@@ -166,9 +165,14 @@ SOFTMAXES = ("softmax", "log_softmax", "softmin")
 
 @of_each_call("softmax-of-one")
 def of_one(call: Call, fork: Fork) -> Fact | None:
-    """Find softmaxes of (samples, 1) over the last axis, whose result is always 1."""
-    samples = size_of(fork.batches[0])
-    return _of_shape(call) if samples > 1 and _softmax_over(call, 1) == (samples, 1) else None
+    """Find softmaxes over an axis of length 1, of classes or of scores: the result is always 1."""
+    samples, x, axis = size_of(fork.batches[0]), call.argument(0, "input"), call.argument(1, "dim")
+    if samples > 1 and _softmax_over(call, 1) == (samples, 1):
+        return _of_shape(call)
+    is_softmax = call.name in SOFTMAXES and call.path is not None and isinstance(axis, int)
+    if not is_softmax or x.ndim < 3 or x.shape[axis] != 1 or max(x.shape[1:]) == 1:
+        return None
+    return _of_shape(call, scores="True")
 
 
 @of_each_call("softmax-over-samples")
@@ -185,9 +189,9 @@ def over_samples(call: Call, fork: Fork) -> Fact | None:
     return _of_shape(call) if is_met else None
 
 
-def _of_shape(call: Call) -> Fact:
+def _of_shape(call: Call, **words: str) -> Fact:
     shape = str(tuple(call.argument(0, "input").shape))
-    return Fact(call.place, {}, {"shape": shape, "function": call.name})
+    return Fact(call.place, {}, {"shape": shape, "function": call.name, **words})
 
 
 def _softmax_over(call: Call, axis: int) -> tuple[int, ...]:
@@ -295,15 +299,10 @@ class OutOfRange:
             self._met.append((call, source, y.sum(axis) > SEVERAL, y, {"sum": "1"}))
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return a fact for each function that can't reach some targets."""
-        return [fact for _, fact in self.found(loss)]
-
-    def found(self, loss: Tensor) -> list[tuple[Call, Fact]]:
-        """Return the calls that can't reach some targets that count in the loss, each with a fact.
+        """Return a fact for each function that can't reach some targets that count in the loss.
 
         If a loss compares entry by entry, a mask may leave some out: their gradient is zero.
         """
-        found: dict[str, tuple[Call, Fact]] = {}
         for call, source, wrong, target, words in self._met:
             counts = torch.ones_like(wrong)
             if call.result.requires_grad and call.result.shape == wrong.shape:
@@ -315,9 +314,7 @@ class OutOfRange:
                     at = target[counts]
                     words["farthest"] = f"{float(at[(at - 0.5).abs().argmax()]):.3g}"
                 words["function"] = source.name
-                fact = Fact(source.place, {"share": share}, words)
-                found.setdefault(source.place, (source, fact))
-        return list(found.values())
+                yield Fact(source.place, {"share": share}, words)
 
 
 # Dropout, or a normalisation, between the last layer and the loss
@@ -472,7 +469,7 @@ def compared_with_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
     copy of its teacher no longer equals it after training.
     """
     calls = calls_of(setup.fork_like(trained), _are_equal)
-    return first_at_each_place(Fact(call.place) for call in calls)
+    return (Fact(call.place) for call in calls)
 
 
 def _are_equal(call: Call) -> bool:

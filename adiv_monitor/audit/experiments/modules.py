@@ -14,7 +14,6 @@ from adiv_monitor.audit.experiments.questions import (
     Look,
     Untold,
     asks,
-    first_at_each_place,
     looks,
     of_each_call,
 )
@@ -25,7 +24,8 @@ from adiv_monitor.diagnosis.record import Fact
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 FEW = 4  # values: the variance's relative error, √(2/(n−1)), is 82 % for four
-ONE_BATCH = 0.9  # momentum: share of the last batch in the running statistics
+# Momentum, the share of the last batch in running statistics: these are its own, or hardly follow.
+ONE_BATCH, SLOW = 0.9, 0.005
 HIGH = 0.7  # share that dropout drops
 FEWEST = 3  # samples of a batch
 VARIES = 1e-4  # share of the mean square, from which inputs vary over samples
@@ -58,10 +58,9 @@ def running(call: Call, fork: Fork) -> Fact | None:
     """Return the momentum of running statistics that stay as they began, or are of one batch."""
     norm = _batch_norm(call, fork)
     momentum = getattr(norm, "momentum", None)
-    if norm is None or norm.running_mean is None or momentum is None:
+    if norm is None or norm.num_batches_tracked is None or momentum is None:
         return None
-    stays = momentum == 0 and _is_unused(norm)
-    is_told = stays or momentum >= ONE_BATCH
+    is_told = momentum >= ONE_BATCH or (momentum < SLOW and int(norm.num_batches_tracked) <= 1)
     return Fact(str(call.path), {"momentum": float(momentum)}) if is_told else None
 
 
@@ -106,7 +105,7 @@ def dropout_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return call.argument(4, "dropout_p", 0.0) if is_fused else rate_of(call)
 
     drops = calls_of(fork, lambda call: rate(call) > 0)
-    return first_at_each_place(Fact(call.place, {"rate": rate(call)}) for call in drops)
+    return (Fact(call.place, {"rate": rate(call)}) for call in drops)
 
 
 @asks("dropout-too-high")
@@ -118,7 +117,7 @@ def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     batch, bare = trained.batches[-1], replace(trained)
     change_calls(bare, lambda c: with_rate(c, 0.0) if rate_of(c) > HIGH else NotImplemented)
     price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-    return first_at_each_place(Fact(c.place, {"rate": rate_of(c), **price}) for c in drops)
+    return (Fact(c.place, {"rate": rate_of(c), **price}) for c in drops)
 
 
 @looks("outputs-constant")

@@ -1,10 +1,13 @@
 """Observes one fork that is trained under a monitor."""
 
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -17,9 +20,8 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.experiments.activations import Units
 from adiv_monitor.audit.experiments.beginning import are_trained, unused, weights
-from adiv_monitor.audit.experiments.calls import Call, flat, watched
-from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments
-from adiv_monitor.audit.experiments.concerned import of_few
+from adiv_monitor.audit.experiments.calls import Call, flat, is_callers, watched
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments, of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
@@ -50,6 +52,8 @@ from adiv_monitor.monitor import Monitor
 from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of the traceback in an anomaly's warning
+_FUNCTION = re.compile(r"Function '(\w+?)(?:Backward\d*)?'")
 # Least number of batches, and of values of each unit, with which the trained model is examined.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
 _LEARNT = 0.9  # first loss over that of a constant prediction: weights that were drawn predict less
@@ -349,7 +353,7 @@ class Watching(Watch):
 
     def begins(self, step: int, batch: Any) -> None:
         """Keep the random numbers and buffers that the forward pass begins with."""
-        self._repeated = RepeatedLoss(self._fork)
+        self._repeated, self._batch = RepeatedLoss(self._fork), batch
 
     def has_loss(self, step: int, batch: Any, loss: float) -> None:
         """If the loss is not finite, locate the first such value."""
@@ -366,7 +370,7 @@ class Watching(Watch):
                 if bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any()):
                     self._zero.discard(name)
         if self.first_non_finite is None and not math.isfinite(gradient_norm(self._fork.optimizer)):
-            self.first_non_finite = _in_backward(self._fork.model)
+            self.first_non_finite = _in_backward(self._fork.model, self._repeated, self._batch)
 
     def has_stepped(self, step: int, batch: Any) -> None:
         """Recompute the batch's loss after a measured step; a loss may run once only."""
@@ -436,9 +440,29 @@ def _in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
     return found[0] if found else "loss"
 
 
-def _in_backward(model: nn.Module) -> str:
-    """Locate the first gradient that is not finite, in the order of the backward pass."""
-    for name, parameter in reversed(list(model.named_parameters())):
+def _in_backward(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str:
+    """Locate the first gradient that is not finite, by one more backward pass.
+
+    Autograd's anomaly mode names the function whose gradient is NaN, and warns of the line that
+    called it. If there is none, as where gradients are infinite, the first parameter is named.
+    """
+    own = {p: p.grad for p in model.parameters()}
+    for p in own:
+        p.grad = None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.detect_anomaly():
+                loss.of(batch, backward=True)
+        except Exception as error:
+            frames = _FRAME.findall(" ".join(str(warned.message) for warned in told))
+            lines = [f"{Path(file).name}:{line}" for file, line in frames if is_callers(file)]
+            if (name := _FUNCTION.search(str(error))) and lines:
+                return f"gradient of {name[1].lower()} ({lines[-1]})"
+        finally:
+            for p, gradient in own.items():
+                p.grad = gradient
+    for name, parameter in reversed([*model.named_parameters()]):
         if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all()):
             return f"gradient of {name}"
     return "norm of the gradient"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs, still
 from adiv_monitor.audit.experiments.data import spread
 from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
-from adiv_monitor.audit.experiments.questions import Untold, asks, looks
+from adiv_monitor.audit.experiments.questions import Untold, asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
@@ -134,6 +134,46 @@ def padding(x: Tensor) -> Padding | None:
                 if not bool((before & ~places).any()):
                     return Padding(places, places & before)
     return None
+
+
+LONGER = 4  # places of padding that are added
+
+
+@asks("padding-read")
+def padding_read(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return how much outputs change if each row of an input gets more padding at its end."""
+    batch, fork = setup.batches[0], still(setup.fork_like(trained))
+    if not any(padding(x) for x in given_inputs(fork, batch).values()):
+        return
+    run = ChangedInputs(fork, batch)
+    for number, x in enumerate(run.inputs):
+        found = padding(x)
+        at_end = found is not None and bool(found.places[:, -1].any())
+        if not at_end or sum(y.shape[1:2] == x.shape[1:2] for y in tensors(batch)) > 1:
+            continue  # or a mask, or targets, of as many places
+        of_padding = x[found.places][:1]
+
+        def longer(x: Tensor, more: Tensor = of_padding) -> Tensor:
+            return torch.cat([x, more.expand(len(x), LONGER, *x.shape[2:])], 1)
+
+        pairs = [(y, z) for y, z in zip(run.own, run.outputs(longer, number), strict=True)
+                 if y.shape == z.shape]  # fmt: skip
+        if pairs:
+            change = max(float((y - z).norm() / y.norm().clamp(min=1e-30)) for y, z in pairs)
+            yield Fact(f"input '{run.names[number]}'", {"change": change, "places": float(LONGER)})
+
+
+@of_each_call("padding-is-word")
+def padding_is_word(call: Call, fork: Fork) -> Fact | None:
+    """Find an embedding's `padding_idx` between other tokens, where it is no padding."""
+    x, index = call.argument(0, "input"), call.argument(2, "padding_idx")
+    if call.name != "embedding" or index is None or x.ndim != 2:
+        return None
+    real = x != index
+    inside = ~real & (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
+    numbers = {"index": float(index), "inside": float(inside.sum() / (~real).sum().clamp(min=1)),
+               "rows": float(inside.any(1).float().mean())}  # fmt: skip
+    return Fact(call.place, numbers)
 
 
 @asks("class-untaught")

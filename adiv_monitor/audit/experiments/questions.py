@@ -56,10 +56,7 @@ def looks(name: str) -> Callable[[type[Any]], type[Any]]:
 
 
 def of_each_call(name: str) -> Callable[[FactOf], FactOf]:
-    """Register a question about single calls of the recorded pass, from call and copy to a fact.
-
-    Of the facts at one place, the first is kept.
-    """
+    """Register a question about single calls of the recorded pass, from call and copy to a fact."""
 
     def register(fact_of: FactOf) -> FactOf:
         class EachCall:
@@ -72,7 +69,7 @@ def of_each_call(name: str) -> Callable[[FactOf], FactOf]:
                     self._found.append(fact)
 
             def facts(self, loss: Tensor) -> Iterable[Fact]:
-                return first_at_each_place(self._found)
+                return self._found
 
         LOOKS[name] = EachCall
         return fact_of
@@ -80,19 +77,12 @@ def of_each_call(name: str) -> Callable[[FactOf], FactOf]:
     return register
 
 
-def first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
-    """Return these facts without those at a place that an earlier one has."""
-    found: dict[str, Fact] = {}
-    for fact in facts:
-        found.setdefault(fact.place, fact)
-    return tuple(found.values())
-
-
 def asked(
     setup: Setup, trained: Fork, names: Collection[str] = (), small: Setup | None = None
 ) -> dict[str, Probed]:
     """Return the answers by name, of all questions or of some; a failed one has a reason.
 
+    Of the facts at one place, the first is kept.
     Questions about the model are asked of a setup of few samples, `small`, if there is one.
     """
     found = _looked(setup, [name for name in LOOKS if not names or name in names])
@@ -129,7 +119,7 @@ def _looked(setup: Setup, names: Collection[str]) -> dict[str, Probed]:
 
 def _answer(ask: Callable[..., Iterable[Fact]], *given: Any) -> Probed:
     try:
-        return Probed(tuple(ask(*given)))
+        return Probed(_first_at_each_place(ask(*given)))
     except Exception as error:  # a copy may not run with the question's inputs
         return _failed(error)
 
@@ -137,3 +127,11 @@ def _answer(ask: Callable[..., Iterable[Fact]], *given: Any) -> Probed:
 def _failed(error: Exception) -> Probed:
     said = str(error).partition("\n")[0]
     return Probed(untold=said if isinstance(error, Untold) else f"{type(error).__name__}: {said}")
+
+
+def _first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
+    """Return these facts without those at a place that an earlier one has."""
+    found: dict[str | int, Fact] = {}
+    for number, fact in enumerate(facts):
+        found.setdefault(fact.place or number, fact)
+    return tuple(found.values())

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, flat, given
-from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
-from adiv_monitor.audit.experiments.concerned import with_tensor
-from adiv_monitor.audit.experiments.questions import Look, Untold, asks, first_at_each_place, looks
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, with_tensor
+from adiv_monitor.audit.experiments.questions import Look, Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held, train
@@ -195,7 +194,7 @@ class Hidden:
         every = self._count + sum(x.numel() for _, x in found)
         facts = [Fact(name, {"share": x.numel() / every}, {"shape": str(tuple(x.shape))})
                  for name, x in found]  # fmt: skip
-        return (*facts, *first_at_each_place(self._anew))
+        return (*facts, *self._anew)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

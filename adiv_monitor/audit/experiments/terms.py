@@ -3,17 +3,17 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.backward import backward, compared
+from adiv_monitor.audit.experiments.backward import backward, compared, nodes_of
 from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped, watched
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
 from adiv_monitor.audit.experiments.questions import asks, looks
-from adiv_monitor.audit.training.batches import size_of
+from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis.record import Fact
@@ -195,48 +195,100 @@ class WithoutGraph(Terms):
 # Terms against each other
 
 MOST_TERMS = 6
+LEFT = 0.9  # of the value of a term that training lowers
 
 
-@looks("terms-opposed")
-class Opposed(Terms):
-    """Tells the two terms whose gradients oppose each other most.
+Couple = tuple[str, str, list[tuple[Tensor, Tensor]]]  # places, and gradients of shared parameters
+
+
+def _couples(setup: Setup) -> tuple[list[float], list[tuple[int, Couple]]]:
+    """Return the terms of the first batch's loss, and couples of them by the first's number."""
+    fork, seen = setup.fork(), Terms()
+    with torch.enable_grad():
+        loss = see_calls(fork, seen.see, change=undropped)
+    terms, parameters = seen.of(loss), [p for p in fork.model.parameters() if p.requires_grad]
+    if not 1 < len(terms) <= MOST_TERMS:
+        return [], []
+    gradients = []
+    for node in terms:  # the others pass none on
+        handles = [other.register_prehook(_nothing) for other in terms if other is not node]
+        gradients.append(
+            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        )
+        for handle in handles:
+            handle.remove()
+    places, couples = [seen.places.get(node, "") for node in terms], []
+    for i, j in permutations(range(len(terms)), 2):
+        both = [(g, h) for g, h in zip(gradients[i], gradients[j], strict=True)
+                if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
+        couples += [(i, (places[i], places[j], both))] * bool(both)
+    return [*terms.values()], couples
+
+
+@asks("terms-opposed")
+def opposed(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the two terms whose gradients oppose each other most.
 
     Of parameters that both terms reach, it tells the cosine of the gradients, the largest cosine of
     a single parameter tensor, and the ratio of the shorter to the longer gradient.
     """
+    found = []
+    for _, (one, other, gradients) in _couples(setup)[1]:
+        cosine, ratio = compared(*zip(*gradients, strict=True))
+        largest = max(compared([g], [h])[0] for g, h in gradients)
+        found += [(cosine, largest, ratio, one, other)] * (ratio <= 1)
+    for cosine, largest, ratio, one, other in sorted(found)[:1]:
+        yield Fact(one, {"cosine": cosine, "largest": largest, "ratio": ratio}, {"other": other})
 
-    def __init__(self, fork: Fork) -> None:
-        super().__init__()
-        self._parameters = [p for p in fork.model.parameters() if p.requires_grad]
 
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return a fact of these two terms, if there are two."""
-        terms = list(self.of(loss))
-        if not 1 < len(terms) <= MOST_TERMS:
-            return ()
-        gradients = [self._gradients(loss, terms, node) for node in terms]
-        found = []
-        for i, j in combinations(range(len(terms)), 2):
-            both = [(g, h) for g, h in zip(gradients[i], gradients[j], strict=True)
-                    if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
-            if both:
-                cosine, ratio = compared(*zip(*both, strict=True))
-                largest = max(compared([g], [h])[0] for g, h in both)
-                found.append((cosine, largest, min(ratio, 1 / ratio), i, j))
-        if not found:
-            return ()
-        cosine, largest, ratio, i, j = min(found)
-        one, other = (self.places.get(terms[k], "") for k in (i, j))
-        numbers = {"cosine": cosine, "largest": largest, "ratio": ratio}
-        return (Fact(one, numbers, {"other": other}),)
+@asks("term-outweighed")
+def outweighed(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return terms whose gradient is shorter than another's, with their values in the run.
 
-    def _gradients(self, loss: Tensor, terms: list[Any], node: Any) -> tuple[Tensor | None, ...]:
-        """Return the gradient of one term: the others pass none on."""
-        handles = [other.register_prehook(_nothing) for other in terms if other is not node]
-        found = torch.autograd.grad(loss, self._parameters, retain_graph=True, allow_unused=True)
-        for handle in handles:
-            handle.remove()
-        return found
+    Only terms count that change where inputs are exchanged between samples, and that training does
+    not lower.
+    """
+    terms, couples = _couples(setup)
+    if not couples:
+        return
+    exchanged = _terms(setup.fork(), exchanged=True)
+    after = _terms(setup.fork_like(trained), exchanged=False)
+    for i, (place, rival, gradients) in couples if len(terms) == len(after) else ():
+        if not _alike(terms[i], exchanged[i]) and after[i] >= LEFT * terms[i]:
+            ratio = compared(*zip(*gradients, strict=True))[1]
+            numbers = {"ratio": ratio, "at first": terms[i], "after": after[i]}
+            yield Fact(place, numbers, {"other": rival})
+
+
+# A loss that falls by its own parameters
+
+
+@asks("loss-own-fall")
+def own_fall(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the fall of the first batch's loss, and that with its own parameters set back.
+
+    Its own are those that it depends on otherwise than through outputs of layers.
+    """
+    fork, after = setup.fork(), setup.fork_like(trained)
+    made: list[Any] = []
+    for module in fork.model.modules():
+        if module is not fork.model and not [*module.children()]:
+            module.register_forward_hook(lambda m, args, out: made.extend(tensors(out)))
+    with torch.enable_grad():
+        loss = fork.first_loss()
+    of_layers = {id(getattr(node, "variable", None)) for node in nodes_of(x.grad_fn for x in made)}
+    reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
+    pairs = zip(fork.model.named_parameters(), after.model.parameters(), strict=True)
+    own = [(name, p, q) for (name, p), q in pairs if id(p) in reached - of_layers]
+    if not own or not made:
+        return
+    first, last = float(loss.detach()), float(after.first_loss().detach())
+    for _, p, q in own:
+        q.data.copy_(p.detach())
+    left = first - float(after.first_loss().detach())
+    yield Fact(
+        own[0][0], {"fall": first - last, "without": left, "share": left / (first - last or 1)}
+    )
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

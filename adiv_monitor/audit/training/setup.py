@@ -236,16 +236,15 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
 # Warm-ups
 
-MOST = 10_000  # steps for which a warm-up is followed
-STILL = 1_000  # steps without a rise after which it is over
+FOLLOWED = 1_000  # steps for which a warm-up is followed, at least
 
 
 def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
     """Return the groups whose learning rate a warm-up raises, with its highest rate.
 
-    A copy of the scheduler is stepped until the rates have not risen for a while. A rate
-    of 0 that is not raised within the given steps is left out: it is a fault, not a warm-up. If no
-    scheduler of torch's is known, a rate of 0 is taken for the beginning of another's warm-up.
+    A copy of the scheduler is stepped. A rate of 0 that is not raised within the given steps is
+    left out: it is a fault, not a warm-up. If no scheduler of torch's is known, a rate of 0 is
+    taken for the beginning of another's warm-up.
     """
     groups = {i: g for i, g in enumerate(optimizer.param_groups) if g.get("initial_lr", 0) > 0}
     schedulers = _schedulers(optimizer) if groups else []
@@ -257,23 +256,22 @@ def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
 
 
 def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
-    groups = scheduler.optimizer.param_groups
+    """Return each group's highest rate; the usual one where it still rises in the end."""
+    groups, rates = scheduler.optimizer.param_groups, []
     # Schedulers write to groups only: no parameters and no state are copied.
     memo: dict[int, Any] = {id(p): p for group in groups for p in group["params"]}
     memo[id(scheduler.optimizer.state)] = {}
-    peaks, last, step = dict.fromkeys(range(len(groups)), 0.0), 0, 0
     with warnings.catch_warnings(), suppress(Exception):  # at its end, or it waits for a loss
         warnings.simplefilter("ignore")  # the scheduler steps before the optimizer does
         moved = copy.deepcopy(scheduler, memo)
-        while step < MOST and step - last < STILL and (any(peaks.values()) or step <= steps):
-            rates = {i: float(group["lr"]) for i, group in enumerate(moved.optimizer.param_groups)}
-            if higher := {i: rate for i, rate in rates.items() if rate > peaks[i]}:
-                peaks, last = peaks | higher, step
+        for _ in range(max(steps, FOLLOWED)):
+            rates.append([float(group["lr"]) for group in moved.optimizer.param_groups])
             moved.step()
-            step += 1
-    for i, peak in peaks.items():
-        if step - last < STILL or math.isinf(peak):  # a long warm-up, or a search for a rate
-            peaks[i] = min(peak, float(groups[i].get("max_lr", groups[i].get("initial_lr", 0.0))))
+    peaks = {}
+    for i, of_group in enumerate(zip(*rates, strict=True)):
+        usual = float(groups[i].get("max_lr", groups[i].get("initial_lr", 0.0)))
+        peaks[i] = max(of_group) if max(of_group) > of_group[-1] else usual
+        peaks[i] *= any(of_group[: steps + 1])
     return peaks
 
 

@@ -3,8 +3,8 @@
 Those of the optimizer come first, then those of modules and inputs, and those of called functions.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -13,13 +13,11 @@ from adiv_layers import convert
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LinearLR
 
 from adiv_monitor.audit.experiments import loss_inputs
 from adiv_monitor.audit.experiments.activations import maps_that_run
-from adiv_monitor.audit.experiments.axes import uses
 from adiv_monitor.audit.experiments.backward import cuts, undo
-from adiv_monitor.audit.experiments.beginning import OneSided, bare_weights
+from adiv_monitor.audit.experiments.beginning import bare_weights
 from adiv_monitor.audit.experiments.calls import (
     Call,
     calls_of,
@@ -27,12 +25,11 @@ from adiv_monitor.audit.experiments.calls import (
     changed,
     is_input,
     rate_of,
-    see_calls,
     with_rate,
 )
 from adiv_monitor.audit.experiments.changed_inputs import arguments
-from adiv_monitor.audit.experiments.exchange import ORDERED, mask_of
-from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH, NORMS
+from adiv_monitor.audit.experiments.exchange import ORDERED
+from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH
 from adiv_monitor.audit.experiments.state import COARSE
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
@@ -150,26 +147,6 @@ def _per_layer(fork: Fork, layers: Layers, record: Seen) -> None:
     ]
 
 
-@fix("group-rate")
-def _group_rate(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Give the parameter groups of these layers the learning rate of most other layers."""
-    found = None if record is None or not record.reports else remedies.group_rates(record, layers)
-    if found is None:
-        raise DoesNotApply("these layers have no learning rate of their own")
-    groups = fork.optimizer.param_groups
-    for group in found.own:
-        groups[group]["lr"] = groups[found.like]["lr"]
-
-
-@fix("warm-up")
-def _warm_up(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Raise the learning rate linearly from a hundredth over the first third of the steps."""
-    scale_rate(fork.optimizer, 1.0)
-    steps = max(len(fork.batches) // 3, 1)
-    schedule = LinearLR(fork.optimizer, start_factor=0.01, total_iters=steps)
-    fork.optimizer.register_step_post_hook(lambda *_: schedule.step())
-
-
 @fix("less-momentum")
 def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
     """Lower the momentum to 0.9, or to half of a smaller value.
@@ -189,14 +166,12 @@ def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
 
 
 @fix("no-decay", key="weight_decay", above=0.0, to=0.0)
-@fix("less-decay", key="weight_decay", above=0.0, times=0.1)
-@fix("usual-momentum", key="momentum", above=remedies.USUAL, to=remedies.USUAL)
 @fix("usual-epsilon", key="eps", above=USUAL_EPSILON, to=USUAL_EPSILON, rescales=True)
-def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, **new: float) -> None:
-    """Lower a setting where it is above a value: to another, or to a share of itself."""
+def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, to: float) -> None:
+    """Lower a setting where it is above a value."""
     larger = [g for g in fork.optimizer.param_groups if g.get(key, 0.0) > above]
     for group in some(larger, f"no {key} is above {above:g}"):
-        group[key] = new.get("to", group[key] * new.get("times", 1.0))
+        group[key] = to
 
 
 @fix("no-clip")
@@ -334,28 +309,11 @@ def _group_norm(fork: Fork, layers: Layers, record: Seen) -> None:
         fork.model.set_submodule(path, group)
 
 
-@fix("train-mode")
-def _train_mode(fork: Fork, layers: Layers, record: Seen) -> None:
-    still = [m for m in fork.model.modules() if isinstance(m, NORMS) and not m.training]
-    some(still, "no normalisation is in evaluation mode")
-    for module in fork.model.modules():  # a train() of the model's own may leave parts as they are
-        module.training = True
-
-
 @fix("batch-first", rescales=True)
 def _batch_first(fork: Fork, layers: Layers, record: Seen) -> None:
     found = [m for m in fork.model.modules() if isinstance(m, ORDERED) and not m.batch_first]
     for module in some(found, "no recurrent layer or attention lacks batch_first=True"):
         module.batch_first = True
-
-
-@fix("centred-weights", rescales=True)
-def _centred_weights(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Draw Xavier's N(0, 2/(fan-in + fan-out)), which is symmetric in the two axes."""
-    found = OneSided(fork)
-    see_calls(fork, found.see)
-    for weight in some(found.weights, "no weights lie on one side of zero").values():
-        nn.init.xavier_normal_(weight)
 
 
 @fix("reinitialise")
@@ -464,7 +422,6 @@ def feature_axis(x: Tensor, model: nn.Module) -> int | None:
 
 Of = Callable[[Call], object]
 _NOT_CALLED = "nothing of that kind is called"
-_MAKE_VECTORS = ("embedding", "linear", "conv2d")
 
 
 def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CALLED) -> None:
@@ -475,22 +432,6 @@ def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CAL
     """
     some(calls_of(fork, is_met), otherwise)
     change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
-
-
-def among(calls: Collection[Call]) -> Of:
-    """Return the condition that a call is one of these of another pass, by number and name."""
-    known = {(call.number, call.name) for call in calls}
-    return lambda call: (call.number, call.name) in known
-
-
-@fix("leaky-relu")
-def _leaky_relu(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Replace ReLUs by leaky ReLUs of slope 0.1, in the whole model."""
-
-    def leaky(call: Call) -> Tensor:
-        return functional.leaky_relu(call.argument(0, "input"), 0.1)
-
-    replace_calls(fork, lambda call: call.name == "relu", leaky)
 
 
 def _taken_for_logits(fork: Fork) -> list[Call]:
@@ -520,20 +461,6 @@ def _less_dropout(fork: Fork, layers: Layers, record: Seen) -> None:
     replace_calls(fork, lambda call: rate_of(call) > HIGH, lambda call: with_rate(call, 0.1))
 
 
-@fix("unbounded-outputs", rescales=True, names=loss_inputs.BOUNDED, to=torch.Tensor.clone)
-@fix("sigmoids", rescales=True, names=("softmax",), to=torch.sigmoid)
-def _within_range(
-    fork: Fork, layers: Layers, record: Seen, names: Collection[str], to: Callable[[Tensor], Tensor]
-) -> None:
-    """Replace functions on the outputs that can't reach the targets by a sigmoid, or by nothing."""
-    look = loss_inputs.OutOfRange(fork)
-    with torch.enable_grad():
-        loss = see_calls(fork, look.see)
-    found = [call for call, _ in look.found(loss) if call.name in names]
-    nothing = "no such function acts on the outputs"
-    replace_calls(fork, among(found), lambda call: to(call.argument(0, "input")), nothing)
-
-
 @fix("uncut", rescales=True)
 def _uncut(fork: Fork, layers: Layers, record: Seen) -> None:
     undo(fork, some(cuts(fork), "nothing is cut in front of parameters"))
@@ -557,37 +484,7 @@ def _positions(fork: Fork, layers: Layers, record: Seen) -> None:
         drawn = torch.randn(made.shape[1:], generator=torch.Generator().manual_seed(fork.seed))
         return made + made.detach().square().mean().sqrt() * drawn.to(made)
 
-    found = calls_of(fork, lambda call: call.name in _MAKE_VECTORS and call.result.ndim in (3, 4))
-    replace_calls(fork, among(found[:1]), instead, "no layer gives each place a vector")
-
-
-@fix("inverted-masks", rescales=True)
-def _inverted_masks(fork: Fork, layers: Layers, record: Seen) -> None:
-    def instead(call: Call) -> object:
-        def flipped(x: object) -> object:
-            return ~x if x is mask_of(call) and isinstance(x, Tensor) else x
-
-        others = {name: flipped(x) for name, x in call.kwargs.items()}
-        return call.function(*map(flipped, call.args), **others)
-
-    replace_calls(fork, lambda call: mask_of(call) is not None, instead)
-
-
-@fix("summed-axis", rescales=True)
-def _summed_axis(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Take the softmaxes over the axis along which their products sum, if one suits all of them."""
-    found = [use.softmax for use in uses(fork) if not use.fits]
-    nothing = "all weights sum to 1 along the axis that is summed over"
-
-    def along(axis: int) -> Fork:
-        def instead(call: Call) -> object:
-            return call.argument(0, "input").softmax(axis)
-
-        other = replace(fork)
-        replace_calls(other, among(found), instead, nothing)
-        return other
-
-    most = max((call.argument(0, "input").ndim for call in found), default=2)
-    axes = range(-1, -most, -1)  # never the first axis, that of the samples
-    fitting = [axis for axis in axes if all(use.fits for use in uses(along(axis)))]
-    fork.loss = along(some(fitting, "no axis of these softmaxes is summed over")[0]).loss
+    kinds = ("embedding", "linear", "conv2d")
+    found = calls_of(fork, lambda call: call.name in kinds and call.result.ndim in (3, 4))
+    first = some(found, "no layer gives each place a vector")[0].number
+    replace_calls(fork, lambda call: call.number == first, instead)

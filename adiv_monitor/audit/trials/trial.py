@@ -27,7 +27,7 @@ from adiv_monitor.audit.trials.fixes import (
 )
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
-from adiv_monitor.diagnosis.faults.remedies import other_rates, usual_factor
+from adiv_monitor.diagnosis.faults.remedies import usual_factor
 from adiv_monitor.diagnosis.finding import (
     NO_STEPS,
     NO_TIME,
@@ -407,6 +407,7 @@ FIRST = (3, 1, 0)  # number of fixes of a finding that are tried, by its strengt
 Outcomes = dict[tuple[str, tuple[str, ...]], Trial | str]  # of fix and layers: why it is not tried
 
 NOT_AMONG_THE_FIRST = "only the first fixes of a finding are tried"
+OPEN = ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST)  # reasons that say nothing of the fix
 
 
 def tried(
@@ -423,12 +424,11 @@ def tried(
     then the first fix of those to watch. The very first is tried whatever it costs, in the fewest
     possible steps. Fixes beyond the cost of all trials say that they were not tried.
 
-    The advice of a finding is sorted by its effect, and has a learning rate in front of fixes that
-    pay no more than that learning rate alone. A finding to act on becomes one to watch if none of
-    its tried fixes pays, unless it is certain without a trial, or comes before such a finding: then
-    the run suffers for a known reason that the fixes did not reach. A fact that may be harmless
-    becomes a finding to act on if one of its fixes helps. A trial overrules a finding's statement
-    of what would not help.
+    The advice of a finding is sorted by its effect. A finding to act on becomes one to watch if
+    none of its tried fixes pays, unless it is certain without a trial, or comes before such a
+    finding: then the run suffers for a known reason that the fixes did not reach. A fact that may
+    be harmless becomes a finding to act on if one of its fixes helps. A trial overrules a finding's
+    statement of what would not help.
 
     Args:
         findings: findings of the rules, strongest first.
@@ -517,7 +517,7 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
     """Return the finding after the trials of its advice, its best advice first."""
     trials = [each.trial for each in advice if each.trial is not None]
     if not fault_of(finding).certain:
-        advice = sorted(_with_rate(advice, record), key=_place)
+        advice = sorted(advice, key=_place)
     advice = [a for a in advice if a.fix != "reinitialise" or a.trial is None or a.trial.pays]
     pays = any(trial.pays for trial in trials)
     lower = finding.name == "uneven-rates" and best_rate(record.rates) < 1
@@ -528,9 +528,7 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
         strength = "watch"
     elif strength == "watch" and any(_promotes(trial, finding) for trial in trials):
         strength = "act"
-    elif fault_of(finding).often_meant and (
-        trials or any(a.untried not in ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST) for a in advice)
-    ):
+    elif fault_of(finding).often_meant and (trials or any(a.untried not in OPEN for a in advice)):
         strength = "note"
     return replace(finding, advice=tuple(advice), strength=strength)
 
@@ -542,17 +540,6 @@ def _promotes(trial: Trial, finding: Finding) -> bool:
         return False
     # A share of a loss means something only above zero.
     return left == 1 or (trial.loss_without > 0 and trial.loss < left * trial.loss_without)
-
-
-def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
-    """Add a learning rate to the advice if a fix pays no more than that learning rate alone."""
-    factor = best_rate(record.rates)
-    (rate,) = other_rates((factor,))
-    no_better = any(a.trial is not None and a.trial.pays and not a.trial.helps for a in advice)
-    if factor == 1 or not record.rates[factor].helps or not no_better:
-        return advice
-    added = replace(rate, trial=record.rates[factor])
-    return advice if any(a.fix == rate.fix for a in advice) else [*advice, added]
 
 
 def _place(advice: Advice) -> tuple[int, float]:

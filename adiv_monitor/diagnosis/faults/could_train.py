@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
+from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_REPORTS,
     LEARNING,
@@ -26,19 +27,9 @@ from adiv_monitor.diagnosis.faults.fault import (
     stepped,
 )
 from adiv_monitor.diagnosis.faults.rates import overshoot
-from adiv_monitor.diagnosis.faults.remedies import optimizer_of
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.diagnosis.readings import (
-    SCALE_FREE,
-    at_peak,
-    by_layer,
-    learning_rates,
-    maps,
-    named,
-    these,
-    worst_first,
-)
+from adiv_monitor.diagnosis.readings import named, these
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import NO_GRADIENT, listed, percent
@@ -59,6 +50,7 @@ GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of 
 HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
+TINY = 3  # samples of a step
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 FEWEST_JUMPS = 2  # of the loss, to where it began
@@ -85,12 +77,8 @@ def share_of(
     return (paths, share) if share >= LEAST_SHARE else ((), 0.0)
 
 
-@loop_fault(
-    "not-zeroed",
-    "Gradients are not zeroed between steps",
-    shown_by=stepped,
-    explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"),
-)
+@loop_fault("not-zeroed", "Gradients are not zeroed between steps", shown_by=stepped,
+            explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"))  # fmt: skip
 def not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
 
@@ -106,7 +94,7 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
     kept = {path: median(shares) for path, shares in seen.items()
             if sum(share > KEPT for share in shares) > max(1, len(shares) / 2)}  # fmt: skip
     if kept:
-        largest = worst_first(kept)[0]
+        largest = read.worst_first(kept)[0]
         yield Finding("not-zeroed", "act",
             f"Before a step's first backward pass, `.grad` of {these(record, [*kept])} typically "
             f"holds an earlier gradient, {kept[largest]:.3g} times as long as the one used.",
@@ -116,29 +104,26 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
             layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
 
-@loop_fault(
-    "gradient-reversed",
-    "Gradients are turned round, so that steps go uphill",
-    shown_by=stepped,
-    explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
-)
+@loop_fault("gradient-reversed", "Gradients are turned round, so that steps go uphill",
+            explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
+            shown_by=stepped)  # fmt: skip
 def reversed_(record: Record) -> Iterator[Finding]:
     """Find layers whose `.grad` points uphill, which that of a backward pass never does.
 
     A step along it would move the activations against their own gradient. A layer that reverses
     gradients in the graph turns both.
     """
-    cosines = by_layer(record, "gradient_cosine")
+    cosines = read.by_layer(record, "gradient_cosine")
     turned = {path: -cosine.value for path, cosine in cosines.items() if cosine.below(0)}
     if several(record) and turned and not any(not_zeroed(record)):
-        first = worst_first(turned)[0]
+        first = read.worst_first(turned)[0]
         yield Finding("gradient-reversed", strength(record),
             f"The gradients of {these(record, [*turned])} are turned round between the backward "
             "pass and the step: a step along them raises the loss.",
             (Evidence("gradient_cosine", -turned[first], 0, first),),
             (Advice("look for a minus sign or a hook between the backward pass and the step"),),
             "No learning rate makes steps uphill lower the loss.",
-            layers=worst_first(turned))  # fmt: skip
+            layers=read.worst_first(turned))  # fmt: skip
 
 
 @loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
@@ -184,7 +169,7 @@ def untrained(record: Record) -> Iterator[Finding]:
         return
     first = next(i for i in range(len(sizes)) if max(sizes[i:]) == now)
     later = {path for report in reports[first:] for path in report.layers}
-    paths = (*(path for path in maps(record) if path not in later), *_without(reports[-1]))
+    paths = (*(path for path in read.maps(record) if path not in later), *_without(reports[-1]))
     frozen, share = reports[-1].trainable < most, 1 - now / most
     yield Finding("unreached", strength(record),
         f"Since step {reports[first].step:,}, no gradient reaches {these(record, paths)}, with "
@@ -219,20 +204,17 @@ def frozen(record: Record) -> Iterator[Finding]:
         harms = share > 0.5 and _goes_badly(record)
         yield Finding("frozen", "watch" if harms else "note",
             f"{these(record, paths)} are frozen (requires_grad is False), with {percent(share)} of "
-            f"the parameters; {these(record, maps(record))} train.",
+            f"the parameters; {these(record, read.maps(record))} train.",
             (Evidence("share of the parameters", share, ENDED),),
             (Advice("set requires_grad=True, unless these parameters should stay frozen"),),
             layers=paths)  # fmt: skip
 
 
-@loop_fault(
-    "clipping-always",
-    "Most gradients are clipped",
-    shown_by=lambda r: reported("loss_gradients")(r) and optimizer_of(r) not in SCALE_FREE,
-)
+@loop_fault("clipping-always", "Most gradients are clipped", shown_by=lambda record:
+            reported("loss_gradients")(record) and not read.scale_free(record))  # fmt: skip
 def clipped(record: Record) -> Iterator[Finding]:
     """Find clipping that leaves so little of the gradient that the layers hardly move."""
-    if optimizer_of(record) in SCALE_FREE or not _goes_badly(record):
+    if read.scale_free(record) or not _goes_badly(record):
         return
     # Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step.
     scales, shares = [], []
@@ -241,7 +223,7 @@ def clipped(record: Record) -> Iterator[Finding]:
         if report.loss_gradients and factors:
             scales.append(fmean(report.loss_gradients))
             shares.append(max(1.0, scales[-1]) * median(factors))
-    moves = [move.value for move in by_layer(at_peak(record), "update_ratio").values()]
+    moves = [move.value for move in read.by_layer(read.at_peak(record), "update_ratio").values()]
     if len(shares) < FEWEST_MEASURED or not moves:
         return
     scale, share = median(scales), median(shares)
@@ -260,7 +242,7 @@ def clipped(record: Record) -> Iterator[Finding]:
        shown_by=reported("learning_rates"))  # fmt: skip
 def rate_gone(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is gone long before the end, sooner if the loss does not fall."""
-    rates = learning_rates(record)
+    rates = read.learning_rates(record)
     if len(rates) < FEWEST_MEASURED or not any(rates.values()):
         return  # a rate of zero is another finding
     peak, (first, *_, last) = max(rates.values()), rates
@@ -275,14 +257,11 @@ def rate_gone(record: Record) -> Iterator[Finding]:
             "A higher base learning rate decays as soon.", since=since)  # fmt: skip
 
 
-@loop_fault(
-    "rate-rises",
-    "The learning rate rises until the loss does",
-    shown_by=lambda record: course.is_known(record) and reported("learning_rates")(record),
-)
+@loop_fault("rate-rises", "The learning rate rises until the loss does", shown_by=lambda record:
+            course.is_known(record) and reported("learning_rates")(record))  # fmt: skip
 def rate_rises(record: Record) -> Iterator[Finding]:
     """Find a learning rate that rises on, as the loss does, long after the lowest loss."""
-    rates, smooth = learning_rates(record), course.smoothed(record)
+    rates, smooth = read.learning_rates(record), course.smoothed(record)
     if len(rates) < FEWEST_MEASURED or not smooth or not math.isfinite(record.losses[0]):
         return
     lowest, last = min(range(len(smooth)), key=smooth.__getitem__), max(rates)
@@ -301,11 +280,8 @@ def rate_rises(record: Record) -> Iterator[Finding]:
             since=there)  # fmt: skip
 
 
-@loop_fault(
-    "weights-set-back",
-    "Weights are set back between steps",
-    shown_by=lambda r: several(r) and any(x.weights_returned is not None for x in r.reports),
-)
+@loop_fault("weights-set-back", "Weights are set back between steps", shown_by=lambda r:
+            several(r) and any(x.weights_returned is not None for x in r.reports))  # fmt: skip
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
@@ -359,11 +335,8 @@ def other_optimizer(record: Record) -> Iterator[Finding]:
             (Advice("give each parameter to one optimizer alone"),))  # fmt: skip
 
 
-@loop_fault(
-    "gradients-summed",
-    "Gradients of micro-batches are summed, not averaged",
-    shown_by=reported("loss_gradients"),
-)
+@loop_fault("gradients-summed", "Gradients of micro-batches are summed, not averaged",
+            shown_by=reported("loss_gradients"))  # fmt: skip
 def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant."""
     passes = [report.loss_gradients for report in record.reports]
@@ -372,8 +345,8 @@ def summed(record: Record) -> Iterator[Finding]:
         return
     high = HEALTH["update_ratio"].healthy[1]
     steps = (replace(record, reports=(report,)) for report in record.reports)
-    far = any(t.above(high) for step in steps for t in by_layer(step, "update_ratio").values())
-    if far and optimizer_of(record) not in SCALE_FREE and _goes_badly(record):
+    far = any(t.above(high) for step in steps for t in read.by_layer(step, "update_ratio").values())
+    if far and not read.scale_free(record) and _goes_badly(record):
         yield Finding("gradients-summed", "act",
             f"The gradients of {k} micro-batches are summed, and the steps are too long.",
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
@@ -381,10 +354,24 @@ def summed(record: Record) -> Iterator[Finding]:
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
 
 
+@loop_fault("batch-too-small", "Batches of very few samples",
+            shown_by=lambda record: several(record) and read.maps(record))  # fmt: skip
+def batch_too_small(record: Record) -> Iterator[Finding]:
+    """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
+    rows = [r.rows_total for report in record.reports for r in report.layers.values()]
+    fewest = min(filter(None, rows), default=math.inf)
+    if several(record) and fewest <= TINY and _goes_badly(record) and course.is_measure(record):
+        yield Finding("batch-too-small", "watch",
+            f"A step has gradients of {fewest:.0f} samples only, which differ from step to step.",
+            (Evidence("rows of a step with a gradient", fewest, TINY),),
+            (Advice("use larger batches, or average the gradients of several (accumulation)"),
+             Advice("learning rate × 0.1")))  # fmt: skip
+
+
 @finds("monitor")
 def sorted_samples(record: Record) -> Iterator[Finding]:
     """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
-    cosines = [*by_layer(record, "gradient_cosine").items()][-1:]
+    cosines = [*read.by_layer(record, "gradient_cosine").items()][-1:]
     if len(record.reports) < FEWEST_SAME or not cosines or not _goes_badly(record):
         return
     (path, cosine), *_ = cosines

@@ -19,6 +19,7 @@ UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
 DETERMINED = 0.9999
 # Correlation of pixels with moved targets; and that with the targets as they are, over it.
 FITS, BETTER = 0.2, 0.5
+MIXED = 0.15  # share of the targets that fit their images better flipped
 # A small network explains more than this share of unseen labels, and the model less than this share
 # of what that explains; labels that a model of theirs explains so little of, with so many samples
 # of each class, may not belong to their inputs.
@@ -109,8 +110,16 @@ told(__name__, "targets-moved", "Targets that are transposed or flipped", suffer
      [Number("correlation of the pixels with moved targets", "best", above=FITS),
       Number("correlation of the pixels with their targets", "own")],
      Advice("compare the axes and transforms of images and targets"),
-     where=lambda fact: fact.numbers["own"] < BETTER * fact.numbers["best"],
+     where=lambda fact: fact.numbers.get("own", 1.0) < BETTER * fact.numbers.get("best", 0.0),
      explains=LEARNING)  # fmt: skip
+
+
+told(__name__, "targets-moved", "", suffers,
+     "{share:.0%} of the targets of pixels fit their images better if they are flipped ('{move}'), "
+     "and the others do not.",
+     [Number("share of the targets that fit better flipped", "share", above=MIXED)],
+     Advice("flip images and targets together"), where=lambda fact: "share" in fact.numbers
+     )  # fmt: skip
 
 
 @fault("labels-unrelated", "Labels that no model predicts")

@@ -15,6 +15,7 @@ FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
 FEWEST_REPORTS = 3  # fewest reports that show typical values
 _SHOWN = 5  # layers whose values are evidence
 Condition = Callable[[Record], object]
+Rule = Callable[[Record], Iterable[Finding]]
 # The runs of which a rule is asked: all, audits, monitors' runs; or all, given all other findings.
 Of = Literal["", "audit", "monitor", "rest"]
 
@@ -23,7 +24,7 @@ LEARNING = ("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "c
             "behind-reference", "loss-stuck", "zero-gradient")  # fmt: skip
 # What may follow from steps that are far too long.
 LONG_STEPS = (
-    *("rate-too-low", "loss-stuck", "stands-still", "outside-healthy", "non-finite", "dead-units"),
+    *("rate-too-low", "loss-stuck", "stands-still", "non-finite", "dead-units"),
     *("saturated-units", "exploding", "vanishing", "uneven-rates", "optimizer-turns"),
     "bad-initialisation",
 )
@@ -39,9 +40,8 @@ class Fault:
         shown_by: whether the record of a monitor's run holds what could show the fault; by
             default no such record does.
         about: "loop": it keeps the user's own loop from training; "inputs"; "symptom": if only
-            reports are known, it gives no advice beside other findings; "course": it explains the
-            pictures, and is no fault; "last": it defers to every other finding to act on; "":
-            anything else.
+            reports are known, it gives no advice beside other findings; "last": it defers to every
+            other finding to act on; "": anything else.
         certain: whether it holds whatever the result of a short run.
         explains: findings that may follow from it.
         acts_below: a fact that may be harmless: it is to be acted on if the run suffers, or if a
@@ -52,7 +52,7 @@ class Fault:
     title: str
     family: str
     shown_by: Condition = lambda record: False
-    about: Literal["", "loop", "inputs", "symptom", "course", "last"] = ""
+    about: Literal["", "loop", "inputs", "symptom", "last"] = ""
     certain: bool = False
     explains: tuple[str, ...] = ()
     acts_below: float | None = None
@@ -157,8 +157,8 @@ def told(file: str, name: str, title: str, strength: Strength | Condition, said:
          numbers: Sequence[Number], *advice: Advice, not_advised: str = "",
          against: tuple[str, ...] = RATES, where: Callable[[Fact], object] = lambda fact: True,
          unless: Condition = lambda record: False, of_modules: bool = False,
-         **attributes: Any) -> None:  # fmt: skip
-    """Register a fault that facts tell, those that the question of its name found.
+         **attributes: Any) -> Rule:  # fmt: skip
+    """Register a fault that facts tell, those that the question of its name found; return the rule.
 
     Its one finding is about the worst of the facts, by the first number, and names all places.
 
@@ -199,7 +199,7 @@ def told(file: str, name: str, title: str, strength: Strength | Condition, said:
 
     rule.__module__ = file
     register = fault(name, title, **attributes) if title else finds()
-    register(rule)
+    return register(rule)
 
 
 def places(facts: Iterable[Fact]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
 
+from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD
@@ -16,7 +17,7 @@ from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import heard, looked_up, maps, named, of_same_rows, typical
+from adiv_monitor.diagnosis.readings import named
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 
@@ -26,10 +27,6 @@ INPUT_MATTERS = 1e-4
 ALIKE_ROWS = 1e-3  # scale_cv below which all rows count as equal
 # Share of the outputs' first variation that is left of it: the outputs are nearly the same.
 COLLAPSED = 0.2
-# Standard deviation of a query's scores before training. Divided by √d, the products of independent
-# queries and keys of unit variance have 1 (Vaswani et al. 2017, section 3.2.1); at 2.5, a key at
-# two deviations gets e⁵ = 150 times the weight of the mean key.
-SPREAD = 2.5
 # First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
 FIRST_LOSS = 3.0
 FAR = 3.0  # times a limit is far beyond it
@@ -80,18 +77,10 @@ told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,
      "Nearly all initial values of {all_places} have the same sign: all units of such a layer "
      "return nearly the same value.",
      [Number("abs(mean) / rms", "share", above=0.3)],
-     Advice("draw the weights around zero, as torch.randn does", "centred-weights"),
+     Advice("draw the weights around zero, as torch.randn does"),
      # Another finding says so, and that they stay so.
      unless=lambda record: record.trained or any(e.measure == "alike" for e in _gains(record)),
-     of_modules=True, acts_below=1.0)  # fmt: skip
-
-
-told(__name__, "attention-saturated", "Attention that begins saturated", "watch",
-     "Before training, the scores of a query at {place} have a standard deviation of {spread:.3g}, "
-     "and the softmax gives {largest:.0%} of the weight to one key.",
-     [Number("standard deviation of a query's scores", "spread", above=SPREAD)],
-     Advice("divide the scores by the root of the queries' width"),
-     acts_below=0.95, often_meant=True)  # fmt: skip
+     of_modules=True)  # fmt: skip
 
 
 _SAID = {
@@ -205,8 +194,8 @@ def input_ignored(record: Record) -> Iterator[Finding]:
 
     They explain nothing where inputs are lost before the first layer, all of whose rows are alike.
     """
-    matters, first = record.wiring.input_matters, maps(record)[:1]
-    spread = typical(record, first[0], "scale_cv") if first else None
+    matters, first = record.wiring.input_matters, read.maps(record)[:1]
+    spread = read.typical(record, first[0], "scale_cv") if first else None
     lost = spread is not None and spread.value < ALIKE_ROWS
     explained = dead_share(record) >= ALL_DEAD or (spread is not None and any(vanishing(record)))
     if matters < INPUT_MATTERS and (lost or not explained):
@@ -218,7 +207,7 @@ def input_ignored(record: Record) -> Iterator[Finding]:
 
 def _from_the_start(record: Record) -> bool:
     """Return whether a report is of the first step, and of enough layers."""
-    return len(maps(record)) >= FEWEST_LAYERS and record.reports[0].step == 0
+    return len(read.maps(record)) >= FEWEST_LAYERS and record.reports[0].step == 0
 
 
 @fault("vanishing", "Vanishing gradients", shown_by=_from_the_start)
@@ -238,7 +227,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
         Advice("use ReLU-like activation functions, or add residual connections")),
         not_advised="With a higher learning rate, the last layers move too far before the first "
         "ones move.", against=HIGHER_RATES))  # fmt: skip
-    norms = heard(record, next(r for r in record.reports if r.step == found.since))
+    norms = read.heard(record, next(r for r in record.reports if r.step == found.since))
     at_once = all(norms[path] == 0 for path in found.layers)
     never = any(n.startswith(f"{found.evidence[1].layer}.") for n in record.wiring.zero_gradient)
     if largest == 0 and at_once and never:
@@ -255,7 +244,7 @@ def _on_the_way(record: Record, ratios: dict[int, float], limit: float,
                 finding: Finding) -> Finding:  # fmt: skip
     """Return the finding with the gradients at the first of these steps."""
     report = next(r for r in record.reports if r.step in ratios)
-    norms, ratio = heard(record, report), ratios[report.step]
+    norms, ratio = read.heard(record, report), ratios[report.step]
     ends = (first, last) = _first(report, norms), list(norms)[-1]
     off = [p for p, norm in norms.items() if (norm < limit * norms[last]) == (limit < 1)]
     return replace(finding,
@@ -280,9 +269,9 @@ def gradient_ratios(record: Record) -> dict[int, float]:
     found = {}
     begins_at_zero = any(weight.gain == 0 for weight in record.weights.values())
     for report in record.reports[-2:] if begins_at_zero else record.reports[:2]:
-        norms = heard(record, report)
+        norms = read.heard(record, report)
         if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
-            at_first = (norms[_first(report, norms)], *looked_up(report).values())
+            at_first = (norms[_first(report, norms)], *read.looked_up(report).values())
             found[report.step] = max(at_first) / last
     return found
 
@@ -295,7 +284,7 @@ def _first(report: StepReport, norms: dict[str, float]) -> str:
     three layers: behind a normalisation all rows have the same scale.
     """
     begin, *others = list(norms)[:3]
-    same = takewhile(lambda path: of_same_rows(report.layers, begin, path), others)
+    same = takewhile(lambda path: read.of_same_rows(report.layers, begin, path), others)
     return max([begin, *same], key=norms.__getitem__)
 
 
@@ -323,5 +312,5 @@ told(__name__, "running-statistics", "Running statistics that are no average", "
      "These batch normalisations have a momentum of {momentum:g}: {all_places}. It is the share of "
      "the last batch in the statistics of evaluation mode.",
      [Number("momentum", "momentum")],
-     Advice("use a momentum of 0.1 or less: it is the share of the new batch"),
+     Advice("use a momentum of about 0.1: it is the share of the new batch"),
      of_modules=True)  # fmt: skip

@@ -9,22 +9,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.rates import overshoot, suffers
 from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import (
-    Typical,
-    by_layer,
-    entering,
-    entries,
-    maps,
-    readings,
-    scale_free,
-    typical,
-)
 from adiv_monitor.diagnosis.record import InputStatistics, Record
 
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
@@ -130,7 +121,7 @@ told(__name__, "unsafe-division", "Division by numbers close to zero", _is_sprea
      explains=(*LEARNING, "exploding", "non-finite", "row-spread"))  # fmt: skip
 
 
-@fault("input-scale", "Inputs of an unsuitable scale", about="inputs", shown_by=entering,
+@fault("input-scale", "Inputs of an unsuitable scale", about="inputs", shown_by=read.entering,
        acts_below=1.0)  # fmt: skip
 def input_scale(record: Record) -> Iterator[Finding]:
     """Find inputs, or features of them, far larger or smaller than initialisations assume."""
@@ -145,8 +136,8 @@ def input_scale(record: Record) -> Iterator[Finding]:
             evidence.append(Evidence("feature std ratio", ratio, UNEVEN_FEATURES, name))
         if evidence and _is_read(record, seen):
             said = " and ".join(f"{found.measure} {found.value:.3g}" for found in evidence)
-            for path in maps(record)[:1]:  # a measure, so that pictures show it
-                if (length := typical(record, path, "scale_mean")) is not None:
+            for path in read.maps(record)[:1]:  # a measure, so that pictures show it
+                if (length := read.typical(record, path, "scale_mean")) is not None:
                     evidence.append(Evidence("scale_mean", length.value, None, path))
             yield Finding("input-scale", act_if(_costs(record, seen.std)),
                 f"The entries of input {name!r} have an unsuitable scale ({said}): "
@@ -156,7 +147,7 @@ def input_scale(record: Record) -> Iterator[Finding]:
                         "divide by its standard deviation", "standardise-inputs"),
                  Advice("divide the inputs by one constant", "scale-inputs"), _AFFINE_LIKE),
                 "A lower learning rate suits the first layer, and slows down all others."
-                * (std > LARGE_STD), layers=maps(record)[:1], against=LOWER_RATES)  # fmt: skip
+                * (std > LARGE_STD), layers=read.maps(record)[:1], against=LOWER_RATES)  # fmt: skip
 
 
 def _inputs(record: Record) -> Mapping[str, InputStatistics]:
@@ -165,15 +156,15 @@ def _inputs(record: Record) -> Mapping[str, InputStatistics]:
     The layer's path is then the name. The rows' mean counts only if it is most of their mean
     square.
     """
-    if record.inputs or (found := entering(record)) is None:
+    if record.inputs or (found := read.entering(record)) is None:
         return record.inputs
     path, rms = found
     # Later, units may have died: the few rows that still get a gradient are alike.
     began = replace(record, reports=record.reports[:1])
-    common = typical(began, path, "common_share")
+    common = read.typical(began, path, "common_share")
     share = common.value if common is not None and common.above(MOSTLY_MEAN) else 0.0
     mean, std = rms.value * math.sqrt(share), rms.value * math.sqrt(max(0.0, 1 - share))
-    features, nan = next(iter(readings(record, path).values())).features or 0, math.nan
+    features, nan = next(iter(read.readings(record, path).values())).features or 0, math.nan
     return {path: InputStatistics(mean, std, nan, nan, 0.0, nan, nan, features)}
 
 
@@ -183,7 +174,9 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
     A model may scale its inputs itself, or normalise them: then no layer has rows of their size, or
     of a size that is as far off. Without readings it is not known.
     """
-    sizes = [rows.value for path in maps(record) if (rows := entries(record, path)) is not None]
+    sizes = [
+        rows.value for path in read.maps(record) if (rows := read.entries(record, path)) is not None
+    ]
     rms = math.hypot(seen.mean, seen.std)
     alike = any(rms / READ_AS_IT_IS < size < READ_AS_IT_IS * rms for size in sizes)
     return not sizes or alike or (seen.std > LARGE_STD and max(sizes) > LARGE_STD) or (
@@ -192,7 +185,11 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
 
 def _long_rows(record: Record) -> float:
     """Return √(mean / median) of the rows' scale: how far a few long rows raise the rms."""
-    seen = [typical(record, p, m) for p in maps(record)[:1] for m in ("scale_mean", "scale_p50")]
+    seen = [
+        read.typical(record, p, m)
+        for p in read.maps(record)[:1]
+        for m in ("scale_mean", "scale_p50")
+    ]
     mean, middle = (t.value if t is not None else math.nan for t in seen or (None, None))
     return max(1.0, math.sqrt(mean / middle)) if mean >= 0 and middle > 0 else 1.0
 
@@ -203,7 +200,7 @@ def _is_normalised(record: Record, layer: str) -> bool:
         paths = list(report.layers)
         if layer in paths[:-1]:
             behind = paths[paths.index(layer) + 1]
-            return readings(record, behind)[report.step].kind == "gain"
+            return read.readings(record, behind)[report.step].kind == "gain"
     return False
 
 
@@ -215,20 +212,20 @@ def _costs(record: Record, std: float = 0.0) -> bool:
     for other reasons, unless entries are far too large. If inputs were not
     observed, the loss tells, or entries that are far too large for any optimizer.
     """
-    normalised = any(_is_normalised(record, first) for first in maps(record)[:1])
+    normalised = any(_is_normalised(record, first) for first in read.maps(record)[:1])
     if not record.inputs:
         return suffers(record) or (std > FAR_TOO_LARGE and not normalised)
     known = record.chance is not None and bool(record.losses)
     bad_start = known and record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
     flat = dead_share(record) > DEAD_ACT and not 0 < std < FAR_TOO_LARGE
     harmed = bad_start or suffers(record) or flat
-    return not normalised and (harmed or not scale_free(record.facts))
+    return not normalised and (harmed or not read.scale_free(record))
 
 
-@fault("input-mean", "Inputs that are not centred", about="inputs", shown_by=entering)
+@fault("input-mean", "Inputs that are not centred", about="inputs", shown_by=read.entering)
 def input_mean(record: Record) -> Iterator[Finding]:
     """Find inputs that are far from centred, so that all rows share one long common vector."""
-    shares = by_layer(record, "common_share").values()
+    shares = read.by_layer(record, "common_share").values()
     # A model may centre inputs: then the rows of no layer share much of their length.
     centred = bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
     for name, seen in _inputs(record).items():
@@ -242,7 +239,7 @@ def input_mean(record: Record) -> Iterator[Finding]:
                  Advice("standardise the inputs", "standardise-inputs")),
                 "Dividing by a constant or by each row's length does not remove the mean.",
                 # Which layer reads which of several inputs is not known.
-                layers=maps(record)[:1] if len(record.inputs) < 2 else (),
+                layers=read.maps(record)[:1] if len(record.inputs) < 2 else (),
                 against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
 
 
@@ -266,19 +263,19 @@ def target_scale(record: Record) -> Iterator[Finding]:
             "are in large units, or the loss is a sum.",
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (Advice("standardise the targets, or use the mean of the loss instead of its sum"),
-             *(() if scale_free(record.facts) else smaller_steps)),
+             *(() if read.scale_free(record) else smaller_steps)),
             "Clipping the gradient's norm makes all steps equally long.",
             against=("clip",))  # fmt: skip
 
 
-@fault("row-spread", "Rows of very different length", about="inputs", shown_by=maps)
+@fault("row-spread", "Rows of very different length", about="inputs", shown_by=read.maps)
 def row_spread(record: Record) -> Iterator[Finding]:
     """Find rows of very different length, of which the long ones determine the step."""
-    first = maps(record)[:1]
+    first = read.maps(record)[:1]
     lengths = [seen.length_cv for seen in record.inputs.values()]
     path = first[0] if first else None
-    spread = typical(record, path, "scale_cv") if path is not None else None
-    spread = spread or Typical(max(lengths, default=0.0), 0.0)
+    spread = read.typical(record, path, "scale_cv") if path is not None else None
+    spread = spread or read.Typical(max(lengths, default=0.0), 0.0)
     if spread.above(LENGTH_CV_WATCH):
         far = spread.above(LENGTH_CV_ACT)
         yield Finding("row-spread", "act" if far else "watch" if suffers(record) else "note",

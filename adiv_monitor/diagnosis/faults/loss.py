@@ -7,14 +7,7 @@ bound; and is it lower for right outputs than for wrong ones?
 import math
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.course import (
-    FAR_BELOW,
-    FEWEST,
-    course,
-    falls_ever_faster,
-    is_measure,
-    is_unbounded,
-)
+from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     LONG_STEPS,
@@ -43,6 +36,8 @@ STUCK = 0.2
 # the shorter to the longer gradient. Real and generated samples of a critic have −0.83 in all, and
 # −0.26 in one tensor.
 AGAINST, ALIKE = -0.95, 0.5
+OWN_SHARE = 0.1  # of the fall that is left without the loss's own parameters
+OUTWEIGHS = 30.0  # times the length of the other term's gradient
 
 
 told(__name__, "zero-slope", "A function that stops the gradient",
@@ -68,7 +63,7 @@ told(__name__, "zero-slope", "", suffers,
 def zero_gradient(record: Record) -> Iterator[Finding]:
     """Find a loss whose gradient is zero for all parameters; that none is reached is another."""
     norms = record.gradient_norms
-    if len(norms) >= FEWEST and not any(norms) and record.wiring.zero_gradient:
+    if len(norms) >= course.FEWEST and not any(norms) and record.wiring.zero_gradient:
         yield Finding("zero-gradient", "act",
             f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps.",
             (Evidence("largest norm of a gradient", 0.0, 0.0),),
@@ -135,7 +130,7 @@ def negated(record: Record) -> Iterator[Finding]:
     seen = [report.loss_gradients for report in record.reports if report.loss_gradients]
     if seen and all(max(gradients) < 0 for gradients in seen):
         yield Finding("unbounded-loss",
-            "act" if course(record) == "rises" and is_measure(record) else "note",
+            "act" if course.course(record) == "rises" and course.is_measure(record) else "note",
             "The steps raise the loss, since backward() begins at its negative.",
             (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
             (Advice("call backward() on the loss itself, not on its negative"),),
@@ -148,16 +143,16 @@ def unbounded(record: Record) -> Iterator[Finding]:
 
     The line is that from the first weights through the last ones.
     """
-    if not any(map(math.isfinite, record.losses)) or not is_unbounded(record):
+    if not any(map(math.isfinite, record.losses)) or not course.is_unbounded(record):
         return
     numbers = next((fact.numbers for fact in record.found_by("unbounded-loss")), {})
     negative = int(numbers.get("negative", 0))
     first, far = record.losses[0], min(filter(math.isfinite, record.losses))
-    limit, where = -FAR_BELOW * max(1.0, abs(first)), "the end, ever faster"
-    if numbers and not falls_ever_faster(record):
+    limit, where = -course.FAR_BELOW * max(1.0, abs(first)), "the end, ever faster"
+    if numbers and not course.falls_ever_faster(record):
         limit, far = 0.0, numbers["loss"]
         where = f"weights that move {numbers['times']:.0f} times as far"
-    elif not falls_ever_faster(record):
+    elif not course.falls_ever_faster(record):
         rate, trial = min(record.rates.items(), key=lambda tried: tried[1].loss)
         far, where = trial.loss, f"{rate:g} times the learning rate"
     yield Finding("unbounded-loss", act_if(not negative),
@@ -182,13 +177,28 @@ told(__name__, "loss-reversed", "The loss rewards wrong outputs",
      certain=True, explains=(*LEARNING, "vanishing"))  # fmt: skip
 
 told(__name__, "term-without-graph", "A term of the loss without a gradient",
-     lambda record: suffers(record) or is_unbounded(record),
+     lambda record: suffers(record) or course.is_unbounded(record),
      "{place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on the "
      "parameters, but has no gradient.",
      [Number("value of the term that has no gradient", "value")],
      Advice("compute the term with a graph (no detach(), item() or no_grad(), and "
             "create_graph=True in torch.autograd.grad()), or leave it out"),
      explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
+
+
+told(__name__, "loss-own-fall", "The loss falls by its own parameters", "watch",
+     "The loss falls by {fall:.3g}, but by {without:.2g} with parameters of its own, such as "
+     "{place}, as they were at first: the model learns little.",
+     [Number("share of the fall without its own parameters", "share", below=OWN_SHARE)],
+     Advice("give these weights a lower bound, or a penalty such as log(1/weight), or fix them"),
+     where=lambda fact: fact.numbers["fall"] > 0)  # fmt: skip
+
+
+told(__name__, "term-outweighed", "A term of the loss that another outweighs", "watch",
+     "The gradient of the term from {other} is {ratio:.3g} times as long as that of the term from "
+     "{place}, which is {at first:.3g} at first and {after:.3g} after training.",
+     [Number("length of the gradient, over the other term's", "ratio", above=OUTWEIGHS)],
+     Advice("divide the larger term until both gradients are about as long"))  # fmt: skip
 
 
 told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act",

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from adiv_monitor.diagnosis.course import is_long_enough
 from adiv_monitor.diagnosis.faults.fault import act_if, fault, of_layers, stepped
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.remedies import USUAL, less_momentum
+from adiv_monitor.diagnosis.faults.remedies import less_momentum
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.diagnosis.record import Record
@@ -50,7 +50,7 @@ def decay_fights(record: Record) -> Iterator[Finding]:
         (*[Evidence("pull of the weight decay", pull, DECAY_WATCH, step=0)] * bool(decay),
          Evidence("norm of the parameters, last over first", shrunk, SHRUNK)),
         (Advice("use no weight decay", "no-decay"),
-         Advice("use a tenth of the weight decay", "less-decay")) if decay else
+         Advice("use a tenth of the weight decay")) if decay else
         (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
         "A lower learning rate weakens gradient and decay alike." * (pull > DECAY_WATCH),
         against=LOWER_RATES)  # fmt: skip
@@ -164,8 +164,6 @@ def _straightened(record: Record) -> Iterator[Advice]:
     if momentum:
         yield Advice(f"use less momentum of {less_momentum(momentum):g}, at the same long-run "
                      "learning rate", "less-momentum")  # fmt: skip
-        if "momentum" in record.facts.settings and momentum > USUAL:
-            yield Advice(f"use a momentum of {USUAL:g} at the same learning rate", "usual-momentum")
     elif not wrong_sign:
         yield Advice("look for code that changes gradients or weights before the step")
 

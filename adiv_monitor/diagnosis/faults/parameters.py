@@ -29,7 +29,7 @@ from adiv_monitor.diagnosis.faults.fault import (
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import learning_rate, these
+from adiv_monitor.diagnosis.readings import learning_rates, these
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed, percent
 
@@ -141,7 +141,7 @@ def frozen(record: Record) -> Iterator[Finding]:
 @loop_fault("rate-zero", "A learning rate of zero", certain=True, explains=LEARNING)
 def rates_zero(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is zero in all measured steps."""
-    rates = [rate for r in record.reports if (rate := learning_rate(r)) is not None]
+    rates = learning_rates(record).values()
     if len(rates) >= FEWEST_MEASURED and not any(rates):
         yield Finding("rate-zero", "act", "The learning rate is zero in all measured steps.",
             (Evidence("learning rate", 0.0, 0.0),),
@@ -192,8 +192,7 @@ told(__name__, "gradient-hooks", "Hooks that change the gradient", suffers,
      explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
-@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING,
-            acts_below=1.0)  # fmt: skip
+@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING)
 def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
@@ -212,7 +211,7 @@ told(__name__, "left-in-eval", "", suffers,
      "These normalisations are in eval mode while the model trains: {all_places}. Their running "
      "mean is still 0 and their variance 1, so they normalise nothing.",
      [Number("normalisations in eval mode")],
-     Advice("call train() on these modules before training", "train-mode"),
+     Advice("call train() on these modules before training"),
      where=lambda fact: not fact.numbers["given"], of_modules=True)  # fmt: skip
 told(__name__, "left-in-eval", "", "watch",
      "The model is in eval mode, with normalisations whose running mean and variance are still 0 "

@@ -1,25 +1,18 @@
 """Is a learning rate too high, for some layers or for all? And does the run suffer at all?"""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
+from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.faults import remedies
 from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_if, fault, stepped
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.diagnosis.readings import (
-    SCALE_FREE,
-    Typical,
-    at_first,
-    by_layer,
-    maps,
-    named,
-    these,
-    worst_first,
-)
+from adiv_monitor.diagnosis.readings import named, these
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 from adiv_monitor.report.wording import listed
@@ -41,11 +34,8 @@ LEAST_GAIN = 0.1  # rms of a weight's entries · √fan-in: below it, its output
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 
-@fault(
-    "uneven-rates",
-    "Layers move by very different amounts",
-    shown_by=lambda r: stepped(r) and len(maps(r)) >= FEWEST_LAYERS,
-)
+@fault("uneven-rates", "Layers move by very different amounts",
+       shown_by=lambda r: stepped(r) and len(read.maps(r)) >= FEWEST_LAYERS)  # fmt: skip
 def uneven_rates(record: Record) -> Iterator[Finding]:
     """Find layers whose activations move far less, or far more, than those of the others.
 
@@ -55,7 +45,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     step, or the loss goes badly. If only one step is measured, the finding is a note.
     """
     moves = [{path: move for path, move in step.items() if move.value > 0}
-             for step in at_first(record, "update_ratio")]  # fmt: skip
+             for step in read.at_first(record, "update_ratio")]  # fmt: skip
     off, *later = [_off_the_middle(step) for step in moves] or [{}]
     lasting = [min(off[path], again[path]) for again in later for path in off if path in again]
     harms = suffers(record)
@@ -63,7 +53,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         return
     # By one step alone, it is not known whether it lasts.
     act = (harms and (lasting or not later)) or max(lasting, default=0.0) > UNEVEN_ACT
-    layers, middle = worst_first(off), median(move.value for move in moves[0].values())
+    layers, middle = read.worst_first(off), median(move.value for move in moves[0].values())
     first = moves[0][layers[0]].value
     low, high = middle / remedies.STARVED, middle * remedies.OVERDRIVEN
     yield Finding("uneven-rates",
@@ -146,20 +136,23 @@ def _learns(record: Record, factor: float, trial: Trial) -> bool:
 
 def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
-    if (groups := remedies.group_rates(record, layers)) is not None:
-        names = listed([f"param_groups[{group}]" for group in groups.own])
-        yield Advice(
-            f"give {names} the learning rate of the others, {groups.usual:g}", "group-rate"
-        )
+    first, rates = record.reports[0], record.reports[0].learning_rates
+    known = {path: group for path, group in first.groups.items() if 0 <= group < len(rates)}
+    others = Counter(rates[group] for path, group in known.items() if path not in layers)
+    usual = others.most_common(1)[0][0] if others else 0.0
+    own = {known[p]: rates[known[p]] for p in layers if p in known}
+    if own and all(rate != usual > 0 for rate in own.values()):
+        names = listed([f"param_groups[{i}] ({rate:g})" for i, rate in own.items()])
+        yield Advice(f"give {names} the learning rate of the other layers, {usual:g}")
     if factors := remedies.rates_per_layer(record, layers):
         own = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
         said = f"give these layers their own learning rates: {listed(own)}"
         yield Advice(said, "rate-per-layer")
-    if remedies.optimizer_of(record) not in SCALE_FREE:
+    if not read.scale_free(record):
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
 
 
-def _off_the_middle(moves: dict[str, Typical]) -> dict[str, float]:
+def _off_the_middle(moves: dict[str, read.Typical]) -> dict[str, float]:
     """Return the layers that move unlike the median layer, with the factor, at least 1."""
     if len(moves) < FEWEST_LAYERS:
         return {}
@@ -213,7 +206,7 @@ def said_of_rates(factor: float, trial: Trial) -> str:
 def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[float]) -> Finding:
     """Return the finding; without factors, no learning rate is known to be better for long."""
     longer = Advice("compare lower learning rates in runs as long as this one or longer")
-    warm_up = Advice("warm the learning rate up over the first steps", "warm-up")
+    warm_up = Advice("warm the learning rate up over the first steps")
     advice = (*remedies.other_rates(factors), warm_up, *[longer] * (not factors))
     return Finding("rate-too-high", act_if(act), said, tuple(seen), advice)
 
@@ -224,7 +217,7 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
         return
     uphill = [not record.realised[r.step] <= 0 for r in record.reports
               if r.step in record.realised and (r.descent or 0) > 0]  # fmt: skip
-    first = at_first(record, "update_ratio")
+    first = read.at_first(record, "update_ratio")
     moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
     limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
     if len(uphill) >= 3 and fmean(uphill) > 0.5:
@@ -245,7 +238,7 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     yield _too_high(suffers(record), said, (evidence,), (0.1, 0.3))
 
 
-def overshoot(record: Record) -> tuple[str, Typical, float] | None:
+def overshoot(record: Record) -> tuple[str, read.Typical, float] | None:
     """Return the layer that moved furthest before the loss rose, its move, and the limit of this.
 
     It counts at any measured step, though the layer may stand still later, if it is ten times
@@ -261,7 +254,7 @@ def overshoot(record: Record) -> tuple[str, Typical, float] | None:
         killed |= any((report.layers[p].idle_share or 0.0) < 1 for p in dead & {*report.layers})
         if killed or _rises_after(record, report.step):
             limit = KILLS if killed else OVERSHOOTS
-            moved = by_layer(replace(record, reports=(report,)), "update_ratio")
+            moved = read.by_layer(replace(record, reports=(report,)), "update_ratio")
             moves += [(p, t, limit) for p, t in moved.items() if p not in near_zero]
     furthest = max(moves, key=lambda each: each[1].value, default=None)
     return furthest if furthest is not None and furthest[1].above(furthest[2]) else None

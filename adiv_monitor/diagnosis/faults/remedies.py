@@ -1,10 +1,8 @@
 """Parameters of some fixes, computed from the run that the fix is for."""
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -87,40 +85,3 @@ def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str
             found[path] = min(max(low, middle / STARVED), middle) / move
     factors = {path: min(max(f, 1 / AT_MOST), AT_MOST) for path, f in found.items()}
     return {path: f for path, f in factors.items() if not LEAST <= f <= MOST}
-
-
-class GroupRates(NamedTuple):
-    """Learning rates of parameter groups that differ from that of most other layers.
-
-    Attributes:
-        own: number of a group → its learning rate.
-        usual: learning rate of most other layers.
-        like: number of a group with that learning rate.
-    """
-
-    own: Mapping[int, float]
-    usual: float
-    like: int
-
-
-def group_rates(record: Record, layers: Collection[str]) -> GroupRates | None:
-    """Return the learning rates of the groups of these layers, if all differ from the usual one.
-
-    None: they do not, or the groups are not known.
-    """
-    first = record.reports[0]
-    rates = {path: first.learning_rates[group] for path, group in first.groups.items()
-             if 0 <= group < len(first.learning_rates)}  # fmt: skip
-    others = Counter(rate for path, rate in rates.items() if path not in layers)
-    if not others or not rates.keys() >= set(layers):
-        return None
-    usual = others.most_common(1)[0][0]
-    own = {first.groups[path]: rates[path] for path in layers}
-    if not usual > 0 or not all(rate > 0 and rate != usual for rate in own.values()):
-        return None
-    return GroupRates(own, usual, first.learning_rates.index(usual))
-
-
-def optimizer_of(record: Record) -> str:
-    """Return the class name of the run's optimizer; "" if it is not known."""
-    return record.facts.optimizer or next((r.optimizer for r in record.reports), "")

@@ -16,6 +16,7 @@ from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed
 
 OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
+PADDED = 0.05  # of the outputs' length, by which more padding changes them
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
@@ -42,7 +43,7 @@ told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
      "{place} reshapes {of} to {to} across the axes, and mixes positions.",
      [Number("reshapes that cut across axes")],
      Advice("exchange axes with permute, not with view, unless a shift is intended"),
-     explains=LEARNING, acts_below=1.0)  # fmt: skip
+     explains=LEARNING)  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
@@ -58,7 +59,8 @@ def gradient_cut(record: Record) -> Iterator[Finding]:
             f"The gradient is cut at {', '.join(fact.place for fact in facts[:3])}, in front of "
             "parameters that the loss depends on.",
             (Evidence("cosine with the gradient without it", facts[0].numbers["cosine"], TURNED),),
-            (Advice("remove the detach() there, unless it is intended", "uncut"),))  # fmt: skip
+            (Advice("draw samples as mean + std * noise, as rsample() does" if facts[0].words else
+                    "remove the detach() there, unless it is intended", "uncut"),))  # fmt: skip
 
 
 def cuts(record: Record) -> list[Fact]:
@@ -88,16 +90,15 @@ def no_activation(record: Record) -> Iterator[Finding]:
              * bool(affine)))  # fmt: skip
 
 
-told(__name__, "attention-axis", "Attention weights summed over another axis", "watch",
+told(__name__, "attention-axis", "Attention weights summed over another axis", suffers,
      "{place} makes weights of shape {shape} that sum to 1 along axis {axis}, but {product} sums "
      "over axis {over}.",
      [Number("softmaxes over another axis than their product")],
-     Advice("take the softmax over the keys, usually dim=-1", "summed-axis"),
-     explains=LEARNING, acts_below=0.95)  # fmt: skip
+     Advice("take the softmax over the keys, usually dim=-1"),
+     explains=LEARNING)  # fmt: skip
 
 
-@fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",),
-       acts_below=1.0)  # fmt: skip
+@fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",))
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training.
 
@@ -110,7 +111,7 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         flat = any(dead_units(record)) or any(saturated_units(record))
         flat |= any(fact.words["kind"] == "step" for fact in record.found_by("zero-slope"))
         unused = all("whole" in fact.words for fact in facts)
-        mask = Advice("check the mask: does True keep or ignore?", "inverted-masks")  # fmt: skip
+        mask = Advice("check the mask: does True keep or ignore?")
         yield Finding("input-partly-ignored", act_if(suffers(record) and not flat and not unused),
             f"No output depends on {listed([fact.place for fact in facts])} (shape "
             f"{facts[0].words['shape']}), neither before nor after training.",
@@ -121,6 +122,13 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
              Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 
+
+told(__name__, "padding-read", "Outputs that depend on padding", "watch",
+     "With {places:.0f} more places of padding at the end of {place}, the outputs change by "
+     "{change:.0%} of their length: the model reads padding.",
+     [Number("change of the outputs", "change", above=PADDED)],
+     Advice("take the output at each row's last real place, or mask the padding (a mean over real "
+            "places, pack_padded_sequence, key_padding_mask)"))  # fmt: skip
 
 # The inputs may be sets, so it should be acted on only if positions help.
 told(__name__, "order-ignored", "The order of positions is ignored", "watch",

@@ -81,8 +81,14 @@ told(__name__, "softmax-of-one", "Softmax over a single class", "act",
      "reaches the model.",
      [Number("softmaxes of one class")],
      Advice("give the model one output per class, or use a sigmoid, as in "
-            "binary_cross_entropy_with_logits"),
+            "binary_cross_entropy_with_logits"), where=lambda fact: "scores" not in fact.words,
      certain=True, explains=(*LEARNING, "input-ignored", "target-scale", "vanishing"))  # fmt: skip
+# Attention to a single key is at times meant.
+told(__name__, "softmax-of-one", "", suffers,
+     "{place} of shape {shape} runs over an axis of length 1: all its weights are 1, whatever the "
+     "scores are.", [Number("softmaxes of one score")],
+     Advice("take the softmax over the axis of the places"),
+     where=lambda fact: "scores" in fact.words)  # fmt: skip
 
 told(__name__, "softmax-over-samples", "Softmax over the samples", "act",
      "{place} of shape {shape} normalises over the samples instead of the classes.",
@@ -126,9 +132,9 @@ told(__name__, "targets-out-of-range", "Targets that the outputs can't reach", "
      "then falls without bound.", _OUTSIDE,
      Advice("scale the targets into 0 to 1 (masks of 0 and 255: divide by 255), or use another "
             "loss, such as mse_loss"),
-     where=lambda fact: "farthest" in fact.words, acts_below=1.0,
+     where=lambda fact: "farthest" in fact.words,
      explains=(*LEARNING, "exploding", "non-finite", "unbounded-loss"))  # fmt: skip
-told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGMOIDS, "sigmoids"),
+told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGMOIDS),
      where=lambda f: "sum" in f.words and f.words["function"] != "cross_entropy")  # fmt: skip
 # A cross-entropy has its lowest value at their shares, which some models are meant to learn.
 told(__name__, "targets-out-of-range", "", "watch", _SUM, _OUTSIDE, Advice(_SIGMOIDS),
@@ -141,8 +147,7 @@ told(__name__, "targets-out-of-range", "", "act",
 told(__name__, "targets-out-of-range", "", suffers,
      "{share:.0%} of the targets lie outside the range of the outputs: because of {place}, all lie "
      "between {low} and {high}.", _OUTSIDE,
-     Advice("remove that function from the outputs, or scale the targets into its range",
-            "unbounded-outputs"),
+     Advice("remove that function from the outputs, or scale the targets into its range"),
      where=lambda fact: not {"farthest", "sum", "blank"} & fact.words.keys())  # fmt: skip
 
 
@@ -171,6 +176,15 @@ told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
       Number("loss of the trained model without it", "without")],
      Advice("remove that dropout", "outputs-without-dropout"),
      explains=LEARNING, acts_below=0.8)  # fmt: skip
+
+
+# Dropped words may stand between others.
+told(__name__, "padding-is-word", "The padding index is a word", "watch",
+     "{place} takes index {index:.0f} for padding, so that its vector stays 0, but {inside:.0%} of "
+     "its places stand between other tokens.",
+     [Number("share of these places between other tokens", "inside", above=0.5),
+      Number("share of the rows with such places", "rows", above=0.25)],
+     Advice("leave out padding_idx, or give padding an index of its own"))  # fmt: skip
 
 
 _AHEAD = [Number("places to the target", "places")]

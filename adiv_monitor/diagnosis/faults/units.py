@@ -67,7 +67,7 @@ def dead_units(record: Record) -> Iterator[Finding]:
 
 _DEAD = Finding("dead-units", "act", advice=(
     Advice("initialise the weights before these units again", "reinitialise"),
-    Advice("use leaky ReLU instead", "leaky-relu"),
+    Advice("use leaky ReLU instead"),
     Advice("add batch normalisation in front of these units", "batch-norm")),
     not_advised="With a higher learning rate, still no gradient passes a dead unit.",
     against=HIGHER_RATES)  # fmt: skip
@@ -141,7 +141,7 @@ def clipping_always(record: Record) -> Iterator[Finding]:
         return
     share, far = fmean(norm > limit for norm in norms), median(norms) / limit
     if share > CLIPPED_SHARE:
-        costs = far > CLIPPED_FAR and not scale_free(record.facts)
+        costs = far > CLIPPED_FAR and not scale_free(record)
         yield Finding("clipping-always", act_if(costs and suffers(record)),
             f"{share:.0%} of the gradients are clipped. Their typical norm is {far:.3g} times the "
             "limit.",
@@ -151,4 +151,4 @@ def clipping_always(record: Record) -> Iterator[Finding]:
              Advice(f"clip at {clip_norm(record):.3g}, the 90th percentile of the norms"),
              Advice("learning rate × 0.3", "rate*0.3")),
             "Another limit changes little: the optimizer's steps do not depend on a constant "
-            "factor." * scale_free(record.facts), against=("no-clip", "clip"))  # fmt: skip
+            "factor." * scale_free(record), against=("no-clip", "clip"))  # fmt: skip

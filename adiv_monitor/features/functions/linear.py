@@ -1,12 +1,10 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
-from math import prod
-
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, Whole, compute_dtype, squares
+from adiv_monitor.features.rows import Rows, Whole, norms
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
@@ -41,8 +39,7 @@ def affine(
         return DenseFeatures(rows.take(x)[:, None], of_bias)
 
     def whole() -> Whole:
-        flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # −1 fails if there are no columns
-        return Whole(squares(flat), of_bias or 0.0, flat.sum(0, dtype=compute_dtype(flat)))
+        return Whole(norms(x).flatten(), of_bias or 0.0)
 
     def layout(tensor: Tensor) -> Tensor:
         return tensor if outputs is None else tensor.narrow(-1, *outputs)
