@@ -34,7 +34,7 @@ def rows_reference(form):
     return reference
 
 
-@pytest.mark.slow(one_in=37)
+@pytest.mark.slow(one_in=41)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
