@@ -112,14 +112,14 @@ def cost(job: Job) -> Cost:
         # γ: copied 2, its norms 1 and 1 more for its units; θ: copied 2, subtracted 3; w: its norms
         # 1, multiplied by γ 3, summed 1; e and d 2.
         # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
-        per_row = (4 * n + 55 * m) * R
+        per_row = (4 * n + 67 * m) * R
         moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
-        # θ before the step, then the update; G, e, z and d. Of the layer that is being computed
-        # four more vectors; on a CPU all vectors of small layers side by side; of a sharded layer
-        # the unsharded parameter in float32, twice while it is gathered.
+        # θ before the step, then the update; G, e, z and d. Ten more vectors of the layer that is
+        # being computed, on a CPU of all small layers side by side; of a sharded layer the
+        # unsharded parameter in float32, twice while it is gathered.
         held += k * (b * P / S + 16 * R * m)
         stacked += k * R * m if 4 * R * m <= vectors.STACKED else 0
-        largest = max(largest, 18 * R * m + (2 * 4 * P if S > 1 else 0))
+        largest = max(largest, 10 * 4 * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
         sent += k * (30_000 + 16 * (n + min(m, 1024)) + 104 * kept) if N > 1 else 0
@@ -127,7 +127,7 @@ def cost(job: Job) -> Cost:
     moved += 13 * b * tables / S
     held += b * tables / S
     gathered += 2 * 4 * tables * (S - 1) / S
-    held += max(largest, 14 * 4 * min(stacked, vectors.STACKED))
+    held += max(largest, 10 * 4 * min(stacked, vectors.STACKED))
     return Cost(flops, moved, held, gathered, sent)
 
 
