@@ -12,6 +12,7 @@ from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.printable import printable
+from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.borrowed import borrowed
 from adiv_monitor.sinks.scalars import Metrics, Scalars
@@ -127,6 +128,11 @@ class CallbackMonitor(Monitor):
         super().__init__(*args, **options)
         self._called = name
         self.alarmed: AlarmError | None = None
+
+    @property
+    def completed(self) -> StepReport | None:
+        """The last complete report. `latest` would complete one, while weights may still change."""
+        return next(reversed(self._outlet.reports), None)
 
     def _name(self) -> str:
         return self._called and f"{self._called} ({type(self._optimizer).__name__})"

@@ -170,7 +170,9 @@ class DivergenceCallback(Callback):
         self._publish(trainer)
 
     def on_validation_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Publish reports that the validation's forward pass completed."""
+        """Publish the report of the step before the validation."""
+        for monitor in self.monitors.values():
+            monitor.complete_report()
         self._publish(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -270,8 +272,7 @@ class DivergenceCallback(Callback):
         first = self._settings.metrics.followed[0]
         shown = f"{first}_{WORST.get(first, 'max')}"
         for name, monitor in self.monitors.items():
-            monitor.wait_for_reports()
-            report = monitor.latest
+            report = monitor.completed
             if report is None or report is self._published.get(name):
                 continue
             self._published[name] = report

@@ -42,7 +42,7 @@ from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
-from adiv_monitor.step.turns import Turns
+from adiv_monitor.step.turns import in_turn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,14 +65,12 @@ class Monitor:
     no hooks, unless `loss` is a module; the optimizer has two, before and after its step. Steps are
     optimizer steps, counted from 0, and the first one is always measured.
 
-    A report is complete when the next forward pass begins, because until then code may still change
-    the weights; then it goes to the sinks. An evaluation for which other weights are swapped in
-    does not count. If compiled code calls the model, it is complete when the next optimizer step
-    begins; at the latest when the monitor is closed.
+    A report is complete when the next optimizer step begins, because until then code may still
+    change the weights; then it goes to the sinks. On a single rank `reports`, `latest`, `plot` and
+    `complete_report` complete it at once. At the latest it is complete when the monitor is closed.
 
-    With several ranks, create a monitor in each. A report then covers the rows of all ranks. It is
-    complete when the next optimizer step begins; all ranks have it, and rank 0 writes it to its
-    sinks.
+    With several ranks, create a monitor in each. A report then covers the rows of all ranks; all
+    ranks have it, and rank 0 writes it to its sinks.
 
     Args:
         model: the model that is trained.
@@ -125,10 +123,10 @@ class Monitor:
             it (`StepReport.alarms`), and the first time it warns. "default", alone or in the list,
             stands for values that no healthy layer reads.
         on_alarm: "warn", or "stop": once the sinks have the report, the hooks are removed and
-            `AlarmError` is raised, whatever `on_error` is, in the next forward pass (with several
-            ranks: in all of them, in the next optimizer step), in `complete_report` or in
-            `end_step`. After it the monitor measures nothing more. Closing the monitor ends the
-            training, so the alarms of a last report warn.
+            `AlarmError` is raised, whatever `on_error` is, where the report is completed: in the
+            next optimizer step (with several ranks: in all of them), or where somebody asks for it.
+            After it the monitor measures nothing more. Closing the monitor ends the training, so
+            the alarms of a last report warn.
         sinks: where reports go. They are closed with the monitor.
         keep: the number of reports that `reports` holds.
         on_error: "warn": an exception inside the monitor switches off the layer with a warning, and
@@ -184,7 +182,8 @@ class Monitor:
         self._model = model
         self._optimizer = optimizer
         self._choice = layers
-        self._turns = Turns(layers_per_step)
+        self._layers_per_step = layers_per_step
+        self._turns = 0  # number of measured steps so far
         self._measures_now = True  # the first step
         self._stops = asked.stops
         self._generator = np.random.default_rng(seed)
@@ -240,14 +239,19 @@ class Monitor:
 
     @property
     def reports(self) -> list[StepReport]:
-        """The last complete reports, at most `keep` of them."""
+        """The last reports, at most `keep` of them.
+
+        On a single rank they include that of the last measured step: see `complete_report`.
+        """
         self._check_attached()
+        if self._controller.is_alone:
+            self.complete_report()
         return self._outlet.reports
 
     @property
     def latest(self) -> StepReport | None:
-        """The last complete report, or None before the first one."""
-        return self.reports[-1] if self.reports else None
+        """The last of `reports`, or None before the first one."""
+        return next(reversed(self.reports), None)
 
     def plot(self, measure: str | None = None) -> "Figure":
         """Return a matplotlib figure of the run so far: a heat map of layers × steps.
@@ -262,6 +266,7 @@ class Monitor:
         """
         from adiv_monitor.sinks.plots import run_figure
 
+        _ = self.reports
         return run_figure(self._outlet.running, measure)
 
     def __enter__(self) -> "Monitor":
@@ -334,7 +339,7 @@ class Monitor:
         self._failures.safely(self._controller.join, self._paths)
         self._failures.safely(self._begin)
         self._failures.safely(self._controller.refer)
-        self._failures.safely(self._controller.arm)
+        self._failures.safely(self._controller.arm, self.step)
 
     def close(self, *, quietly: bool = False) -> None:
         """Complete the current report, remove every hook and close the sinks.
@@ -428,32 +433,30 @@ class Monitor:
                 "themselves"
             )
         try:
-            self._controller.gradient_is_complete(self.step)
+            self._controller.gradient_is_complete()
         except AlarmError:  # by the report of this very step, which was taken
             self.step += 1
             raise
         self._count()
 
     def complete_report(self) -> None:
-        """Complete the current report now, before the next forward pass begins.
+        """Complete the report of the last measured step now, before the next step begins.
 
-        With several ranks, call it in all of them. It waits for their contributions for at most ten
-        seconds.
+        What code changes in the weights afterwards is not in it. With several ranks, call it in all
+        of them. It waits for their contributions for at most ten seconds.
 
         Raises:
             AlarmError: with `on_alarm="stop"`, if the report has alarms.
         """
-        self._failures.safely(self._controller.complete)
+        self._guarded(self._controller.read)
 
     def wait_for_reports(self) -> None:
-        """Complete the reports that only wait for other ranks; call it in all ranks.
-
-        On a single rank it does nothing.
+        """Do the same as `complete_report`; call it in all ranks.
 
         Raises:
             AlarmError: with `on_alarm="stop"`, if a report has alarms.
         """
-        self._failures.safely(self._controller.wait)
+        self.complete_report()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs to continue counting steps, without reports."""
@@ -462,7 +465,7 @@ class Monitor:
             "generator": self._generator.bit_generator.state,
             "costs": self._schedule.costs(),
             "alignment": self._controller.reference(),
-            "turns": self._turns.taken,
+            "turns": self._turns,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -481,7 +484,7 @@ class Monitor:
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]
         self._schedule.resume(state.get("costs", ()))
-        self._turns.taken = int(state.get("turns", 0))
+        self._turns = int(state.get("turns", 0))
         self._controller.resume(state.get("alignment"))
 
     def _before_step(
@@ -507,7 +510,7 @@ class Monitor:
             return
         try:
             self._losses.step_ends()
-            self._controller.step_ends(self.step)
+            self._controller.step_ends()
         finally:
             self._count()
 
@@ -516,12 +519,10 @@ class Monitor:
 
     def _count(self) -> None:
         self.step += 1
-        given_up = self._controller.given_up  # the step that was due; it is made up for at once
-        self._turns.taken += self._measures_now and not given_up
-        due = bool(self._failures.safely(self._schedule.step_ended, self.step))
-        self._measures_now = due or given_up
+        self._turns += self._measures_now
+        self._measures_now = bool(self._failures.safely(self._schedule.step_ended, self.step))
         if self._measures_now:
-            self._failures.safely(self._controller.arm)
+            self._failures.safely(self._controller.arm, self.step)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
         if self._loss_hook is not None and not report.losses:
@@ -550,4 +551,4 @@ class Monitor:
         return self._selected[1]
 
     def _select_due(self) -> tuple[Selection, Turn | None]:
-        return self._turns.next(self._select())
+        return in_turn(self._select(), self._layers_per_step, self._turns)

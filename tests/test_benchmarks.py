@@ -23,10 +23,10 @@ from models import TASKS, Trainer, images, mlp
 @pytest.mark.parametrize(
     "script",
     [
-        *(host, rows),
+        rows,
         *(
             pytest.param(script, marks=pytest.mark.slow)
-            for script in (launches, monitor, peers, pictures)
+            for script in (host, launches, monitor, peers, pictures)
         ),
     ],
     ids=lambda script: script.__name__,
@@ -50,6 +50,7 @@ def test_bugs_in_larger_networks_are_audited_from_the_command_line(tmp_path: Pat
     assert "| `gru_not_batch_first` | 0.99 M | `sequences` | samples-mixed |" in result.read_text()
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("job", scale.SIZES[-2:])
 def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
     small = replace(job, layers=tuple((n // 2, m // 2, k) for n, m, k in job.layers), rows=64)

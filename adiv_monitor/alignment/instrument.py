@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -10,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adiv_monitor.alignment.layers import AlignedLayer, is_matrix, with_roles
+from adiv_monitor.alignment.passes import look
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.seen import Seen, look
+from adiv_monitor.alignment.seen import Seen
 from adiv_monitor.alignment.sums import reading_of, sums_of
-from adiv_monitor.alignment.weights import Weight
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import AlignmentReading
 
@@ -61,7 +60,7 @@ class Alignment:
         seen, self.refused = look(model, probe)
         self._shapes = {path: layer.shapes for path, layer in seen.items()}
         self.layers: tuple[AlignedLayer, ...] = with_roles(
-            [layer.aligned(path) for path, layer in seen.items()], probe.roles
+            [layer.aligned(path, [*seen]) for path, layer in seen.items()], probe.roles
         )
         # The first is the reference point.
         self._points: deque[Point] = deque([_point(seen)], maxlen=probe.window or 1)
@@ -93,15 +92,10 @@ class Alignment:
             )
         point, of_layers = self._points[0], []
 
-        @lru_cache(maxsize=1)  # holds one unsharded weight at a time
-        def pair(weight: Weight) -> tuple[Tensor, Tensor]:
-            """Return (W₀, W)."""
-            return weight.whole(point["weights"][weight.full_name]), weight.present()
-
         for path, layer in seen.items():
-            z0 = point["rows"][path].to(layer.rows.device)
-            spectral = self._probe.spectral
-            of_layers.append(sums_of(layer, z0, *pair(layer.weight), spectral=spectral))
+            z0, told = point["rows"][path].to(layer.rows.device), point["weights"][layer.name]
+            pair = layer.matrices(told), layer.matrices(layer.weight())
+            of_layers.append(sums_of(layer, z0, *pair, spectral=self._probe.spectral))
         sums = torch.stack(of_layers)
         if self._probe.process_group is not None:
             dist.all_reduce(sums, group=self._probe.process_group)
@@ -142,10 +136,10 @@ class Alignment:
 
 
 def _point(seen: Mapping[str, Seen]) -> Point:
-    weights = dict.fromkeys(layer.weight for layer in seen.values())
+    by_name = {layer.name: layer for layer in seen.values()}
     return {
         "rows": {path: layer.rows for path, layer in seen.items()},
-        "weights": {weight.full_name: weight.kept() for weight in weights},
+        "weights": {name: x.weight().to("cpu", copy=True) for name, x in by_name.items()},
     }
 
 

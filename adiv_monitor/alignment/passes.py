@@ -1,301 +1,244 @@
-"""The probe's forward pass, free of side effects on the run, and all uses of weights in it."""
+"""The probe's forward pass, and the uses of weights in it, found by the monitor's rules.
 
-from collections.abc import Callable, Collection, Sequence
+The pass records a graph, of which nothing is differentiated: it tells which layers feed which.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain, count
-from typing import Any, TypeAlias
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from adiv_monitor.alignment.layers import is_matrix
-from adiv_monitor.alignment.lineage import NONE, Lineage, Sources
-from adiv_monitor.alignment.weights import Weight, Weights
-from adiv_monitor.capture.forwards import Forwards, FunctionToCall, Watcher
-from adiv_monitor.capture.guard import Guard
-from adiv_monitor.capture.hook import has_data
-from adiv_monitor.capture.selection import inside_wrappers, named_modules
-from adiv_monitor.capture.watching import OPENED, is_in_place
-from adiv_monitor.features.functions.linear import affine, part_of
-from adiv_monitor.features.recurrent import RECURRENT, maps_of, read_call, uses_of
-from adiv_monitor.features.registry import Rule, find_rule, use_of
-from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, Use, name_of, uses_in
-from adiv_monitor.rerun.kept import is_writable, may_be_written
-from adiv_monitor.rerun.surroundings import is_plain, untouched
-from adiv_monitor.rerun.thread import surely
-
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-# Gets a layer at each of its calls: its path in reports, the use of its weight (its kind is "table"
-# where the weight is indexed or added), the weight, the shape of the result without its channels,
-# and the layers from whose outputs the input was computed. A use must not be kept.
-See: TypeAlias = Callable[[str, Use, Weight, tuple[int, ...], Sources], None]
-# Gets a parameter that is added to, or scales, the outputs of layers entry by entry.
-Act: TypeAlias = Callable[[nn.Parameter, Sources], None]
-_EMBEDDINGS = ("", "embedding", "embedding_bag")
+from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.alignment.seen import Seen
+from adiv_monitor.capture.second_pass import SecondPass
+from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
+from adiv_monitor.capture.weights.shards import is_parallel, is_shard
+from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.errors import AdivError
+from adiv_monitor.features.functions.linear import affine
+from adiv_monitor.features.recurrent import RecurrentCall, maps_of, uses_of
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.uses import Refused, Use
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Surroundings, devices_of, is_plain, untouched
+from adiv_monitor.rerun.twin import Arguments
 
 
-def run_probe(model: nn.Module, arguments: Arguments, see: See, act: Act) -> dict[str, str]:
-    """Run a forward pass in evaluation mode, without gradients or autocast.
+def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str]]:
+    """Run the probe; return the chosen layers in the order of their first calls.
 
-    Random numbers, buffers, modes and attributes of modules are restored afterwards.
+    The pass is in evaluation mode, without autocast; it leaves no trace. The second result has, by
+    name of a parameter that the pass uses, why it is not measured.
 
-    Returns:
-        By name of a weight that the pass uses, why it is not measured.
+    Raises:
+        AdivError: none of the layers is called, or the model uses tensor parallelism.
+        ValueError: a pattern fits no layer.
+        TypeError: the model can't be called with the batch.
     """
+    _check_arguments(model, probe)
+    if is_parallel(model):
+        raise AdivError(
+            "Probe: some layers are computed by several ranks together (tensor parallelism), "
+            "expected layers of which each rank has all"
+        )
     modules = list(model.modules())
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    others = {device for device in devices if device.type not in ("cpu", "meta")}
+    surroundings = Surroundings(Randomness(devices_of(modules)))
 
-    def run() -> dict[str, str]:
+    def run() -> _Uses:
         with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            for device_type in {"cpu", *(device.type for device in others)}:
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+            for kind in {device.type for device in surroundings.devices}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
             # So that a weight is one tensor throughout. `untouched` resets it. The generator of
             # `parametrize.cached()`, left by an interrupt, would count down once more when it dies.
             parametrize._cache_enabled = 1
-            _evaluating(modules)
-            watcher = _UsesOfWeights(model, see, act)
-            stack.callback(watcher.forwards.remove)
-            watcher.forwards.watch(watcher)
+            for module in modules:  # without `eval()`, which some override to do more
+                module.training = False
+                reshard = getattr(module, "reshard", None)
+                if callable(reshard):  # FSDP2 would keep the root's weights unsharded
+                    stack.callback(reshard)
+            for p in model.parameters():  # the graph has to lead to frozen ones, too
+                if p.is_floating_point() and not (p.requires_grad or is_shard(p)):
+                    stack.callback(p.requires_grad_, False)
+                    p.requires_grad_()
             # The model may change its arguments in place.
-            args, kwargs = tree_map_only(Tensor, Tensor.clone, arguments)
-            try:
+            args, kwargs = tree_map_only(Tensor, Tensor.clone, probe.arguments)
+            with (uses := _Uses(model, probe)):
                 inside_wrappers(model)(*args, **kwargs)
-            finally:
-                watcher.forwards.remove()  # again at the end, in case an interrupt hits this call
-                for module in modules:
-                    reshard = getattr(module, "reshard", None)
-                    if callable(reshard):  # FSDP2 would keep the root's weights unsharded
-                        reshard()
-            return watcher.refused
+            return uses
 
-    # The forward may write to parameters: the average of a teacher, a codebook, a clamp.
-    kept = {p: (p.data, p.data.clone()) for p in model.parameters() if _is_kept(p)}
-
-    def put_back() -> None:
-        for parameter, (data, values) in kept.items():
-            parameter.data = data.copy_(values)
-
-    try:
-        return untouched(modules, others, run)
-    finally:
-        surely(put_back)
+    copies = {p: p.detach().clone() for p in model.parameters() if p.requires_grad and is_plain(p)}
+    uses = untouched(modules, surroundings, run, copies)  # a forward may clamp its weights
+    _check_patterns(probe, model, [*uses.seen, *uses.passed])
+    if not uses.seen:
+        raise AdivError(
+            f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "
+            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes"
+        )
+    return uses.seen, uses.refused
 
 
-def _is_kept(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is saved and written back: if no other process writes to it."""
-    if not is_plain(parameter) or (parameter.device.type == "cpu" and parameter.is_shared()):  # type: ignore[no-untyped-call]
-        return False
-    return is_writable(parameter) if parameter.requires_grad else may_be_written(parameter)
-
-
-def _evaluating(modules: list[nn.Module]) -> None:
-    """Set evaluation mode without `eval()`, which some modules override to do more."""
-    copies: dict[int, Tensor] = {}
-    for module in modules:
-        module.training = False
-        for name, buffer in module._buffers.items():
-            if buffer is not None:  # the pass may write to buffers in place
-                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-
-
-class _UsesOfWeights(Watcher):
-    """Watcher that reports the uses of weights in a forward pass; see `forwards.Watcher`.
+class _Uses(SecondPass):
+    """Takes the uses of weights in a forward pass. See `Takes`.
 
     Args:
         model: the model.
-        see: gets every layer at each of its calls.
-        act: gets every parameter that acts entry by entry.
+        probe: the probe.
 
     Attributes:
-        forwards: the forwards that it watches.
-        refused: by name of a weight, why a use of it is not measured.
+        seen: the chosen layers by path, in the order of their first calls.
+        passed: path of a layer that is not chosen → the chosen ones that feed it.
+        refused: by name of a parameter that the pass uses, why it is not measured.
     """
 
-    def __init__(self, model: nn.Module, see: See, act: Act) -> None:
+    def __init__(self, model: nn.Module, probe: Probe) -> None:
+        self.seen: dict[str, Seen] = {}
+        self.passed: dict[str, set[str]] = {}
         self.refused: dict[str, str] = {}
-        self._paths = {
-            module: path
-            for path, module in named_modules(model)
-            if not isinstance(module, torch.jit.ScriptModule)
-        }
-        self.forwards = Forwards(self._paths, Guard(), repeated=True)
-        self._see, self._act = see, act
-        self._weights = Weights(model)
-        self._lineage = Lineage(model, self._weights)
-        self._rules = {m: rule for m in self._paths if isinstance(rule := find_rule(m), Rule)}
-        self._names: dict[object, str] = {}  # by weight, kind of use, and position in the weight
+        self._probe = probe
+        # By node of the graph, the layers whose output it makes; beyond a table lies its sum.
+        self._made: dict[Any, Collection[str]] = {}
+        self._tables = set[str]()
+        self._acting: dict[str, dict[nn.Parameter, None]] = defaultdict(dict)
+        selection = select(model, None, None)
+        self._parameters = selection.names
+        super().__init__(model, selection)
 
-    def ends(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Handle the end of a module's forward; `output` is None if it raised."""
-        outputs, inputs = (_tensors(value) for value in (output, (args, kwargs)))
-        rule = self._rules.get(module)
-        if rule is not None and isinstance(output, Tensor):
-            use = use_of(rule, module, args, kwargs)
-            weights = self._weights_among([t for t in (use.weight, use.bias) if t is not None])
-            sources = self._lineage.sources(inputs)
-            self._lineage.is_made((output,), self._used([use], output, weights, sources))
-        self._lineage.ends(outputs, inputs)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for key, reason in self.watching.refused.items():
+            self.refused.setdefault(self._parameters[key], reason)
+        for path, layer in self.seen.items():
+            layer.entrywise = tuple(self._acting[path])
+        self._made.clear()
 
-    def called(self, call: FunctionToCall) -> Any:
-        """Call a torch function, report the weights it uses, and return its result."""
-        args, name = call.args, getattr(call.function, "__name__", "")
-        tensors = _tensors((args, call.kwargs))
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            held = self._weights_among([t for t in tensors if has_data(t)])
-            self._refuse(held.values(), "a transform of torch.func, which hides rows, uses it")
-            return call()
-        if name in OPENED:
-            return self.forwards.opened(call)
-        weights = self._weights_among(tensors)
-        data = [t for t in tensors if not self._lineage.of_model(t)]
-        sources = self._lineage.sources(data)
-        result = call()
-        if self.forwards.innermost in self._rules:
-            weights = {}  # the module's rule covers them
-        results = _tensors(result)
-        if call.function in RECURRENT and weights:
-            self._lineage.is_made(results, self._recurrent(call, weights, sources, results[0]))
-            return result
-        made = args[0] if name == "__setitem__" else result
-        written = made is not result or is_in_place(name)
-        uses: Sequence[Use] | None = ()
-        if weights and isinstance(made, Tensor):
-            uses = self._uses(call, made, weights)
-            if uses and self._weights.of(made) is None:  # else it is only a view of a weight
-                sources = self._used(uses, made, weights, sources, of=name)
-                data, results = [made], [made]
-        if data and args and written:
-            self._lineage.is_written(args[0], sources)
-        elif data or uses is None:
-            self._lineage.is_made(results, sources)
-        else:
-            self._lineage.is_made((t for t in results if id(t) not in weights), None)
-            if any(is_matrix(t) and self._weights.of(t) is None for t in results):
-                self._refuse(weights.values(), "the forward pass computes a weight from it")
-        return result
-
-    @property
-    def _running(self) -> str:
-        return self._paths.get(self.forwards.innermost, "")
-
-    def _weights_among(self, tensors: Sequence[Tensor]) -> dict[int, Weight]:
-        """Return, by id of a tensor, the weight that it is or is a view of."""
-        if not tensors:
-            return {}
-        running = self._running
-        of = ((id(tensor), self._weights.of(tensor, running)) for tensor in tensors)
-        return {key: weight for key, weight in of if weight is not None}
-
-    def _uses(
-        self, call: FunctionToCall, made: Tensor, weights: dict[int, Weight]
-    ) -> Sequence[Use] | None:
-        """Return the uses in a call by the monitor's rules; None if a rule refuses it."""
-        of_model, inside = self._lineage.of_model, self.forwards.inside
-        described = FunctionCall(made, of_model, inside, trains=False)
-        try:
-            if made.is_nested:
-                raise Refused(NESTED)
-            return uses_in(name_of(call.function), described, call.args, call.kwargs)
-        except Refused as refusal:
-            self._refuse(weights.values(), str(refusal))
-            return None
-
-    def _refuse(self, weights: Collection[Weight], reason: str) -> None:
-        self.refused |= {weight.full_name: reason for weight in weights}
-
-    def _used(
+    def use(
         self,
-        uses: Sequence[Use],
-        made: Tensor,
-        weights: dict[int, Weight],
-        sources: Sources,
+        use: Use,
+        output: Tensor,
+        known: Layer | str | None = None,
         *,
-        of: str = "",
-    ) -> Sources:
-        """Report uses, and return the sources of their result.
+        checked: bool = True,
+        inputs: object = None,
+    ) -> None:
+        """Take a use of weights."""
+        layer = self.layers.of(use, known)
+        if layer is None:
+            return
+        sources = self._sources(output)
+        if layer.weight is None or _is_entrywise(use):
+            self._act(layer.parameters, sources)
+            return
+        shape = tuple(use.layout(output).shape[:-1])
+        if use.kind == "offset":
+            self._tables.add(layer.path)
+            self._see(layer, use, shape, set())
+        else:
+            self._see(layer, use, shape, sources)
+        self._makes([output], [layer.path])
 
-        Args:
-            uses: the uses.
-            made: the result of the function or the module.
-            weights: the weights that it uses, by id of an argument.
-            sources: the layers from whose outputs its inputs were computed.
-            of: name of the function.
-        """
-        maps, tables, others = set[str](), set[str](), dict.fromkeys(weights.values())
-        for use in uses:
-            weight = self._weight(use.weight)
-            if weight is None or _is_entrywise(use):
-                continue
-            others.pop(weight, None)
-            is_added = use.kind == "offset"
-            if is_added or (use.kind == "embedding" and of not in _EMBEDDINGS):
-                use = replace(use, kind="table")
-            path, shape = self._name(use, weight), tuple(use.layout(made).shape[:-1])
-            self._see(path, use, weight, shape, NONE if is_added else sources)
-            (tables if is_added else maps).add(path)
-        whence = (frozenset(maps) or sources) | tables
-        self._act_all(others, whence)
-        return whence
-
-    def _act_all(self, weights: Collection[Weight], sources: Sources) -> None:
-        for parameter in (p for weight in weights for p in weight.parameters):
-            self._act(parameter, sources)
-
-    def _weight(self, tensor: Tensor | None) -> Weight | None:
-        return None if tensor is None else self._weights.of(tensor, self._running)
-
-    def _recurrent(
-        self, to_call: FunctionToCall, weights: dict[int, Weight], sources: Sources, output: Tensor
-    ) -> Sources:
-        """Report the linear maps in a recurrent call, and return the sources of its results."""
-        call = read_call(to_call.function, to_call.args, to_call.kwargs)
-        found = {use.part: self._weight(use.weight) for use in uses_of(call)}
-        held = {part: weight for part, weight in found.items() if weight is not None}
-        if call.draws or len(held) < len(found):
-            self._refuse(weights.values(), "it draws random numbers, or some weights are computed")
-            return sources
-        rows = maps_of(call, output.dtype)
-        names = {use.part: self._name(use, held[use.part]) for use in uses_of(call)}
-        for first in range(0, len(call.maps), call.directions):
-            gave = NONE
-            for uses in call.maps[first : first + call.directions]:
-                paths = [names[use.part] for use in uses]
-                state = frozenset(paths[2:] or paths)
+    def maps(
+        self,
+        made: RecurrentCall,
+        outputs: tuple[Tensor, ...],
+        random: Randomness | None,
+        inputs: object,
+    ) -> list[Tensor]:
+        """Take the linear maps in a recurrent call."""
+        layers = {use.part: self.layers.of(use) for use in uses_of(made)}
+        if made.draws or not all(layer and layer.weight for layer in layers.values()):
+            raise Refused("it draws random numbers, or some weights are not known")
+        rows, sources = maps_of(made, outputs[0].dtype), self._sources(outputs[0])
+        paths = {part: layer.path for part, layer in layers.items() if layer is not None}
+        for first in range(0, len(made.maps), made.directions):
+            gave = set[str]()
+            for uses in made.maps[first : first + made.directions]:
+                own = [paths[use.part] for use in uses]
+                state = set(own[2:] or own)
                 # The input map gets the layer's input, the other maps its state.
-                into = sources, sources | state, frozenset(paths[:2])
-                for use, path, whence in zip(uses, paths, into, strict=False):
-                    x = rows[use.part][0]
-                    use = replace(use, features=affine(x, use.weight, None).features)
-                    self._see(path, use, held[use.part], tuple(x.shape[:-1]), whence)
-                    bias = self._weight(use.bias)
-                    self._act_all(() if bias is None else (bias,), frozenset((path,)))
+                into = sources, sources | state, set(own[:2])
+                for use, whence in zip(uses, into, strict=False):
+                    x, layer = rows[use.part][0], layers[use.part]
+                    assert layer is not None
+                    known = replace(use, features=affine(x, use.weight, None).features)
+                    self._see(layer, known, tuple(x.shape[:-1]), whence)
                 gave |= state
             sources = gave
-        return sources
+        self._makes(outputs, sources)
+        return [x for use in uses_of(made) for x in (use.weight, use.bias) if x is not None]
 
-    def _name(self, use: Use, weight: Weight) -> str:
-        """Return the layer's path; a second use of a weight adds the module that makes it."""
-        part = use.part or part_of(weight.module, weight.name)
-        path = weight.full_name
-        if part:
-            path = ".".join(filter(None, (weight.path, part)))
-        elif weight.name == "weight":
-            path = weight.path
-        assert use.weight is not None
-        places = (weight.place(x) for x in (use.weight, use.shaped(use.weight.detach())))
-        key = path, weight.full_name, use.kind, use.form, *places
-        if key not in self._names:
-            taken, user = set(self._names.values()), f"{path}@{self._running or use.kind}"
-            names = chain((path, user), (f"{user}#{i}" for i in count(2)))
-            self._names[key] = next(name for name in names if name not in taken)
-        return self._names[key]
+    def whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+        inputs: object,
+    ) -> None:
+        """Say why parameters without a rule are not measured."""
+        for name in names:
+            self.refused[self._parameters[id(module.get_parameter(name))]] = (
+                "no rule describes how it is used, or a transform of torch.func hides its rows"
+            )
+
+    def _see(self, layer: Layer, use: Use, shape: tuple[int, ...], sources: set[str]) -> None:
+        """Take a call of a layer, which gets the outputs of other layers."""
+        path = layer.path
+        if layer.bias is not None:
+            self._act((piece.parameter for piece in layer.bias.pieces), [path])
+        # Layers that are not chosen stand for those that feed them.
+        sources = set[str]().union(*(self.passed.get(x, {x}) for x in sources))
+        if not is_chosen(path, layer.module, self._probe.layers):
+            self.passed[path] = self.passed.get(path, set()) | sources - {path}
+            return
+        assert layer.weight is not None and use.weight is not None
+        if path not in self.seen:
+            place = self.layers.names.place(id(layer.weight.pieces[0].parameter))
+            self.seen[path] = Seen(layer, use, place, len(self.seen))
+        seen = self.seen[path]
+        # The choice of rows depends only on the layer's number and the number of the call.
+        chosen = _choose(shape, self._probe, (seen.number, len(seen.shapes)))
+        features = use.features(Rows(shape, chosen, use.weight.device))
+        seen.calls.append(features.restrict(weight=True, bias=False))
+        seen.shapes.append(shape)
+        seen.sources |= sources
+
+    def _act(self, parameters: Iterable[nn.Parameter], paths: Iterable[str]) -> None:
+        """Note parameters that are added to, or scale, the outputs of layers entry by entry."""
+        parameters = list(parameters)
+        for path in paths:
+            self._acting[path].update(dict.fromkeys(parameters))
+
+    def _makes(self, outputs: Iterable[Tensor], paths: Collection[str]) -> None:
+        for tensor in outputs:
+            for made in (tensor, tensor._base):
+                if made is not None and made.grad_fn is not None:
+                    self._made[made.grad_fn] = {*self._made.get(made.grad_fn, ()), *paths}
+
+    def _sources(self, output: Tensor) -> set[str]:
+        """Return the layers from whose outputs the inputs of a function were computed."""
+        found, nodes, seen = set[str](), [output.grad_fn], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            for above, _ in () if node is None else node.next_functions:
+                if above is None or above in seen:
+                    continue
+                seen.add(above)
+                paths = self._made.get(above, ())
+                found.update(paths)
+                if self._tables.issuperset(paths):
+                    nodes.append(above)
+        return found
 
 
 def _is_entrywise(use: Use) -> bool:
@@ -306,5 +249,39 @@ def _is_entrywise(use: Use) -> bool:
     return use.kind == "gain" or (use.kind == "offset" and is_vector)
 
 
-def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+def _choose(
+    shape: tuple[int, ...], probe: Probe, key: tuple[int, int]
+) -> "np.ndarray[tuple[int], np.dtype[np.int64]] | None":
+    """Return the sampled rows of a call; None: all."""
+    total = prod(shape)
+    if probe.max_rows is None or total <= probe.max_rows:
+        return None
+    generator = np.random.default_rng([probe.seed, *key])
+    return np.sort(generator.choice(total, probe.max_rows, replace=False))
+
+
+def _check_patterns(probe: Probe, model: nn.Module, paths: Sequence[str]) -> None:
+    """Check that each pattern fits a layer, or a module that this forward pass does not reach."""
+    if probe.layers is None or callable(probe.layers):
+        return
+    known = [*paths, *(path for path, _ in model.named_modules())]
+    idle = [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]
+    if idle and paths:
+        raise ValueError(
+            f"Probe(layers=…): {idle[0]!r} fits no layer, expected patterns over {', '.join(paths)}"
+        )
+
+
+def _check_arguments(model: nn.Module, probe: Probe) -> None:
+    """Check the batch against forward's signature; errors inside forward are left to the model."""
+    try:
+        signature = inspect.signature(inside_wrappers(model).forward)
+    except ValueError:  # compiled code has none
+        return
+    try:
+        signature.bind(*probe.arguments[0], **probe.arguments[1])
+    except TypeError as error:
+        raise TypeError(
+            f"Probe(batch=…): {type(inside_wrappers(model)).__name__}.forward{signature} can't be "
+            f"called with it ({error}), expected the model's arguments alone, without targets"
+        ) from None

@@ -1,27 +1,18 @@
-"""The chosen layers of a model in one forward pass of the probe."""
+"""A layer of a model in one forward pass of the probe: its rows, its weight, and what feeds it."""
 
-import inspect
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.alignment.layers import AlignedLayer
-from adiv_monitor.alignment.lineage import NONE, Sources
-from adiv_monitor.alignment.passes import run_probe
-from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.weights import Weight
-from adiv_monitor.capture.selection import inside_wrappers, is_chosen
-from adiv_monitor.capture.weights.shards import is_parallel
-from adiv_monitor.errors import AdivError
+from adiv_monitor.capture.selection import Layer, Place
+from adiv_monitor.capture.weights.pieces import Source
+from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
 from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use
 
 
@@ -30,23 +21,23 @@ class Seen:
     """A layer in one forward pass of the probe; it refers to activations and must not be kept.
 
     Attributes:
+        layer: the layer.
         use: the use of its weight in its first call.
-        weight: the weight that holds its matrices.
+        place: where the model holds its weight, or the first parameter of that.
         number: its number, in the order of first calls.
         calls: features of the sampled rows of each call.
         shapes: shape of all rows in each call.
         sources: layers whose outputs make up the input of any call.
-        predecessors: the earlier ones of them.
         entrywise: parameters that are added to, or scale, values computed from its output.
     """
 
+    layer: Layer
     use: Use
-    weight: Weight
+    place: Place
     number: int
     calls: list[Features] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    sources: Sources = NONE
-    predecessors: tuple[str, ...] = ()
+    sources: set[str] = field(default_factory=set)
     entrywise: tuple[nn.Parameter, ...] = ()
 
     @cached_property
@@ -74,133 +65,75 @@ class Seen:
         """Index of the block of the weight that every row uses; None without blocks."""
         return self.features.block if isinstance(self.features, BlockFeatures) else None
 
-    def matrices(self, tensor: Tensor) -> Tensor:
-        """Return (groups or blocks, outputs, fan-in) from a tensor laid out as the weight is.
+    @property
+    def _source(self) -> Source:
+        assert self.layer.weight is not None
+        return self.layer.weight
 
-        A table is one matrix, (rows, width).
+    @property
+    def _is_parameter(self) -> bool:
+        """Whether the weight is a parameter or its view, so that the parameter tells it."""
+        source = self._source
+        return len(source.pieces) == 1 and source.is_view and not source.constants
+
+    @property
+    def name(self) -> str:
+        """The weight's name in the model; that of a parametrization is the name that it gives."""
+        home = ".".join(filter(None, self.place.home))
+        return self.place.full_name if self._is_parameter else home
+
+    def weight(self) -> Tensor:
+        """Return what tells the weight: its parameter, of a shard this rank's part, or itself."""
+        if self._is_parameter:
+            return part_of(self._source.pieces[0].parameter)
+        assert self.use.weight is not None
+        return self.use.weight.detach()
+
+    def matrices(self, told: Tensor) -> Tensor:
+        """Return (groups or blocks, outputs, fan-in) from what `weight` returned at some time.
+
+        All ranks have to call for a shard. A table is one matrix, (rows, width).
         """
         assert self.use.weight is not None
-        size, stride, offset = self.weight.place(self.use.weight)
-        view = tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-        shaped, features = self.use.shaped(view), self.features
+        whole, features = told.to(self.use.weight.device, non_blocking=True), self.features
+        if self._is_parameter:
+            [piece] = self._source.pieces
+            if is_shard(piece.parameter):
+                whole = sharded_as(whole, piece.parameter).full_tensor()
+            whole = self._source.of({piece.key: piece.of(whole)})
+        made = self.use.shaped(whole)
         if isinstance(features, DenseFeatures) and features.transposed:
-            return shaped.t()[None]
+            return made.t()[None]
         if isinstance(features, DenseFeatures):
-            return shaped.reshape(self.rows.shape[1], -1, self.rows.shape[2])
-        return shaped if isinstance(features, BlockFeatures) else shaped[None]
+            return made.reshape(self.rows.shape[1], -1, self.rows.shape[2])
+        return made if isinstance(features, BlockFeatures) else made[None]
 
-    def aligned(self, path: str) -> AlignedLayer:
-        """Return the `AlignedLayer` with this path."""
-        weight, value, use = self.weight, self.weight.value, self.use
+    def aligned(self, path: str, order: Sequence[str]) -> AlignedLayer:
+        """Return the `AlignedLayer` with this path.
+
+        Args:
+            path: the path.
+            order: the paths of all layers, in the order of their first calls.
+        """
+        use = self.use
         assert use.weight is not None
-        like = torch.empty_strided(value.size(), value.stride(), device="meta")
-        groups, outputs, fan_in = self.matrices(like).shape
+        groups, outputs, fan_in = self.matrices(self.weight()).shape
         if self.is_table:  # rows that are repeated count once
             sizes = zip(use.weight.shape, use.weight.stride(), strict=True)
             outputs, fan_in = fan_in, prod(size for size, step in sizes if step) // fan_in
+        is_added = use.kind == "offset"
+        is_indexed = not isinstance(self.layer.module, nn.Embedding | nn.EmbeddingBag)
         return AlignedLayer(
             path=path,
-            kind=use.kind,
+            kind="table" if is_added or (use.kind == "embedding" and is_indexed) else use.kind,
             fan_in=fan_in,
             fan_out=outputs * (groups if self.block is None else 1),
-            module=weight.module,
-            name=weight.name,
-            weights=weight.parameters,
-            predecessors=self.predecessors,
+            module=self.layer.module,
+            name=self.place.home[1],
+            weights=tuple(piece.parameter for piece in self._source.pieces),
+            # Only earlier layers count, so that there are no cycles.
+            predecessors=tuple(p for p in order[: self.number] if p in self.sources),
             entrywise=self.entrywise,
             is_table=self.is_table,
             groups=groups,
         )
-
-
-def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str]]:
-    """Run the probe; return the chosen layers in the order of their first calls.
-
-    The second result has, by name of a weight that the pass uses, why it is not measured.
-
-    Raises:
-        AdivError: none of the layers is called, or the model uses tensor parallelism.
-        ValueError: a pattern fits no layer.
-        TypeError: the model can't be called with the batch.
-    """
-    _check_arguments(model, probe)
-    if is_parallel(model):
-        raise AdivError(
-            "Probe: some layers are computed by several ranks together (tensor parallelism), "
-            "expected layers of which each rank has all"
-        )
-    layers: dict[str, Seen] = {}
-    passed: dict[str, Sources] = {}  # sources of layers that are left out
-    entrywise: dict[str, dict[nn.Parameter, None]] = defaultdict(dict)
-
-    def through(sources: Sources) -> Sources:
-        """Return the sources with layers that are left out replaced by their own sources."""
-        return NONE.union(*(passed.get(path, {path}) for path in sources))
-
-    def see(path: str, use: Use, weight: Weight, shape: tuple[int, ...], whence: Sources) -> None:
-        sources = through(whence)
-        if not is_chosen(path, weight.module, probe.layers):
-            passed[path] = passed.get(path, NONE) | sources - {path}
-            return
-        layer = layers.setdefault(path, Seen(use, weight, len(layers)))
-        # The choice of rows depends only on the layer's number and the number of the call.
-        chosen = _choose(shape, probe, (layer.number, len(layer.shapes)))
-        layer.calls.append(use.features(Rows(shape, chosen, weight.value.device)))
-        layer.shapes.append(shape)
-        layer.sources |= sources
-
-    def act(parameter: nn.Parameter, sources: Sources) -> None:
-        for path in sources:
-            entrywise[path][parameter] = None
-
-    refused = run_probe(model, probe.arguments, see, act)
-    _check_patterns(probe, model, [*layers, *passed])
-    if not layers:
-        raise AdivError(
-            f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "
-            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes"
-        )
-    order = list(layers)
-    for path, layer in layers.items():
-        # Only earlier layers count, so that there are no cycles.
-        layer.predecessors = tuple(p for p in order[: layer.number] if p in layer.sources)
-        layer.entrywise = tuple(entrywise[path])
-    return layers, refused
-
-
-def _choose(
-    shape: tuple[int, ...], probe: Probe, key: tuple[int, int]
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]] | None":
-    """Return the sampled rows of a call; None: all."""
-    total = prod(shape)
-    if probe.max_rows is None or total <= probe.max_rows:
-        return None
-    generator = np.random.default_rng([probe.seed, *key])
-    return np.sort(generator.choice(total, probe.max_rows, replace=False))
-
-
-def _check_patterns(probe: Probe, model: nn.Module, paths: Sequence[str]) -> None:
-    """Check that each pattern fits a layer, or a module that this forward pass does not reach."""
-    if probe.layers is None or callable(probe.layers):
-        return
-    known = [*paths, *(path for path, _ in model.named_modules())]
-    idle = [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]
-    if idle and paths:
-        raise ValueError(
-            f"Probe(layers=…): {idle[0]!r} fits no layer, expected patterns over {', '.join(paths)}"
-        )
-
-
-def _check_arguments(model: nn.Module, probe: Probe) -> None:
-    """Check the batch against forward's signature; errors inside forward are left to the model."""
-    try:
-        signature = inspect.signature(inside_wrappers(model).forward)
-    except ValueError:  # compiled code has none
-        return
-    try:
-        signature.bind(*probe.arguments[0], **probe.arguments[1])
-    except TypeError as error:
-        raise TypeError(
-            f"Probe(batch=…): {type(inside_wrappers(model)).__name__}.forward{signature} can't be "
-            f"called with it ({error}), expected the model's arguments alone, without targets"
-        ) from None

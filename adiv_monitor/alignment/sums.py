@@ -36,12 +36,12 @@ def sums_of(
     Args:
         seen: the layer.
         z0: its inputs at the reference point.
-        before: W₀, laid out as the weight is.
+        before: W₀, (groups or blocks, outputs, fan-in); of a table (1, rows, width).
         now: W.
         spectral: compute the last bounds.
     """
     with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
-        W0, W, z = seen.matrices(before), seen.matrices(now), seen.rows
+        W0, W, z = before, now, seen.rows
         if seen.is_table:
             y0, y = (seen.features.by_weight(table[0]) for table in (W0, W))
             assert y0 is not None and y is not None

@@ -9,18 +9,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from adiv_monitor.capture.batch import sums_of
-from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.layer_rows import Call, Chooser
+from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import FROZEN, Layer, Selection, listed, named_modules
@@ -82,6 +80,7 @@ class Capture:
         self.removed: list[nn.Parameter] = []
         self.evaluated: tuple[str, ...] = ()
         self.next_batch: tuple[Tensor, ...] = ()
+        self._survey_note: str | None = None
         self._cut: list[str] = []  # paths of uses without a gradient, of weights that others train
         self._model = model
         self.selection = selection
@@ -91,7 +90,7 @@ class Capture:
         self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self._without_rule = ParametersWithoutRule(selection, context.guard)
         self.plan = plan
-        self.forwards = Forwards.of(selection, context.guard, context.renew, plan)
+        self.forwards = Forwards.of(selection, context.guard, plan)
         names = Names(model, selection, self.forwards)
         self.layers = Layers(names, self._provenance, chooser, context, selection.is_due)
         self.rows = self.layers.rows
@@ -132,28 +131,21 @@ class Capture:
         owners, calls = set(self.selection.owners), self._watching.record.calls
         return next((calls[module] for module in calls if module in owners), 0)
 
-    def first_called(self) -> list[nn.Module]:
-        """Return the modules with parameters that may be the first to run in the next forward pass.
-
-        These are the first one that ran in this step, and those that did not run.
-        """
-        first, ran = self._watching.first, self._watching.record.calls
-        owners = self.selection.owners
-        return [module for module in owners if module is first or module not in ran]
+    @property
+    def first(self) -> nn.Module | None:
+        """The first module with parameters that ran."""
+        return self._watching.first
 
     @property
     def batch(self) -> tuple[Tensor, ...]:
         """Sums of the tensors that entered the first module that ran; see `sums_of`."""
         return self._watching.batch
 
-    def next_begins(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Take the same sums of the next forward pass, which begins with this module."""
-        trains = torch.is_grad_enabled() and module.training
-        self.next_batch = sums_of(args, kwargs) if module is self._watching.first and trains else ()
+    def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take the same sums of the arguments with which `first` runs in the next step."""
+        self.next_batch = sums_of(args, kwargs)
 
-    def finish(self) -> dict[Layer, CapturedLayer]:
+    def finish(self) -> dict[Layer, LayerRows]:
         """Hand over the layers that a gradient reached; the gradients are those of the step.
 
         Afterwards `unreached` names the others, and `evaluated` is set.
@@ -168,7 +160,7 @@ class Capture:
             rows = self.rows.get(layer.path)
             if rows is None:
                 continue
-            calls = rows.finish()
+            calls = rows.settle()
             lead = layer.parameters[0]  # looked at first: it has a gradient nearly always
             is_removed = bool(calls) and lead.grad is None and _has_none(layer)
             if is_removed:
@@ -189,20 +181,10 @@ class Capture:
         modes = {call.evaluates for calls in reached.values() for call in calls}
         self.evaluated = tuple(_evaluated(self._model)) if modes == {True} else ()
         shared = self.layers.shared(reached, self._without_rule.unmeasured)
-        found: dict[Layer, CapturedLayer] = {}
-        for layer, calls in reached.items():
-            try:
-                found[layer] = self._gathering.captured(
-                    layer, calls, is_shared=layer.path in shared
-                )
-            except Exception as error:
-                self.layers.failed(layer.path, error)
-        if is_alone:
-            self.passes.meant = (
-                self._watching.differentiates_inputs
-                or any(x.accumulation.is_assigned for x in found.values())
-                or any(rows.again for rows in self.rows.values())
-            )
+        self.passes.meant = is_alone and self._watching.differentiates_inputs
+        found = {layer: self.rows[layer.path] for layer in reached}
+        for layer, rows in found.items():
+            rows.is_shared = layer.path in shared
         return found
 
     def cut_off(self) -> list[nn.Parameter] | None:
@@ -233,11 +215,11 @@ class Capture:
         held = {id(p) for layer in self.layers.found.values() for p in layer.parameters}
         without = self._without_gradient or set()
         unseen = set(map(id, self.selection.due_parameters)) - held - without
-        trace.learn(self.selection, self.plan, self._watching.record, unseen)
+        self._survey_note = trace.learn(self.selection, self.plan, self._watching.record, unseen)
 
     def notes(self) -> list[str]:
         """Return notes for the report about uses of parameters that are measured only partly."""
-        notes = []
+        notes = [self._survey_note] if self._survey_note else []
         partly = defaultdict(list)
         unmeasured = self._without_rule.unmeasured
         for parameter in self.selection.due_parameters if unmeasured else ():

@@ -1,8 +1,9 @@
 """Hooks that run in training only: copies of the model and function transforms skip them."""
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,65 +12,64 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import Proxy
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    _has_any_global_hook,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.rerun.replaced import hold, release
-from adiv_monitor.rerun.surroundings import is_rerun
-from adiv_monitor.rerun.thread import is_traced, run_apart, surely
+from adiv_monitor.rerun.thread import is_traced
 
 _PLAIN = (Tensor, nn.Parameter)
-HiddenTable = tuple[dict[str, Any], str, object]  # a module's attributes, the name of one, a table
 
 
 class Hook(partial[Any]):
     """A hook of the monitor on a module, a tensor or an optimizer; calls the partial function.
 
-    When torch copies or pickles parameters and optimizers, it drops their hooks. It keeps those of
-    modules, which therefore get a `ModuleHook`. One hook can be on many modules: each object that
-    lives for a whole step costs time in Python's garbage collection.
+    When torch copies or pickles parameters and optimizers, it drops their hooks; in copies and
+    pickles of modules, a hook does nothing. One hook can be on many modules: each object that lives
+    for a whole step costs time in Python's garbage collection.
     """
 
     __torch_unserializable__ = True  # no warning when a parameter is sent to another process
 
+    def __reduce__(self) -> Any:
+        """Return what stands for it in a copy or a pickle of its module."""
+        return _nothing, ()
 
-# The tables in which torch keeps hooks by number, each followed by the other tables with the same
-# numbers. An entry left in a copy of a module would change how a later hook of that number is
-# called.
-_BEFORE_MODULE = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
-_AFTER_MODULE = "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
+
+def _nothing() -> Callable[..., None]:
+    return _idle
+
+
+def _idle(*_: object) -> None: ...
+
+
+# The tables in which torch keeps hooks by number.
 ON_GRADIENT = ("_backward_hooks",)
 ON_ACCUMULATION = ("_post_accumulate_grad_hooks",)
 _TABLES = (
-    *(_BEFORE_MODULE, _AFTER_MODULE, ON_GRADIENT, ON_ACCUMULATION),
+    *(ON_GRADIENT, ON_ACCUMULATION),
     *(("_optimizer_step_pre_hooks",), ("_optimizer_step_post_hooks",)),
     *(("_global_optimizer_pre_hooks",), ("_global_optimizer_post_hooks",)),  # of all optimizers
 )
 
 
 def take_off(owner: object, hook: object, *where: Sequence[str]) -> None:
-    """Remove a hook from a module, tensor or optimizer, even if it was only partly registered.
-
-    The hook is found by its identity in torch's tables, not by its handle, because an exception may
-    occur before the handle is known. If this call is interrupted, it can be repeated.
+    """Remove a hook from a tensor or optimizer, found by its identity in torch's tables.
 
     Args:
         owner: the object with the hook.
         hook: the hook.
         where: the tables that may contain it; none: all tables.
     """
-    for names in where or _TABLES:
-        hooks = getattr(owner, names[0], None)
-        if not hooks:
-            continue
-        numbers = [number for number, other in hooks.items() if other is hook]
-        if not numbers:
-            continue
-        tables = [getattr(owner, name) for name in names]
-        for table in reversed(tables):  # the hook itself last, since a repeated call looks for it
-            for number in numbers:
-                table.pop(number, None)
-        _show(tables)
+    for (name,) in where or _TABLES:
+        hooks = getattr(owner, name, None) or {}
+        for number in [number for number, other in hooks.items() if other is hook]:
+            hooks.pop(number, None)
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -86,193 +86,96 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHand
 
 
 class ModuleHook:
-    """A forward hook that is invisible to copies, pickles and `torch.jit.script` of the module.
+    """A forward hook on one module.
 
     Args:
         module: the module.
         hook: called before the forward pass with (module, args, kwargs), or after it with
             (module, args, kwargs, output).
         before: whether it runs before the forward pass, and then before all other hooks.
-        always: whether it also runs after a forward pass that raised, with None as the output.
-        first: whether it runs before all other hooks after the forward pass.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        hook: Hook,
-        *,
-        before: bool,
-        always: bool = False,
-        first: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, hook: Hook, *, before: bool) -> None:
         self._module = module
         self._hook = hook
         self._before = before
-        self._always = always
-        self._first = first
-        self._handle: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
-        module, hook = self._module, self._hook
-        if self._before:
-            self._handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        else:
-            self._handle = module.register_forward_hook(
-                hook, prepend=self._first, with_kwargs=True, always_call=self._always
-            )
-        names = _BEFORE_MODULE if self._before else _AFTER_MODULE
-        held = module.__dict__
-        hooks, *others = [held[name] for name in names]
-        for table in (*others, hooks):
-            # Torch runs hooks through a table's items. `copy` and `pickle` look at its attributes
-            # first, which OrderedDicts take; another hook of the monitor may have set them.
-            attributes = table.__dict__
-            if "values" not in attributes:
-                attributes["__reduce_ex__"] = attributes["values"] = _Others(table, hooks)
+        register: Callable[..., RemovableHandle] = (
+            self._module.register_forward_pre_hook
+            if self._before
+            else self._module.register_forward_hook
+        )
+        self._handles.append(register(self._hook, prepend=self._before, with_kwargs=True))
 
     def remove(self) -> None:
-        """Remove the hook and restore the module."""
-        names = _BEFORE_MODULE if self._before else _AFTER_MODULE
-        if self._handle is None:
-            take_off(self._module, self._hook, names)
-        else:
-            self._handle.remove()  # from all tables: other code may have cleared only the hooks
-            held = self._module.__dict__
-            _show([held[name] for name in names])
+        """Remove the hook."""
+        call_all(*[handle.remove for handle in self._handles])
 
 
-def hide_hooks(modules: Iterable[nn.Module], hidden: list[HiddenTable]) -> None:
-    """Hide the monitor's hooks on modules from code that asks whether there are any.
-
-    They do not run meanwhile. `show_hooks` shows them again, even if this function raises.
+class GlobalHooks:
+    """Forward hooks on all modules of the process, until this object is removed or collected.
 
     Args:
-        modules: the modules.
-        hidden: the list to which what was hidden is added.
-    """
-    for held in map(vars, modules):
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            table = held[name]
-            if Hook in map(type, dict.values(table)):  # the table hides ours
-                hidden.append((held, name, table))
-                others = ((i, hook) for i, hook in table.items() if type(hook) is not Hook)
-                held[name] = OrderedDict(others)
-
-
-def show_hooks(hidden: Iterable[HiddenTable]) -> None:
-    """Show hooks again; after an interrupt, it can be called again."""
-    for held, name, table in hidden:
-        held[name] = table
-
-
-class NextForward:
-    """Calls a function once, when a forward pass through any of the modules begins or ends.
-
-    Args:
-        modules: the modules, any of which may be called first.
-        function: called with that module, the arguments of the call and its keyword arguments.
-        guard: runs the body of a hook: (body, *arguments).
-        counts: asked at the first evaluation whether it counts, for which other weights may be
-            swapped in, and back. If not, no later one does.
-        ends: whether to wait until the module has run.
+        before: method called with (module, args) before each forward; None: nothing is.
+        after: method called with (module, args, kwargs, output) after it, or with
+            (module, args, None) if it raised.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        function: Callable[[nn.Module, Any, Any], object],
-        guard: Callable[..., object],
-        counts: Callable[[], bool],
-        *,
-        ends: bool = False,
-    ) -> None:
-        self._function = function
-        self._counts = counts
-        self._waits = False  # until the next training step
-        hook = Hook(guard, self._runs)
-        self._hooks = [ModuleHook(module, hook, before=not ends) for module in modules]
+    def __init__(self, before: Callable[..., None] | None, after: Callable[..., None]) -> None:
+        self._before = before
+        self._after = after
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def put_on(self) -> None:
-        """Register the hooks. `remove` removes them, even if this method raises."""
-        hold(self)
-        for hook in self._hooks:
-            hook.put_on()
+        """Register the hooks; call `remove` afterwards, even if this raises."""
+        _expect(is_on=True)
+        if self._before is not None:
+            self._handles.append(register_module_forward_pre_hook(_weakly(self._before)))
+        after = _weakly(self._after)
+        self._handles.append(
+            register_module_forward_hook(after, with_kwargs=True, always_call=True)
+        )
 
     def remove(self) -> None:
         """Remove the hooks."""
-        call_all(*[hook.remove for hook in self._hooks])
-        self._hooks.clear()
-        release(self)
-
-    def _runs(self, module: nn.Module, args: Any, kwargs: Any, output: object = None) -> None:
-        if is_rerun() or not trains(args):
-            return
-        if not (module.training or torch.is_grad_enabled()):  # an evaluation
-            self._waits = self._waits or not self._counts()
-            if self._waits:
-                return
-        surely(self.remove)
-        outside = _aside.on
-        try:
-            _aside.on = True
-            # It may watch a rerun with a torch function mode.
-            run_apart(self._function, module, args, kwargs, functions=True)
-            _aside.on = outside
-        finally:
-            _aside.on = outside
+        _remove(self._handles)
 
 
-class _Aside(threading.local):
-    """Whether this thread runs the monitor's own code in the middle of a forward pass."""
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that keeps no object alive, and that compiled code passes over."""
+    reference = weakref.WeakMethod(method)
 
-    on = False
+    def hook(*args: Any) -> None:
+        if not torch.compiler.is_compiling() and (bound := reference()) is not None:
+            bound(*args)
 
-
-_aside = _Aside()
-
-
-def is_aside() -> bool:
-    """Return whether functions called now do not belong to the surrounding forward pass."""
-    return _aside.on and not is_rerun()
+    return hook
 
 
-class _Others:
-    """A module's table of hooks without the monitor's; replaces two methods of the table.
-
-    It hides the monitor's hooks from code that copies, pickles or lists the table.
-
-    Args:
-        table: the table.
-        hooks: the hooks, by the same numbers.
-    """
-
-    __slots__ = ("_hooks", "_table")
-
-    def __init__(self, table: dict[int, Any], hooks: dict[int, Any]) -> None:
-        self._table = table
-        self._hooks = hooks
-
-    def __call__(self, *protocol: Any) -> Any:
-        """Return the other hooks' values or, given a pickle protocol, their reduced form."""
-        hooks = self._hooks
-        others = OrderedDict(
-            (i, entry) for i, entry in self._table.items() if type(hooks.get(i)) is not Hook
-        )
-        return others.__reduce_ex__(*protocol) if protocol else others.values()
+def _remove(handles: list[RemovableHandle]) -> None:
+    call_all(*[handle.remove for handle in handles])
+    for handle in handles:
+        _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it
+    _expect(is_on=_has_any_global_hook())
 
 
-def _show(tables: Sequence[dict[int, Any]]) -> None:
-    """Restore the tables' methods if none of the hooks in the first table is the monitor's."""
-    hooks = tables[0]
-    if hooks and Hook in map(type, dict.values(hooks)):  # the table hides ours
-        return
-    for table in tables:
-        attributes = table.__dict__
-        if "__reduce_ex__" in attributes:  # set first and deleted last, so an interrupt loses none
-            attributes.pop("values", None)
-            del attributes["__reduce_ex__"]
+def _expect(*, is_on: bool) -> None:
+    """Ignore torch's warning that hooks also see the wrapper of a compiled module, or no longer."""
+    filters: Any = warnings.filters
+    if _EXPECTED in filters:
+        filters.remove(_EXPECTED)
+    if is_on:
+        filters.insert(0, _EXPECTED)
+
+
+_EXPECTED = (
+    *("ignore", re.compile("Using `torch.compile.module.` when there are global hooks")),
+    *(UserWarning, None, 0),
+)
 
 
 def trains(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from itertools import count, takewhile
+from itertools import count
 
 from torch import nn
 
@@ -12,7 +12,6 @@ from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.functions.linear import part_of
 from adiv_monitor.features.uses import Use
 
-_MOST_PARAMETERS = 4  # in one layer name
 # The prefixes that torch puts before a module's class name when it creates a class from it.
 _MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
 
@@ -80,18 +79,11 @@ class Names:
         return next((m for m, its in modules.items() if its == path), place.module)
 
     def of(self, use: Use, lead: Source) -> Iterator[str]:
-        """Yield names for a layer: of its module, of its parameter, and with its user.
-
-        Parameters of several modules are named after the module that contains these. If only the
-        model does, their own names are joined (`query+key`); if they are many, the model's class is
-        used.
-        """
-        pieces = sorted(lead.pieces, key=lambda piece: self.order[id(piece.parameter)])
-        places = [self.place(id(piece.parameter)) for piece in pieces]
-        homes = list(dict.fromkeys(place.home for place in places))
-        path, name = homes[0] if len(homes) == 1 else (self._common(homes), "")
+        """Yield names for a layer: of its module, of its parameter, and with its user."""
+        place = self.first([id(piece.parameter) for piece in lead.pieces])
+        path, name = place.home
         rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
-        part = use.part or part_of(places[0].module, places[0].name)
+        part = use.part or part_of(place.module, place.name)
         full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
         if part == "" and name in ("weight", "bias") and not rows:
             yield path
@@ -110,18 +102,6 @@ class Names:
             name = place.path if is_whole else place.full_name
         yield from (name, f"{name}@module")
         yield from self._with_user(name, "module")
-
-    def _common(self, homes: Sequence[tuple[str, str]]) -> str:
-        """Return a common name for parameters of these modules and names."""
-        steps = zip(*(path.split(".") for path, _ in homes), strict=False)
-        shared = takewhile(lambda several: len(set(several)) == 1, steps)
-        if holder := ".".join(several[0] for several in shared):
-            return holder
-        names = dict.fromkeys(
-            path if path and name in ("weight", "bias") else ".".join(filter(None, (path, name)))
-            for path, name in homes
-        )
-        return "+".join(names) if len(names) <= _MOST_PARAMETERS else type(self.root).__name__
 
     def _with_user(self, name: str, kind: str) -> Iterator[str]:
         user = self._selection.modules[self._forwards.innermost] or kind

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from adiv_monitor.rerun.nested import tensors_in
@@ -13,7 +12,7 @@ class Run(NamedTuple):
     """The last run of a module in a step; with gradients enabled, if there is one.
 
     Attributes:
-        at: increases with every run.
+        at: its begin, or its end where gradients are disabled; see `Runs.ran`.
         enabled: whether gradients are enabled.
         carries: whether an input of this run, or of an earlier one, requires a gradient.
         after: its inputs can be computed by the runs before this one, `at` < `after`, and none of
@@ -27,42 +26,39 @@ class Run(NamedTuple):
 
 
 class Runs:
-    """The modules that ran in a step, in the order of their last runs."""
+    """The last runs of the modules that ran in a step."""
 
     def __init__(self) -> None:
         self._runs: dict[nn.Module, Run] = {}
-        self._count = 0
 
-    def begins(
-        self, module: nn.Module, given: Sequence[Any], around: Mapping[nn.Module, Sequence[Any]]
+    def ran(
+        self,
+        module: nn.Module,
+        ended: int,
+        began: int | None,
+        given: Sequence[Any],
+        around: Mapping[int, Sequence[Any]],
     ) -> None:
-        """Record that a module runs.
+        """Record that a module has run.
 
         Args:
             module: the module.
+            ended: a number that increases with every begin and every end of a run.
+            began: this number when it began; None: gradients are disabled.
             given: its arguments.
-            around: the modules whose forward calls contain this one, with their arguments.
+            around: the arguments of the forward calls that contain this one, by their beginnings.
         """
-        enabled, earlier = torch.is_grad_enabled(), self._runs.get(module)
-        if earlier is not None and earlier.enabled and not enabled:
+        earlier = self._runs.get(module)
+        if earlier is not None and earlier.enabled and began is None:
             return
-        self._runs.pop(module, None)  # the order is that of the last runs
-        self._count += 1
         inputs = [t for t in tensors_in(*given) if t.is_floating_point()]
-        carries = enabled and any(t.requires_grad for t in inputs)
+        carries = began is not None and any(t.requires_grad for t in inputs)
         carries = carries or (earlier is not None and earlier.carries)
         after = 0
-        if enabled and not carries:
-            after = max((self._made_before(t, around) for t in inputs), default=0)
-        self._runs[module] = Run(self._count, enabled, carries, after)
-
-    def _made_before(self, tensor: Tensor, around: Mapping[nn.Module, Sequence[Any]]) -> int:
-        """Return the first run before which the tensor was there; the running one if unknown."""
-        base = _base(tensor)
-        for module, given in around.items():  # outermost first
-            if module in self._runs and any(_base(other) is base for other in tensors_in(*given)):
-                return self._runs[module].at
-        return self._count
+        if began is not None and not carries:
+            after = max((_made_before(t, began, around) for t in inputs), default=0)
+        at = ended if began is None else began
+        self._runs[module] = Run(at, began is not None, carries, after)
 
     def cut_off(self, reached: Mapping[nn.Module, bool]) -> list[nn.Module]:
         """Return the modules from whose outputs a later module got its input without a gradient.
@@ -77,12 +73,21 @@ class Runs:
         last = max((run.after for module, run in runs.items() if reached.get(module)), default=0)
         found = []
         follows = False
-        for module, run in runs.items():
+        for module, run in sorted(runs.items(), key=lambda item: item[1].at):
             if module in reached:
                 follows = not reached[module] and (follows or not run.carries)
                 if follows and run.at < last:
                     found.append(module)
         return found
+
+
+def _made_before(tensor: Tensor, began: int, around: Mapping[int, Sequence[Any]]) -> int:
+    """Return the first beginning of a run before which the tensor was there."""
+    base = _base(tensor)
+    for number, given in around.items():  # outermost first
+        if any(_base(other) is base for other in tensors_in(*given)):
+            return number
+    return began
 
 
 def _base(tensor: Tensor) -> Tensor:

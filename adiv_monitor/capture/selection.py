@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,8 +140,8 @@ class Selection:
         places: id → places of every parameter to be measured, in the model's order.
         held: id → the parameter, which may be replaced in the model before the report is made.
         rules: the modules that a rule of their class measures as a whole.
-        modules: module → path, for all modules that hold these parameters directly or below.
-        closed: the outermost modules that hold parameters, but no trained one.
+        paths_of: module → path, for all modules.
+        below: module → ids of these parameters that it holds at any depth, for modules with any.
         unsupported: module or parameter → the reason why it can't be measured.
         trained: the parameters that the step trains. `requires_grad` is read at selection, because
             it may be switched off when the report is made.
@@ -154,12 +153,17 @@ class Selection:
     places: dict[int, list[Place]]
     held: dict[int, nn.Parameter]
     rules: dict[nn.Module, Rule]
-    modules: dict[nn.Module, str]
-    closed: list[nn.Module]
+    paths_of: dict[nn.Module, str]
+    below: dict[nn.Module, set[int]]
     unsupported: dict[str, str]
     trained: list[Tensor]
     names: dict[int, str]
     due: Collection[int] | None = None
+
+    @cached_property
+    def modules(self) -> dict[nn.Module, str]:
+        """The paths of all modules that hold the parameters directly or below."""
+        return {module: self.paths_of[module] for module in self.below}
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -182,16 +186,6 @@ class Selection:
         places = (place for several in self.places.values() for place in several)
         modules = dict.fromkeys(place.module for place in places)
         return [module for module in modules if module in self.modules]
-
-    @cached_property
-    def below(self) -> dict[nn.Module, set[int]]:
-        """Ids of the parameters to measure that each module holds at any depth."""
-        held: dict[nn.Module, set[int]] = {}
-        for module in reversed(self.modules):  # inner modules first
-            own = {id(p) for p in module._parameters.values() if id(p) in self.places}
-            children = (child for child in module._modules.values() if child is not None)
-            held[module] = own.union(*(held.get(child, set()) for child in children))
-        return held
 
     @property
     def paths(self) -> list[str]:
@@ -446,55 +440,27 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer holds it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    holders, closed = _holders(modules, places, sharded)
-    return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
+    below = _below(modules, places, sharded)
+    return Selection(places, kept, rules, modules, below, unsupported, trained, names)
 
 
-def _holders(
-    modules: Mapping[nn.Module, str], places: Container[int], sharded: Mapping[int, nn.Parameter]
-) -> tuple[dict[nn.Module, str], list[nn.Module]]:
-    """Return the modules that hold these parameters at any depth, and the closed modules."""
-    holders: dict[nn.Module, str] = {}
-    closed: list[nn.Module] = []
-    within: set[nn.Module] = set()
-    known: dict[nn.Module, _Held] = {}
-    for module, path in modules.items():
-        if isinstance(module, torch.jit.ScriptModule) or module in within:
-            continue
-        held = _held(module, places, sharded, known)
-        if held.measured:
-            holders[module] = path
-        elif held.any and not held.trained:
-            closed.append(module)
-            within.update(module.modules())
-    return holders, closed
+def _below(
+    modules: Iterable[nn.Module], places: Container[int], sharded: Mapping[int, nn.Parameter]
+) -> dict[nn.Module, set[int]]:
+    """Return ids of these parameters that each module holds at any depth."""
+    found: dict[nn.Module, set[int]] = {}
 
+    def held(module: nn.Module) -> set[int]:
+        if module not in found:
+            found[module] = set()  # stops cycles
+            if isinstance(module, torch.jit.ScriptModule):
+                return found[module]
+            own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
+            keys = {id(p) for p in own if id(p) in places}
+            found[module] = keys.union(*map(held, module.children()))
+        return found[module]
 
-class _Held(NamedTuple):
-    """Which kinds of parameters a module holds at any depth."""
-
-    any: bool
-    trained: bool
-    measured: bool
-
-
-def _held(
-    module: nn.Module,
-    places: Container[int],
-    sharded: Mapping[int, nn.Parameter],
-    known: dict[nn.Module, _Held],
-) -> _Held:
-    found = known.get(module)
-    if found is None:
-        known[module] = _Held(any=False, trained=False, measured=False)  # stops cycles
-        own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
-        below = [_held(child, places, sharded, known) for child in module.children()]
-        found = known[module] = _Held(
-            any=bool(own) or any(held.any for held in below),
-            trained=any(p.requires_grad for p in own) or any(held.trained for held in below),
-            measured=any(id(p) in places for p in own) or any(held.measured for held in below),
-        )
-    return found
+    return {module: keys for module in modules if (keys := held(module))}
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:

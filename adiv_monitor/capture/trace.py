@@ -1,6 +1,6 @@
-"""Finds modules that use their own parameters in one known way, so that plain hooks suffice.
+"""The known uses of parameters: modules in which functions need not be watched.
 
-In a watched step, every function that is called is intercepted (`watching`). Most modules call one
+In a survey, every function that is called is intercepted (`watching`). Most modules call one
 function with their parameters and their inputs, and return its result: a linear layer, a
 convolution, a norm, an embedding. The arguments of that call are recorded by origin and rebuilt
 from the arguments of a hook on the module, so that later steps need not watch functions there.
@@ -9,7 +9,7 @@ from the arguments of a hook on the module, so that later steps need not watch f
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,8 +18,13 @@ from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.weights.pieces import Pieces
 from adiv_monitor.features.uses import as_it_is
 
-# The first steps are watched as a whole, and then one in this many.
-_FIRST, _EVERY = 2, 16
+# After so many surveys in a row that changed nothing, there are no more.
+_IN_VAIN = 3
+_LAST = (
+    f"{_IN_VAIN} surveys of all functions have changed nothing (experts, layer drop, two networks "
+    "in turns?): there are no more, and functions that a module began to use since are not seen."
+)
+_UNKNOWN = object()
 _NUMBERS = (bool, int, float, complex)
 _HOOKED = "_is_full_backward_hook"  # torch sets it with a backward hook, which no use depends on
 
@@ -52,7 +57,6 @@ class Known:
         kind: its class.
         forward: a `forward` in the module's own attributes; None: there is none.
         settings: its own plain attributes, such as its mode or its stride, by name.
-        calls: the number of calls of its forward in the step in which it was recorded.
         function: the name of the function that takes its parameters; "": its class has a rule.
         constants: the function's arguments by place, those by position first; None for tensors.
         names: the names of the function's keyword arguments.
@@ -65,7 +69,6 @@ class Known:
     kind: type[nn.Module]
     forward: object
     settings: Mapping[str, object]
-    calls: int
     function: str
     constants: Mapping[ArgumentKey, object]
     names: Sequence[str]
@@ -168,7 +171,6 @@ def _known(
         kind=type(module),
         forward=held.get("forward"),
         settings=deepcopy(constant),
-        calls=0,
         function=function,
         constants=constants,
         names=[place for place in constants if isinstance(place, str)],
@@ -193,16 +195,14 @@ def versions(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> t
 
 @dataclass
 class Record:
-    """The record of the watched modules in one step.
+    """The record of the modules in one step.
 
     Attributes:
-        outermost: the modules that no other module called.
         calls: the number of calls of each module.
         found: module → its use of parameters; None: it has none of its own.
         others: the modules whose uses plain hooks can't capture.
     """
 
-    outermost: dict[nn.Module, None] = field(default_factory=dict)
     calls: Counter[nn.Module] = field(default_factory=Counter)
     found: dict[nn.Module, Known | None] = field(default_factory=dict)
     others: set[nn.Module] = field(default_factory=set)
@@ -222,16 +222,10 @@ class Record:
     ) -> None:
         """Record a forward in which these calls were made."""
         self.calls[module] += 1
-        if module in self.others:
-            return
         known = called[0].known(module, args, kwargs, output) if len(called) == 1 else None
-        if called and known is None:
+        if (called and known is None) or not _alike(self.found.get(module, known), known):
             self.others.add(module)
-        elif module in self.found:
-            if not _alike(self.found[module], known):
-                self.others.add(module)
-        else:
-            self.found[module] = known
+        self.found[module] = known
 
 
 def _alike(one: Known | None, other: Known | None) -> bool:
@@ -243,23 +237,25 @@ def _alike(one: Known | None, other: Known | None) -> bool:
 
 @dataclass
 class Plan:
-    """The modules to hook in a step in which uses are known.
+    """How the modules are followed in a step after a survey.
 
     Attributes:
-        known: the modules with plain hooks.
+        known: the modules whose uses are known.
         watched: the modules in which functions are watched.
-        outermost: the modules that are called first.
         unseen: ids of parameters that had a gradient but no visible use when all was watched.
     """
 
     known: dict[nn.Module, Known]
     watched: list[nn.Module]
-    outermost: list[nn.Module]
     unseen: set[int]
 
 
 class Trace:
-    """Learns from watched steps in which modules plain hooks suffice later.
+    """What surveys have learned: in which modules functions need not be watched.
+
+    The first step is a survey, in which all functions are watched. There is another one if other
+    parameters are measured, a parameter without a visible use has a gradient, or the gradient of
+    more layers differs from that of their rows; but no more after some that changed nothing.
 
     Attributes:
         pieces: the pieces of the parameters, as long as the same parameters are measured.
@@ -267,70 +263,66 @@ class Trace:
 
     def __init__(self) -> None:
         self.pieces = Pieces()
-        self._steps = 0
-        self._doubted = True
         self._held: object = None  # the parameters that were measured
-        self._outermost: list[nn.Module] = []
+        self._places: list[tuple[int, str]] | None = None  # of these
+        self._doubted = False
+        self._in_vain = 0  # surveys in a row that changed nothing
         self._known: dict[nn.Module, Known | None] = {}
         self._unseen: set[int] = set()
         self._suspects: set[str] | None = None
 
     def plan(self, selection: Selection, suspects: Collection[str]) -> Plan | None:
-        """Return the plan for the next step, or None if it must be watched as a whole.
+        """Return the plan for the next step; None: it is a survey.
 
         Args:
             selection: the parameters to measure in it.
             suspects: paths of layers whose gradient differed from that of their rows.
         """
-        if not self._is_known(selection, suspects):
+        if self._places != _places(selection):
             self.pieces = Pieces()
             return None
-        if self._suspects is None:  # the state when all was watched
+        if self._suspects is None:  # the state after a survey
             self._suspects = set(suspects)
-        known: dict[nn.Module, Known] = {}
-        watched: list[nn.Module] = []
+        is_doubted = self._doubted or not self._suspects.issuperset(suspects)
+        if is_doubted and self._in_vain < _IN_VAIN:
+            self._in_vain += 1
+            return None
+        known, watched = dict[nn.Module, Known](), list[nn.Module]()
         for module in selection.modules:
-            if module not in self._known:
+            found = self._known.get(module, _UNKNOWN)
+            if isinstance(found, Known) and found.holds:
+                known[module] = found
+            elif found is not None:
                 watched.append(module)
-            elif (found := self._known[module]) is not None:
-                if found.holds:
-                    known[module] = found
-                else:
-                    watched.append(module)
-        return Plan(known, watched, self._outermost, self._unseen)
-
-    def _is_known(self, selection: Selection, suspects: Collection[str]) -> bool:
-        due = self._steps < _FIRST or self._steps % _EVERY == 0
-        if due or self._doubted or selection.held is not self._held:
-            return False
-        return self._suspects is None or self._suspects.issuperset(suspects)
+        return Plan(known, watched, self._unseen)
 
     def learn(
         self, selection: Selection, plan: Plan | None, record: Record, unseen: set[int]
-    ) -> None:
-        """Record the result of a step.
+    ) -> str | None:
+        """Record the result of a step, and return a note if it was the last survey.
 
         Args:
             selection: the parameters that were measured in it.
             plan: the plan of the step.
-            record: the record of the watched modules.
+            record: the record of the modules.
             unseen: ids of parameters that have a gradient but no visible use.
         """
-        self._steps += 1
+        before = dict(self._known)
+        if plan is None:
+            self._known.clear()
+        self._known |= record.found
         for module in record.others:
             self._known.pop(module, None)
-        if plan is None:
-            self._doubted, self._suspects = False, None
-            self._held, self._outermost = selection.held, [*record.outermost]
-            self._known.clear()
-            self._unseen = unseen
-        elif not unseen <= self._unseen:
-            self._doubted = True
+        self._doubted = plan is not None and not unseen <= self._unseen
         if plan is not None:
-            for module, known in plan.known.items():
-                if record.calls[module] != known.calls:
-                    self._known.pop(module, None)
-        for module, found in record.found.items():
-            if module not in record.others:
-                calls = record.calls[module]
-                self._known[module] = found and replace(found, calls=calls)
+            return None
+        if unseen != self._unseen or before.keys() != self._known.keys():
+            self._in_vain = 0
+        self._held, self._places = selection.held, _places(selection)
+        self._unseen, self._suspects = unseen, None
+        return _LAST if self._in_vain == _IN_VAIN else None
+
+
+def _places(selection: Selection) -> list[tuple[int, str]]:
+    """Return ids and names of the parameters to measure."""
+    return [(key, x.full_name) for key, places in selection.places.items() for x in places]

@@ -1,7 +1,7 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,9 +94,8 @@ class Watching(Watcher):
         """Record that a module's forward begins."""
         if forward.module in self._owners:
             self._layer_begins()
-        if self._forwards.is_outermost:
-            self.record.outermost[forward.module] = None
-        elif forward.module in self._forwards.around:  # recursion: its depth must be watched
+        around = [each.module for each in self._forwards.running[:-1]]
+        if forward.module in around:  # recursion: its depth must be watched
             self.record.others.add(forward.module)
 
     def _layer_begins(self) -> None:
@@ -130,8 +129,9 @@ class Watching(Watcher):
             self.record.others.add(module)
         if given is None or not given.trained:  # none trained: frozen for now
             return
-        self._without_rule.account(map(id, given.trained))
-        with _Noting(given.trained, self._failed), without_autocast(output):
+        provenance = self._provenance
+        self._without_rule.account(k for p in given.trained for k in provenance.parameters_of(p))
+        with self._noting(given.trained), without_autocast(output):
             inputs = {id(value) for value in given.inputs}
             call = FunctionCall(output, lambda value: id(value) not in inputs)
             if output.is_nested:
@@ -152,8 +152,7 @@ class Watching(Watcher):
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
             self.record.others.update(module.modules())
             with self._noting([*module.parameters()]):
-                began = self._forwards.forward
-                self._provenance.parametrized(module, output, began.random, began.written)
+                self._provenance.parametrized(module, output, self._forwards.forward.random)
         if output is not None and module in self._ruled:
             self._look_at_ruled(module, args, kwargs, output)
             self.record.ruled(module)
@@ -171,26 +170,17 @@ class Watching(Watcher):
         path, rule = self._selection.modules[module], self._selection.rules[module]
         if not trains(output):
             return
-        if any(x.is_nested for x in tensors_in(output, *args, *kwargs.values())):
-            self.refused |= dict.fromkeys(map(id, module.parameters(recurse=False)), NESTED)
-            self.record.others.add(module)
-            return
-        try:
+        with self._noting([*module.parameters(recurse=False)], path):
+            if any(x.is_nested for x in tensors_in(output, *args, *kwargs.values())):
+                raise Refused(NESTED)
             if not isinstance(output, Tensor):
                 raise TypeError(
                     f"its forward returned a {type(output).__name__}, expected a tensor"
                 )
             if output.requires_grad:
-                with torch.no_grad():
-                    use = use_of(rule, module, args, kwargs)
-                    given = _made(tensors_in(*args, *kwargs.values()))
-                    self._takes.use(use, output, path, checked=False, inputs=given)
-        except Refused as refusal:
-            self.refused |= dict.fromkeys(map(id, module.parameters(recurse=False)), str(refusal))
-            self.record.others.add(module)
-        except Exception as error:
-            self.record.others.add(module)
-            self._layers.failed(path, error)
+                use = use_of(rule, module, args, kwargs)
+                given = _made(tensors_in(*args, *kwargs.values()))
+                self._takes.use(use, output, path, checked=False, inputs=given)
 
     def _look_at_whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -199,70 +189,38 @@ class Watching(Watcher):
         path = self._selection.modules[module]
         if self._layers.is_off(path) or not trains(output):
             return
-        try:
+        with self._noting([], path):
             inputs = list(tensors_in(*args, *kwargs.values()))
-            if not self._forwards.is_outermost and all(map(self._provenance.of_model, inputs)):
+            if self._forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
                 return  # the module computes a weight, not activations
             outputs = Outputs(output, inputs)
             tensors = outputs.of(output)
             names = self._without_rule.claim(module, tensors, inputs) if tensors else []
             if names:
                 self.record.others.update(module.modules())
-                with torch.no_grad():
-                    given = _made(inputs)
-                    self._takes.whole(module, names, (args, kwargs), outputs, tensors, given)
-        except Exception as error:
-            self._layers.failed(path, error)
+                given = _made(inputs)
+                self._takes.whole(module, names, (args, kwargs), outputs, tensors, given)
 
     # --- functions -------------------------------------------------------------------------------
 
     def called(self, call: FunctionToCall) -> Any:
         """Call a torch function and find which parameters it uses."""
-        function, args, kwargs = call.function, call.args, call.kwargs
-        name = getattr(function, "__name__", "")
-        if self._active and (name.endswith("_") or "out" in kwargs):
-            buffer = self._provenance.buffer(kwargs.get("out", args[0] if args else None))
-            if buffer is not None:
-                self._forwards.is_written(buffer)
+        args, kwargs, provenance = call.args, call.kwargs, self._provenance
+        name = getattr(call.function, "__name__", "")
         if not self._is_looking():
             return call()
-        if name in _ATTRIBUTES:
-            return self._read(call)
-        return self._watched(call, name, _values_in(name, args, kwargs))
-
-    def _is_looking(self) -> bool:
-        """Return whether functions called now can be part of a measured use."""
-        return (
-            self._active
-            and not self._forwards.is_closed
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and not (self._ruled and self._forwards.innermost in self._ruled)
-        )
-
-    def _looks_for_uses(self) -> bool:
-        """Return whether uses count here: with gradients enabled, or anywhere in a rerun.
-
-        In a rerun, checkpointed functions run only with gradients disabled.
-        """
-        return torch.is_grad_enabled() or self._repeated
-
-    def _read(self, call: FunctionToCall) -> Any:
-        """Read or set an attribute of a tensor; `.T` and `.data` are tensors of the model too."""
-        args, result = call.args, call()
-        if isinstance(result, Tensor) and self._provenance.of_model(args[0]):
-            self._provenance.remember(result)
-        else:
-            self._provenance.spend(result, written=False)
-        return result
-
-    def _watched(self, call: FunctionToCall, name: str, values: Iterable[Tensor]) -> Any:
-        """Call a function that computes with the tensors `values`."""
-        provenance, args = self._provenance, call.args
+        if name in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
+            result = call()
+            if provenance.of_model(args[0]):
+                provenance.remember(result)
+            else:
+                provenance.spend(result, written=False)
+            return result
         trained, data = [], []
-        for tensor in values:
+        for tensor in _values_in(name, args, kwargs):
             if not provenance.of_model(tensor):
                 data.append(tensor)
-            elif provenance.is_trained(tensor):
+            elif provenance.parameters_of(tensor):
                 trained.append(tensor)
         if trained:
             return self._called_with(trained, call, name, data)
@@ -275,16 +233,21 @@ class Watching(Watcher):
             provenance.spend(result, written=False)
         return result
 
+    def _is_looking(self) -> bool:
+        """Return whether functions called now can be part of a measured use."""
+        return (
+            self._active
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not (self._ruled and self._forwards.innermost in self._ruled)
+        )
+
     def _called_with(
-        self,
-        trained: list[Tensor],
-        to_call: FunctionToCall,
-        name: str,
-        data: list[Tensor],
+        self, trained: list[Tensor], to_call: FunctionToCall, name: str, data: list[Tensor]
     ) -> Any:
         """Call a function that takes trained tensors, and possibly data from the batch."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        gradients = self._looks_for_uses()
+        # In a rerun, checkpointed functions run only with gradients disabled.
+        gradients = torch.is_grad_enabled() or self._repeated
         if gradients and name in OPENED:
             self._is_special()
             return self._forwards.opened(to_call)
@@ -358,41 +321,47 @@ class Watching(Watcher):
     def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor], data: list[Tensor]) -> Any:
         """Call a recurrent function and pass on the linear maps inside it."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        call = random = None
-        inputs = set[Any]()
-        if not self._is_off(trained):
+        is_off, call, random, inputs = self._is_off(trained), None, None, set[Any]()
+        if not is_off:
             with self._noting(trained):
                 inputs = _made(data)
                 call = read_call(function, args, kwargs)
                 if call.draws and call.refusal is None:
                     random = Randomness([call.input.device])
         result = to_call()
-        outputs = tuple(tensors_in(result))
+        outputs, used = tuple(tensors_in(result)), trained
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
                 used += self._takes.maps(call, outputs, random, inputs)
-            self._explain(function.__name__, trained, used, outputs)
-        elif call is None:
-            self._explain(function.__name__, trained, trained, outputs)
+        self._explain(function.__name__, trained, used, outputs)
         return result
 
-    def _noting(self, trained: list[Tensor]) -> "_Noting":
-        """Return a context that collects accounted tensors, or all of them if its body fails."""
-        return _Noting(trained, self._failed, apart())
+    @contextmanager
+    def _noting(self, trained: Sequence[Tensor], path: str = "") -> Iterator[list[Tensor]]:
+        """Collect accounted tensors without gradients, and all of them if the body fails.
 
-    def _failed(self, trained: list[Tensor], error: Exception) -> None:
-        self._is_special()
-        if isinstance(error, Refused):
+        Args:
+            trained: the tensors that the body looks at.
+            path: the layer that fails with it; "": that of the first tensor.
+        """
+        used: list[Tensor] = []
+        try:
+            with apart(), torch.no_grad():
+                yield used
+        except Refused as refusal:
+            self._is_special()
             for tensor in trained:
                 of_all = self._provenance.parameters_of(tensor)
-                self.refused |= dict.fromkeys(of_all, str(error))
-        else:
-            self._layers.failed(self._place(trained[0]).full_name, error)
+                self.refused |= dict.fromkeys(of_all, str(refusal))
+            used += trained
+        except Exception as error:
+            self._is_special()
+            self._layers.failed(path or self._place(trained[0]).full_name, error)
+            used += trained
 
     def _is_off(self, trained: list[Tensor]) -> bool:
-        if not self._layers.any_off:
-            return False
-        return self._layers.is_off(self._place(trained[0]).full_name)
+        """Return whether the tensors must not be watched, since that has failed."""
+        return self._layers.any_off and self._layers.is_off(self._place(trained[0]).full_name)
 
     def _place(self, tensor: Tensor) -> Place:
         """Return the place of the first parameter that a tensor is made of."""
@@ -409,44 +378,6 @@ class Watching(Watcher):
                 is_own = isinstance(whole_of(tensor), nn.Parameter)
                 of = "" if is_own else " (with a weight that is computed from it)"
                 self._without_rule.leave(keys, f"torch's {name}{of}", tensors_in(made))
-
-
-class _Noting:
-    """Context with gradients disabled that reports an exception and suppresses it.
-
-    Args:
-        trained: the tensors of which it reports.
-        failed: called with them and the exception.
-        around: a context around it; None: its caller is within that.
-    """
-
-    def __init__(
-        self,
-        trained: list[Tensor],
-        failed: Callable[[list[Tensor], Exception], None],
-        around: AbstractContextManager[None] | None = None,
-    ) -> None:
-        self._trained = trained
-        self._failed = failed
-        self._around = around
-
-    def __enter__(self) -> list[Tensor]:
-        self._used: list[Tensor] = []
-        if self._around is not None:
-            self._around.__enter__()
-        self._gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        return self._used
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        torch._C._set_grad_enabled(self._gradients)
-        if self._around is not None:
-            self._around.__exit__(None, None, None)
-        if not isinstance(error, Exception):
-            return False
-        self._failed(self._trained, error)
-        self._used += self._trained
-        return True
 
 
 def _made(tensors: Iterable[Tensor]) -> set[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.functions.conv import Geometry, geometry_of, patch_squares, patches
 from adiv_monitor.features.registry import register_features
-from adiv_monitor.features.rows import Rows, Whole, squares, to_compute_dtype
+from adiv_monitor.features.rows import Rows, Whole, squares
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
 Corrected = AffineLikeLinear | NormLikeLinear | PatchNorm
@@ -37,22 +37,21 @@ def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Ten
 
 
 def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> Whole:
-    """Return scales and feature sum of all rows: φ_W is the input's row times a factor."""
-    x = to_compute_dtype(input.reshape(-1, input.shape[-1]))
-    return _whole(module, squares(x), x)
+    """Return the lengths of all rows: φ_W is the input's row times a factor."""
+    return _whole(module, squares(input).flatten())
 
 
 def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
-    """Return the scales of all patches; the feature sum would take more than one pass."""
+    """Return the lengths of all patches."""
     if module.groups > 1:
         return None
     return _whole(module, patch_squares(*_read(module, input)).flatten())
 
 
-def _whole(module: Corrected, square: Tensor, x: Tensor | None = None) -> Whole:
+def _whole(module: Corrected, square: Tensor) -> Whole:
     of_weight, of_bias = _factors(module, square)
     bias_square = 0.0 if module.bias is None else of_bias.square()
-    return Whole(square * of_weight.square(), bias_square, None if x is None else of_weight @ x)
+    return Whole(square.sqrt() * of_weight, bias_square)
 
 
 @register_features(AffineLikeLinear, kind="affine-like", whole=_whole_linear)

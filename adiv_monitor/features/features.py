@@ -17,7 +17,12 @@ class Features:
     """φ of some rows; Θ = [W | b], z = Θφ. By default there is one group, and only the weight.
 
     A subclass is a dataclass whose tensors have one entry per row, or defines `pick` and `joined`.
+
+    Attributes:
+        form: equal for features of layers that `stacked` can stack; None: it can't.
     """
+
+    form: object = None
 
     @property
     def groups(self) -> int:
@@ -40,21 +45,37 @@ class Features:
         """Return features with φ² in place of φ; None if a row's scale is not Σ φ²."""
         return None
 
+    @property
+    def width(self) -> tuple[int, int] | None:
+        """Groups, and numbers that the weight multiplies in each; None: `times` is not known."""
+        return None
+
+    def times(self, v: Float[Tensor, "groups width m"]) -> Float[Tensor, "rows groups m"]:
+        """Return Φ_W v for vectors v, in place of each output's weights."""
+        raise NotImplementedError(f"{type(self).__name__} must define times")
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "groups width m"]
+    ) -> Float[Tensor, "groups n_out m"]:
+        """Return Wv: for each output, the products of its weights with the vectors of `times`."""
+        raise NotImplementedError(f"{type(self).__name__} must define weight_times")
+
     def restrict(self, *, weight: bool, bias: bool) -> "Features":
         """Return the features of the trained parameters alone."""
         return self
 
     def pick(self: F, rows: Tensor) -> F:
         """Return the features of some of the rows."""
-        tensors = {name: tensor[rows] for name, tensor in self._tensors.items()}
-        return replace(self, **tensors)  # type: ignore[type-var]
+        return self._with({name: tensor[rows] for name, tensor in self._tensors.items()})
 
     def joined(self: F, others: Sequence[Any]) -> F:
         """Return the features of these rows and those of other calls of the same layer."""
         if not others:
             return self
         parts = [features._tensors for features in (self, *others)]
-        tensors = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+
+    def _with(self: F, tensors: dict[str, Any]) -> F:
         return replace(self, **tensors)  # type: ignore[type-var]
 
     @property
@@ -62,6 +83,18 @@ class Features:
         """The fields that have one entry per row."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if isinstance(value, Tensor)}
+
+    @property
+    def size(self) -> int:
+        """The number of entries of its tensors."""
+        return sum(tensor.numel() for tensor in self._tensors.values())
+
+    def stacked(self: F, others: Sequence[Any]) -> F:
+        """Return the features of several layers: tensors get a first dimension of layers."""
+        if not others:
+            return self._with({name: tensor[None] for name, tensor in self._tensors.items()})
+        parts = [features._tensors for features in (self, *others)]
+        return self._with({name: torch.stack([p[name] for p in parts]) for name in parts[0]})
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
@@ -100,6 +133,9 @@ class JacobianFeatures(Features):
 class DenseFeatures(Features):
     """Features that are vectors of numbers.
 
+    Those of several layers may be stacked; then all tensors, arguments and results have a first
+    dimension of layers.
+
     Attributes:
         phi: (rows, groups, n_feat), the features that the weight multiplies. The weight is read as
             (groups, n_out, n_feat), torch's layout of linear, grouped convolution and gain weights.
@@ -126,19 +162,31 @@ class DenseFeatures(Features):
                 f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
                 "weight, or a feature (rows, 1) for the bias of every row"
             )
-        for name, dims in ("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2):
-            tensor = getattr(self, name)
-            if isinstance(tensor, Tensor) and tensor.ndim != dims:
+        tensors = (
+            ("phi", 3, self.phi),
+            ("bias", 2, self.bias),
+            ("weight_gain", 2, self.weight_gain),
+        )
+        for name, dims, tensor in (*tensors, ("bias_gain", 2, self.bias_gain)):
+            if isinstance(tensor, Tensor) and tensor.ndim not in (dims, dims + 1):
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"
                 )
 
     @property
+    def form(self) -> object:  # type: ignore[override]
+        """Equal for features with tensors of the same shapes, dtypes and devices."""
+        every = self.phi, self.bias, self.weight_gain, self.bias_gain
+        of = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in every]
+        return (self.transposed, self.mixes_rows, *of)
+
+    @property
     def groups(self) -> int:
         """Number of groups, which are independent layers."""
-        widest = self.bias if self.phi is None else self.phi
-        return widest.shape[1] if isinstance(widest, Tensor) else 1
+        if self.phi is not None:
+            return self.phi.shape[-2]
+        return self.bias.shape[-1] if isinstance(self.bias, Tensor) else 1
 
     def scale(self) -> Float[Tensor, "rows groups"] | None:
         """Return ‖φ_r‖² including the bias's feature and the gains; None if rows are mixed."""
@@ -158,19 +206,20 @@ class DenseFeatures(Features):
         """Return Φ_W Wᵀ, group by group."""
         if self.phi is None:
             return None
-        _, groups, n_feat = self.phi.shape
+        *layers, _, groups, n_feat = self.phi.shape
         weight = weight.to(self.phi.dtype)
         if groups == 1:
-            matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
-            return self.phi.squeeze(1) @ matrix
-        if n_feat == 1 and weight.numel() == groups:
-            return self.phi[..., 0] * weight.reshape(-1)
-        blocks = weight.reshape(groups, -1, n_feat)
-        if blocks.shape[1] == 1:  # a depthwise convolution
-            if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
-                return (self.phi.mT * blocks[:, 0].T.contiguous()).sum(1)
-            return (self.phi * blocks[:, 0]).sum(-1)
-        return torch.einsum("rgp,gnp->rgn", self.phi, blocks).flatten(1)
+            matrix = weight if self.transposed else weight.reshape(*layers, -1, n_feat).mT
+            return self.phi.squeeze(-2) @ matrix
+        blocks = weight.reshape(*layers, groups, -1, n_feat)
+        if blocks.shape[-2] > 1:
+            return torch.einsum("...rgp,...gnp->...rgn", self.phi, blocks).flatten(-2)
+        each = blocks.movedim(-2, -3)  # one output of each group: a gain, a depthwise convolution
+        if n_feat == 1:
+            return (self.phi * each).squeeze(-1)
+        if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
+            return (self.phi.mT * each.mT.contiguous()).sum(-2)
+        return (self.phi * each).sum(-1)
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Return φ_b ⊗ b."""
@@ -178,10 +227,12 @@ class DenseFeatures(Features):
             return None
         if not isinstance(self.bias, Tensor):
             assert self.phi is not None
-            row = bias.flatten().to(self.phi.dtype)
-            return (row if self.bias == 1 else self.bias * row).expand(self.phi.shape[0], -1)
-        blocks = bias.reshape(self.bias.shape[1], -1).to(self.bias.dtype)
-        return (self.bias[..., None] * blocks).flatten(1)
+            *layers, rows, _, _ = self.phi.shape
+            row = bias.reshape(*layers, 1, -1).to(self.phi.dtype)
+            return (row if self.bias == 1 else self.bias * row).expand(*layers, rows, -1)
+        *layers, _, groups = self.bias.shape
+        blocks = bias.reshape(*layers, 1, groups, -1).to(self.bias.dtype)
+        return (self.bias[..., None] * blocks).flatten(-2)
 
     def squared(self) -> "DenseFeatures | None":
         """Return features with φ² in place of φ; None if backward weights or mixes the rows."""
@@ -217,28 +268,36 @@ class DenseFeatures(Features):
         gram = self.phi[:, 0] @ self.phi[:, 0].T
         return gram if self.bias is None else gram.add_(self.bias**2)
 
-    def times(self, v: Float[Tensor, " columns"]) -> Float[Tensor, " rows"]:
-        """Return Φ v; requires a single group; the last entry of v belongs to the bias."""
-        width = 0 if self.phi is None else self.phi.shape[2]
-        moved = None if self.phi is None else self.phi[:, 0] @ v[:width]
-        if self.bias is None:
-            assert moved is not None
-            return moved
-        bias = self.bias[:, 0] if isinstance(self.bias, Tensor) else self.bias
-        return bias * v[width] if moved is None else moved + bias * v[width]
+    @property
+    def width(self) -> tuple[int, int]:
+        """Groups, and numbers that the weight multiplies in each; none without a weight."""
+        return self.groups, 0 if self.phi is None else self.phi.shape[2]
+
+    def times(self, v: Float[Tensor, "groups width m"]) -> Float[Tensor, "rows groups m"]:
+        """Return Φ_W v, group by group."""
+        assert self.phi is not None
+        return torch.einsum("rgp,gpm->rgm", self.phi, v.to(self.phi.dtype))
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "groups width m"]
+    ) -> Float[Tensor, "groups n_out m"]:
+        """Return Wv, group by group."""
+        blocks = weight.mT[None] if self.transposed else weight.reshape(len(v), -1, v.shape[1])
+        return blocks.to(v.dtype) @ v
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row, over all groups."""
         if self.phi is None:
             return None
         # In memory order, without a copy.
-        rows = (self.phi.mT if _lies_across(self.phi) else self.phi).flatten(1)
-        return rows @ (active @ rows), torch.linalg.vector_norm(rows, dim=1)
+        rows = (self.phi.mT if _lies_across(self.phi) else self.phi).flatten(-2)
+        summed = active[..., None, :] @ rows
+        return (rows @ summed.mT).squeeze(-1), torch.linalg.vector_norm(rows, dim=-1)
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_W,k over all groups."""
         assert self.phi is not None
-        return active @ self.phi.flatten(1)
+        return (active[..., None, :] @ self.phi.flatten(-2)).squeeze(-2)
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
@@ -254,7 +313,7 @@ class DenseFeatures(Features):
 
 def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
     """Whether groups, not features, are adjacent in memory."""
-    return phi.stride(1) < phi.stride(2)
+    return phi.stride(-2) < phi.stride(-1)
 
 
 @dataclass(frozen=True)
@@ -292,6 +351,21 @@ class OneHotFeatures(Features):
         """Return the count of each token among the active rows."""
         weights = active * self.trained
         return weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
+
+    @property
+    def width(self) -> tuple[int, int]:
+        """One group; every token has an entry."""
+        return 1, self.vocabulary
+
+    def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
+        """Return the entries of every token."""
+        return (v[0, self.token] * self.trained[:, None])[:, None]
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "1 vocabulary m"]
+    ) -> Float[Tensor, "1 n_total m"]:
+        """Return Wᵀv."""
+        return weight.to(v.dtype).mT[None] @ v
 
 
 @dataclass(frozen=True)
@@ -338,6 +412,26 @@ class BlockFeatures(Features):
 
     def _sums(self, active: Float[Tensor, " rows"]) -> Float[Tensor, "count_plus_1 n_feat"]:
         return sums_of_blocks(self.phi * active[:, None], self.block, self.count)
+
+    @property
+    def width(self) -> tuple[int, int]:
+        """One group, with the entries of all blocks."""
+        return 1, self.count * self.phi.shape[1]
+
+    def times(self, v: Float[Tensor, "1 width m"]) -> Float[Tensor, "rows 1 m"]:
+        """Return x_r·v[block_r]."""
+        by_block = v.view(self.count, self.phi.shape[1], -1)
+        moved = v.new_zeros(len(self.phi), v.shape[2])
+        for block, vectors in enumerate(by_block):
+            moved.addmm_(self.phi * (self.block == block)[:, None], vectors)
+        return moved[:, None]
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "1 width m"]
+    ) -> Float[Tensor, "1 n_out m"]:
+        """Return Wv, over all blocks."""
+        by_output = weight.to(v.dtype).transpose(0, 1).flatten(1)
+        return (by_output @ v[0])[None]
 
     def sums_of_squares(self, gradient: Float[Tensor, "rows n_out"]) -> tuple[Tensor, Tensor]:
         """Return ΦᵀΦ, (count, n_feat, n_feat), and ΦᵀG, (count, n_feat, n_out), in G's dtype."""

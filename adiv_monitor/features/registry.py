@@ -30,8 +30,8 @@ class Rule:
         weight: name of the parameter that `Features.by_weight` multiplies.
         bias: name of the parameter that `Features.by_bias` multiplies.
         refuse: (module) → why this module can't be measured, or None.
-        whole: (module, *the arguments of its forward) → scales and feature sum of all rows; None
-            where one pass over the input is not enough.
+        whole: (module, *the arguments of its forward) → the lengths of all rows; None where
+            one pass over the input is not enough.
     """
 
     kind: str
@@ -93,9 +93,8 @@ def register_features(
         weight: name of the weight parameter.
         bias: name of the bias parameter.
         refuse: (module) → the reason why a module of this type can't be measured, or None.
-        whole: a function of the module and the arguments of its forward that returns scales and
-            feature sum of all rows from one pass; without it they are estimated from the sampled
-            rows.
+        whole: a function of the module and the arguments of its forward that returns the lengths of
+            all rows from one pass; without it they are estimated from the sampled rows.
 
     Raises:
         TypeError: an argument is not a subclass of `torch.nn.Module`.

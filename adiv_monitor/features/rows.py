@@ -1,11 +1,11 @@
-"""The rows of a layer in one call: a sample of them, and sums over all of them.
+"""The rows of a layer in one call: a sample of them, and the lengths of all of them.
 
-Rows are sampled only for measures that need more than their scales and their feature sum, which one
-cheap pass over the layer's input yields.
+Rows are sampled only for measures that need more than the lengths of features and gradients, which
+one cheap pass over each yields.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,8 @@ Index = np.ndarray[Any, np.dtype[np.int64]]
 Keys = np.ndarray[Any, np.dtype[np.float64]]
 HOST = torch.device("cpu")
 CHUNK = 2**17  # entries of a temporary square, so that it stays in a CPU's cache
+# Devices on which norms over a strided dimension are six times slower than squares and sums.
+SLOW = ("cpu",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,81 +91,57 @@ class Rows:
 
 @dataclass(frozen=True)
 class Whole:
-    """Scales of all rows of one call, and the sum of their features.
+    """The length of the features of all rows of one call.
 
     Attributes:
-        weight_square: ‖φ_W‖² of every row.
+        norm: ‖φ_W‖ of every row.
         bias_square: φ_b² of every row, or one number for all rows; 0 without a trained bias.
-        weight_sum: Σ_r φ_W,r, in any shape; None where it would take more than one pass.
         trained: 0 for rows without trained weights (padding tokens), which count as zero-gradient
             rows, else 1; None if all are trained.
     """
 
-    weight_square: Float[Tensor, " rows"]
-    bias_square: Float[Tensor, " rows"] | float
-    weight_sum: Tensor | None
+    norm: Float[Tensor, " rows"]
+    bias_square: Float[Tensor, " rows"] | float = 0.0
     trained: Float[Tensor, " rows"] | None = None
 
     def of_weight(self) -> "Whole":
-        """Return the scales for the weight alone."""
+        """Return the lengths for the weight alone."""
         return replace(self, bias_square=0.0)
 
 
-class LateScales:
-    """Scales of all rows and groups of one call, computed only when the gradient arrives.
+def contracted(
+    products: Float[Tensor, "*rows groups m"], gradient: Float[Tensor, "*rows channels"]
+) -> Float[Tensor, "groups n_out m"]:
+    """Return Σ_r g_r (φ_r·v) of some rows from the products φ_r·v, in their precision.
 
-    There are as many scales as activations. They are computed from an input that autograd keeps for
-    the weight's gradient anyway, so they take no extra memory until then. This does not work where
-    hooks decide what is kept (checkpointing, offloading), or after writes to the input.
-
-    Args:
-        make: computes ‖φ_W‖², (rows, groups) in the layout of z, from the input, part by part, so
-            that temporaries stay in a CPU's cache.
-        input: the input.
-        bias_square: φ_b²; 0 without a bias.
+    A gradient with the channels first in memory is not copied.
     """
+    groups, m = products.shape[-2:]
+    gradient = gradient[None] if gradient.dim() == 1 else gradient
+    shape = gradient.shape
+    if groups == 1 and (gradient.dim() < 3 or gradient.is_contiguous()):
+        gradient, products = gradient.reshape(1, -1, shape[-1]), products.reshape(1, -1, m)
+    elif groups == 1:
+        gradient, products = gradient.flatten(1, -2), products.reshape(shape[0], -1, m)
+    else:
+        gradient = gradient.unflatten(-1, (groups, -1))
+        products = products.reshape(*shape[:-1], groups, m)
+    dim, size = (1, shape[-1]) if groups == 1 and len(gradient) == 1 else (0, shape[1:].numel())
+    found = products.new_zeros(groups, shape[-1] // groups, m)
+    most = gradient.shape[dim]
+    if gradient.dtype != products.dtype or groups > 1:  # casts and products part by part
+        most = max(1, (_MOST if gradient.is_cuda else CHUNK) // max(1, size))
+    pairs = zip(gradient.split(most, dim), products.split(most, dim), strict=True)
+    for g, y in pairs if gradient.numel() else ():
+        g = g.to(y.dtype)
+        if groups == 1:
+            found += (g.mT @ y).sum(0)
+        else:
+            found += (g[..., None] * y[..., None, :]).flatten(0, -4).sum(0)
+    return found
 
-    def __init__(
-        self, make: Callable[[Tensor], Iterable[Tensor]], input: Tensor, bias_square: float
-    ) -> None:
-        self._make = make
-        self._input = input.detach()  # a graph would be kept alive
-        self._version = self._input._version
-        self._bias_square = bias_square
 
-    def of_gradient(
-        self, gradient: Float[Tensor, "*rows channels"], *, bias: bool
-    ) -> Float[Tensor, "3 rows"] | None:
-        """Return Σ_i g_ri², Σ_i s_ri g_ri² and Σ_i s_ri² g_ri² of every row.
-
-        None if the input was written to since.
-
-        Args:
-            gradient: the gradient of all rows.
-            bias: whether the bias is trained.
-        """
-        if self._input._version != self._version:
-            return None
-        found, end = [], 0
-        by_entry = gradient.view(1, -1) if gradient.dim() == 1 else gradient
-        positions = math.prod(by_entry.shape[1:-1])
-        for scale in self._make(self._input):
-            start, end = end, end + scale.shape[:-1].numel() // max(positions, 1)
-            part = to_compute_dtype(by_entry[start:end])
-            groups = scale.shape[-1]
-            # The sums are several times faster in memory order, without a copy into another one.
-            scale = scale.reshape(*part.shape[:-1], groups)
-            if bias and self._bias_square:
-                scale = scale + self._bias_square
-            own = part.square()
-            if groups < part.shape[-1]:
-                own = own.view(*own.shape[:-1], groups, own.shape[-1] // groups).sum(-1)
-            sums = [own.sum(-1)]
-            for _ in range(2):
-                own = own.mul_(scale)
-                sums.append(own.sum(-1))
-            found.append(torch.stack(sums).flatten(1))
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+_MOST = 2**24  # entries of a temporary tensor on a GPU
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -227,12 +205,16 @@ def hooks_keep() -> bool:
     return holders is None or holders(True) is not None  # torch 2.6 lacks the function
 
 
+def norms(x: Tensor, dim: int = -1) -> Tensor:
+    """Return √Σ x² over one dimension in the precision of the measures, without a copy of x."""
+    if x.dim() < 3 or x.device.type not in SLOW or x.stride(dim) == 1:
+        found: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
+        return found
+    return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)]).sqrt_()
+
+
 def squares(x: Tensor, dim: int = -1) -> Tensor:
     """Return Σ x² over one dimension in the precision of the measures, without a copy of x."""
     if x.shape[dim] == 1:  # as of each channel of a depthwise convolution
         return to_compute_dtype(x).square().squeeze(dim)
-    if x.dim() < 3 or x.is_cuda or x.stride(dim) == 1:
-        norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
-        return norms.square()
-    # On a CPU, norms over a strided dimension are six times slower than squares and sums.
-    return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)])
+    return norms(x, dim).square_()

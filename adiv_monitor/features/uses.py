@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import LateScales, Rows, Whole
+from adiv_monitor.features.rows import Rows, Whole
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -51,12 +51,12 @@ class Use:
         features: returns φ of the chosen rows.
         layout: (tensor shaped like the function's result) → a view of z or of its gradient with
             the channels in the last dimension, so that all dimensions before it are rows.
-        whole: returns scales and feature sum of all rows; None where one pass is not enough.
+        whole: returns the lengths of all rows; None where one pass is not enough.
         shaped: reshapes a tensor shaped like `weight` to the shape that the features expect.
         part: name of the part of the module, where one call uses several parts.
         form: anything else on which the features' reading of weight and bias depends.
-        late: where every row has several scales, returns those of all rows for use with the
-            gradient; None where they are expensive.
+        times: returns Φ_W v of all rows, (*rows, groups, m), for vectors v (groups, width, m), as
+            `Features.times` does for some; None: it follows from the features.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Use:
     shaped: Callable[[Tensor], Tensor] = as_it_is
     part: str = ""
     form: object = None
-    late: Callable[[], LateScales | None] = _not_cheap
+    times: Callable[[Tensor], Tensor] | None = None
 
 
 def shape_alike(
@@ -94,14 +94,11 @@ class FunctionCall:
         result: the function's result.
         of_model: returns whether a tensor depends on parameters and constants alone, not on data.
         inside: the opened Python function of torch that makes this call; "" if none.
-        trains: gradients are needed, so that a rule also refuses calls that spoil only these; else
-            what is computed from the model alone may be a weight even if no gradient reaches it.
     """
 
     result: Tensor
     of_model: Callable[[object], bool]
     inside: str = ""
-    trains: bool = True
 
     def has_data(self, *values: object) -> bool:
         """Whether any of the values is data."""
@@ -109,8 +106,7 @@ class FunctionCall:
 
     def is_weight(self, value: object) -> TypeGuard[Tensor]:
         """Whether the value is a tensor computed from the model alone that a gradient reaches."""
-        is_trained = isinstance(value, Tensor) and (value.requires_grad or not self.trains)
-        return is_trained and self.of_model(value)
+        return isinstance(value, Tensor) and value.requires_grad and self.of_model(value)
 
 
 Found = Sequence[Use | None]

@@ -258,26 +258,12 @@ def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
     return Estimate(found, np.where(sample.variance_share == 0, 0.0, np.nan))
 
 
-def common_share(sum_square: PerLayer, count: PerLayer, squares: PerLayer) -> PerLayer:
+def common_share(products: PerRow, squares: PerRow, count: PerLayer, sample: Sample) -> Estimate:
     """‖mean_r φ_W,r‖² / mean_r ‖φ_W,r‖², in [0, 1]: how much of the rows is one common vector.
 
     That vector is the mean feature, through which each row disturbs every other. Centring the
-    inputs would remove it (spec, "The mean feature").
-
-    Args:
-        sum_square: ‖Σ_r φ_W,r‖².
-        count: number of rows.
-        squares: Σ_r ‖φ_W,r‖².
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share: PerLayer = sum_square / count / squares
-    return share
-
-
-def common_share_of_rows(
-    products: PerRow, squares: PerRow, count: PerLayer, sample: Sample
-) -> Estimate:
-    """Estimate `common_share` from sampled rows, minus its bias, which is large for few rows.
+    inputs would remove it (spec, "The mean feature"). From sampled rows, minus the bias, which is
+    large for few rows.
 
     Args:
         products: φ_r·Σ_k φ_k over the sampled active rows.

@@ -92,7 +92,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class Sampled(Generic[T]):
     """The sampled rows of a layer and the number of all its rows.
 
     Attributes:
@@ -105,7 +105,7 @@ class Sampled:
 
     seen: int
     total: int
-    keys: Array | None = None
+    keys: T | None = None
     bound: float = math.inf
 
 
@@ -129,12 +129,12 @@ class Blocks(Generic[T]):
     norms: T
     largest: T
     entries: T
-    entry_rows: Index | None = None
+    entry_rows: T | None = None
 
     def rows_of_entries(self, seen: int) -> Index:
         """Return the row of each entry, for `seen` sampled rows."""
         if self.entry_rows is not None:
-            return self.entry_rows
+            return np.asarray(self.entry_rows, np.int64)
         return np.arange(seen * self.groups) // self.groups
 
 
@@ -162,22 +162,18 @@ class Totals(Generic[T]):
     Attributes:
         active: number of rows with a nonzero gradient.
         G_G: Σ ‖g_r‖².
-        concentration: Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)², where it is needed.
-        own_G: Σ s_r ‖g_r‖²; for rows with several scales, Σ s_ri g_ri².
-        own_own: Σ s_r² ‖g_r‖²; for rows with several scales, Σ s_ri² g_ri².
+        concentration: Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)².
+        own_G: Σ s_r ‖g_r‖².
+        own_own: Σ s_r² ‖g_r‖².
         scales: sums over the scales.
-        weight_squares: Σ ‖φ_W‖² over all rows.
-        weight_sum: ‖Σ φ_W‖ over all rows; with several ranks, this rank's Σ φ_W.
     """
 
     active: T
     G_G: T
-    concentration: T | None = None
+    concentration: T
     own_G: T | None = None
     own_own: T | None = None
     scales: ScaleTotals[T] | None = None
-    weight_squares: T | None = None
-    weight_sum: T | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +206,42 @@ class Common(Generic[T]):
     norms: T
     sum: T | None = None
     counted: Counted | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FamilySums(Generic[T]):
+    """Numbers of the sampled rows of layers of one kind, stacked.
+
+    Attributes:
+        count: the number of layers.
+        vectors: see `LayerSums`.
+        scale: (layers, rows).
+        blocks: stacked.
+        common: the fields of `Common`, stacked or of one layer.
+    """
+
+    count: int
+    vectors: tuple[Vector, ...]
+    scale: T | None
+    blocks: Blocks[T] | None
+    common: tuple[T | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedSums(Generic[T]):
+    """Numbers of the sampled rows of layers whose vectors have the same shape.
+
+    Attributes:
+        paths: the layers; None: was lost.
+        vectors: all vectors that some of them have.
+        products: (pairs, layers, rows), the dot products of all pairs of these.
+        parts: the numbers of consecutive layers.
+    """
+
+    paths: tuple[str | None, ...]
+    vectors: tuple[Vector, ...]
+    products: T
+    parts: tuple[FamilySums[T], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,34 +293,26 @@ class Evidence(Generic[T]):
         precision: rounding of the coarsest dtype that a gradient passed through.
         reason: why γ is not the gradient of the rows, so that only the rows are used; "" if there
             is no such reason.
-        followed: autograd reported all contributions of the rows' calls to the parameters.
         terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the backward
             passes left, as far as the rows determine it.
-        factor: c; None or NaN if unknown.
+        factor: c; NaN if unknown, None before it is determined.
         averaged: the part of the factor by which the backward passes average over ranks.
-        then: some entries of the first parameter's gradient, as the backward passes left it.
-        now: by index of a parameter in the layer, some entries as the optimizer sees them.
-        contributed: by index of a parameter, what the calls contributed to these entries.
-        since: the first parameter's entries now and at the end of the last pass; for parts that
-            travel between ranks, their factor and what is not a multiple, for each rank.
-        foreign: norm of the gradient that was there before the rows'.
-        probe: γv − Gᵀ(Φv) and γv, see `plain_step.probe`.
+        equations: γv, h of the rows, and γv of the gradient that was there before them, if any,
+            (2 or 3, equations); see `capture/check.py`. None: not checked.
+        of_weight: number of the equations that come from the weight.
+        e_by_rows: e is ΦΦᵀG, in the units of G.
         rule_error: relative difference of the layer's output from the output by its rule.
         replay_error: relative difference of a rerun call's output from the original.
     """
 
     precision: float
     reason: str = ""
-    followed: bool = False
     terms: float = 0.0
+    factor: float | None = None
     averaged: float = 1.0
-    factor: T | None = None
-    then: T | None = None
-    now: tuple[T | None, ...] = ()
-    contributed: tuple[T | None, ...] = ()
-    since: T | None = None
-    foreign: T | None = None
-    probe: T | None = None
+    equations: T | None = None
+    of_weight: int = 0
+    e_by_rows: bool = False
     rule_error: T | None = None
     replay_error: T | None = None
 
@@ -338,14 +362,13 @@ class LayerSums(Generic[T]):
         blocks: the scales of rows that have several; if `scale` is None too, there is no scale.
         totals: sums over all rows; None on the device, where those of alike layers are stacked.
         common: sums for `common_share`.
-        asked_common: whether `common` was requested.
         realised: the realised move on the probe; None: not known.
         attainable: `attainable_cosine`, over all rows.
         ceiling: sums for `attainable_cosine`, of one of several ranks.
     """
 
     about: About
-    sampled: Sampled
+    sampled: Sampled[T]
     vectors: tuple[Vector, ...]
     products: T
     evidence: Evidence[T]
@@ -354,7 +377,6 @@ class LayerSums(Generic[T]):
     blocks: Blocks[T] | None = None
     totals: Totals[T] | None = None
     common: Common[T] | None = None
-    asked_common: bool = False
     realised: Moved[T] | None = None
     attainable: T | None = None
     ceiling: CeilingSums[T] | None = None
@@ -374,4 +396,4 @@ def of_rows(layer: LayerSums[Array], a: Vector, b: Vector) -> Array:
 
 def factor_of(layer: LayerSums[Array]) -> float:
     """Return the factor c in γ = c·GᵀΦ; NaN if unknown."""
-    return math.nan if layer.evidence.factor is None else float(layer.evidence.factor)
+    return math.nan if layer.evidence.factor is None else layer.evidence.factor

@@ -1,191 +1,158 @@
-"""Sums over all rows of a layer, from a pass that gave every row's ‖g_r‖², and perhaps its scale.
+"""Sums over all rows of every layer, from the lengths of features and gradients.
 
-Layers with equally many rows are stacked: many small operations cost more than one large one.
+All layers lie end to end, so that a dozen operations serve them all.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from adiv_monitor.features.rows import to_device
-from adiv_monitor.maths.alike import Fail, of_alike, raised
-from adiv_monitor.maths.records import replaced, split
-from adiv_monitor.maths.sums import ScaleTotals, T, Totals
+from adiv_monitor.maths.sums import Array, ScaleTotals, Totals
 
 MOST_ENTRIES = 2_048
+_WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
 
 
 @dataclass(frozen=True)
 class AllRows:
-    """Numbers of every row of a layer in a step, over all its calls.
+    """The lengths of every row of a layer in a step, over all its calls.
 
     Attributes:
-        weight_square: ‖φ_W‖²; None where a pass over the input would be expensive.
+        gradient: ‖g_r‖, in the units of the gradient that backward left.
+        weight: ‖φ_W‖; None where a pass over the input would be expensive.
         bias_square: φ_b², or one number for all rows.
-        square: ‖g_r‖², in the units of the gradient that backward left.
-        own: where every row has several scales, Σ_i s_ri g_ri² and Σ_i s_ri² g_ri²; None if
-            unknown.
-        weight_sum: Σ φ_W, or its norm; None if unknown.
     """
 
-    weight_square: Float[Tensor, " rows"] | None
-    bias_square: Float[Tensor, " rows"] | float
-    square: Float[Tensor, " rows"]
-    own: Float[Tensor, "2 rows"] | None = None
-    weight_sum: Float[Tensor, "*features"] | None = None
-
-
-def joined(calls: Sequence[AllRows]) -> AllRows:
-    """Return the rows of several calls of one layer, with what is known of every call."""
-    if not calls[1:]:
-        return calls[0]
-    filled = [rows for rows in calls if rows.square.shape[0]] or calls[:1]
-    square = torch.cat([rows.square for rows in filled])
-    weights = [rows.weight_square for rows in filled if rows.weight_square is not None]
-    if len(weights) < len(filled):
-        own = [rows.own for rows in filled if rows.own is not None]
-        return AllRows(None, 0.0, square, torch.cat(own, 1) if len(own) == len(filled) else None)
-    biases = [rows.bias_square for rows in filled if isinstance(rows.bias_square, Tensor)]
-    totals = [rows.weight_sum for rows in filled if rows.weight_sum is not None]
-    return AllRows(
-        torch.cat(weights),
-        torch.cat(biases) if biases else filled[0].bias_square,
-        square,
-        weight_sum=torch.stack(totals).sum(0) if len(totals) == len(filled) else None,
-    )
+    gradient: Float[Tensor, " rows"]
+    weight: Float[Tensor, " rows"] | None = None
+    bias_square: Float[Tensor, " rows"] | float = 0.0
 
 
 def sums(
-    layers: Mapping[str, AllRows],
-    generator: np.random.Generator,
-    fail: Fail = raised,
-    *,
-    across: bool = False,
+    layers: Mapping[str, Sequence[AllRows]], generator: np.random.Generator
 ) -> dict[tuple[str, ...], Totals[Tensor]]:
     """Return the stacked totals of layers by their paths; `by_layer` splits them.
 
-    Of many rows the scales of 2,048 random ones are kept.
+    Layers whose rows have one scale each come first, and alone have all of the sums.
 
     Args:
-        layers: the rows by path of the layer.
-        generator: random generator that chooses these rows.
-        fail: called with path and exception of layers that fail, which are left out.
-        across: other ranks have rows too, so `weight_sum` is summed before its norm is taken.
+        layers: the rows of every call, by path of the layer.
+        generator: random generator that chooses 2,048 rows of many, whose scales are kept.
     """
-    weights = {p: x.weight_sum for p, x in layers.items() if x.weight_sum is not None}
-    if weights and not across:
-        norms = torch._foreach_norm(list(weights.values()))
-        of_norms = zip(weights, norms, strict=True)
-        layers = {**layers, **{p: replaced(layers[p], weight_sum=norm) for p, norm in of_norms}}
-
-    def together(paths: Sequence[str]) -> dict[str, tuple[tuple[str, ...], Totals[Tensor]]]:
-        stacked = _of_alike([layers[path] for path in paths], generator)
-        return {paths[0]: (tuple(paths), stacked)}
-
-    return dict(of_alike(_alike(layers), together, fail).values())
-
-
-def by_layer(groups: Mapping[tuple[str, ...], Totals[T]]) -> dict[str, Totals[T]]:
-    """Return the totals by path of layers whose totals are stacked."""
+    devices: dict[torch.device, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for path, calls in layers.items():
+        has_no_scales = any(call.weight is None for call in calls)
+        devices[calls[0].gradient.device][has_no_scales].append(path)
     return {
-        path: of
-        for paths, stacked in groups.items()
-        for path, of in zip(paths, split(stacked, len(paths), list), strict=True)
+        (*scaled, *others): _sums([layers[p] for p in (*scaled, *others)], len(scaled), generator)
+        for scaled, others in devices.values()
     }
 
 
-def _of_alike(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:
-    """Return the stacked totals of layers of the same kind."""
-    found = _of_squares(layers, generator)
-    weights = [rows.weight_sum for rows in layers if rows.weight_sum is not None]
-    if not weights:
-        return found
-    return replaced(found, weight_sum=torch.stack(weights).reshape(len(layers), -1))
+def by_layer(
+    groups: Mapping[tuple[str, ...], Totals[Array]], rows: Mapping[str, int]
+) -> dict[str, Totals[Array]]:
+    """Return the totals by path of layers whose totals are stacked; `rows` are their numbers."""
+    found = {}
+    for paths, x in groups.items():
+        for i, path in enumerate(paths):
+            if path not in rows:  # it was lost since
+                continue
+            one, of = slice(i, i + 1), x.scales
+            found[path] = Totals(x.active[one], x.G_G[one], x.concentration[one])
+            if of is not None and x.own_G is not None and x.own_own is not None and i < len(of.sum):
+                entries = of.entries[i, : rows[path]]
+                scales = ScaleTotals(of.sum[one], of.deviation[one], of.largest[one], entries)
+                own = x.own_G[one], x.own_own[one]
+                found[path] = replace(found[path], own_G=own[0], own_own=own[1], scales=scales)
+    return found
 
 
-def _of_squares(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:
-    square = torch.stack([rows.square for rows in layers])
-    known = [rows.weight_square for rows in layers if rows.weight_square is not None]
-    if not known:
-        return _of_gradients(square, [rows.own for rows in layers if rows.own is not None])
-    several = [rows.bias_square for rows in layers if isinstance(rows.bias_square, Tensor)]
-    bias_square = torch.stack(several) if several else layers[0].bias_square
-    found = _of_stacked(torch.stack(known), bias_square, square)
-    assert found.scales is not None
-    entries = found.scales.entries
-    if entries.shape[1] > MOST_ENTRIES:
-        some = generator.choice(entries.shape[1], MOST_ENTRIES, replace=False)
-        entries = entries.index_select(1, to_device(some, entries.device))
-    return replaced(found, scales=replaced(found.scales, entries=entries))
-
-
-def _of_gradients(
-    square: Float[Tensor, "layers rows"], own: Sequence[Float[Tensor, "2 rows"]]
+def _sums(
+    layers: Sequence[Sequence[AllRows]], scaled: int, generator: np.random.Generator
 ) -> Totals[Tensor]:
-    sums = torch.stack([of_layer.sum(-1, keepdim=True) for of_layer in own]) if own else None
-    return Totals(
-        active=(square != 0).sum(-1, keepdim=True),
-        G_G=square.sum(-1, keepdim=True),
-        concentration=concentration(square),
-        own_G=None if sums is None else sums[:, 0],
-        own_own=None if sums is None else sums[:, 1],
-    )
-
-
-def concentration(square: Float[Tensor, "*layers rows"]) -> Float[Tensor, "*layers 1"]:
-    """Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)²: 1 if one row has all of the gradient; 0 if there is no gradient."""
-    total = square.sum(-1, keepdim=True)
-    return (square / torch.where(total == 0, 1, total)).square().sum(-1, keepdim=True)
-
-
-def _of_stacked(
-    weight_square: Float[Tensor, "layers rows"],
-    bias_square: Float[Tensor, "layers rows"] | float,
-    square: Float[Tensor, "layers rows"],
-) -> Totals[Tensor]:
-    scale = weight_square + bias_square
+    """Return the sums of layers, the first `scaled` of which have one scale for each row."""
+    calls = [call for of_layer in layers for call in of_layer]
+    square = _end_to_end([call.gradient for call in calls]).square_()
+    counts = [sum(len(call.gradient) for call in of_layer) for of_layer in layers]
+    lengths = torch.tensor(counts).to(square.device, non_blocking=True)
     active = square != 0
-    own = scale * square
-    masked = torch.where(active, scale, 0)
-    count, total = active.sum(-1, keepdim=True), masked.sum(-1, keepdim=True)
+    several = active.to(square.dtype), square, square * square
+    count, total, squares = summed(several, lengths)
+    found = Totals(count, total, concentration=squares / torch.where(total == 0, 1, total * total))
+    if not scaled:
+        return found
+    calls = [call for of_layer in layers[:scaled] for call in of_layer]
+    rows, lengths, counts = sum(counts[:scaled]), lengths[:scaled], counts[:scaled]
+    active, square, count = active[:rows], square[:rows], count[:scaled]
+    constants = [0.0 if isinstance(x.bias_square, Tensor) else x.bias_square for x in calls]
+    of_calls = torch.tensor(constants, dtype=square.dtype).to(square.device, non_blocking=True)
+    bias = [
+        one.expand(len(x.gradient)) if isinstance(x.bias_square, float) else x.bias_square
+        for x, one in zip(calls, of_calls.unbind(), strict=True)
+    ]
+    scale = _end_to_end([x.weight for x in calls if x.weight is not None]).square_()
+    scale += _end_to_end(bias)
+    own, masked = scale * square, torch.where(active, scale, 0)
+    of_scales, own_G, own_own = summed([masked, own, scale * own], lengths)
     # A second pass over the rows, so that equal scales have a spread of exactly zero.
-    off = torch.where(active, scale - total / count, 0)
-    return Totals(
-        active=count,
-        G_G=square.sum(-1, keepdim=True),
-        own_G=own.sum(-1, keepdim=True),
-        own_own=(scale * own).sum(-1, keepdim=True),
-        scales=ScaleTotals(
-            sum=total,
-            deviation=torch.linalg.vector_norm(off, dim=-1, keepdim=True),
-            largest=masked.amax(-1, keepdim=True),
-            entries=torch.where(active, scale, torch.nan),
-        ),
-        weight_squares=weight_square.sum(-1, keepdim=True),
-    )
+    means = torch.repeat_interleave(of_scales / count, lengths, output_size=rows)
+    (off,) = summed([torch.where(active, scale - means, 0).square_()], lengths)
+    places = to_device(_entries(counts, generator), scale.device)
+    entries = torch.where(active, scale, torch.nan)[places]
+    scales = ScaleTotals(of_scales, off.sqrt(), reduced("max", masked, lengths), entries)
+    return replace(found, own_G=own_G, own_own=own_own, scales=scales)
 
 
-def _alike(layers: Mapping[str, AllRows]) -> Sequence[list[str]]:
-    kinds: dict[object, list[str]] = defaultdict(list)
-    for path, rows in layers.items():
-        bias = rows.bias_square
-        constant = None if isinstance(bias, Tensor) else bias
-        square = rows.square
-        of_scales = None if rows.weight_square is None else rows.weight_square.dtype
-        weights = None if rows.weight_sum is None else rows.weight_sum.shape
-        kind = (
-            square.shape,
-            square.dtype,
-            square.device,
-            of_scales,
-            constant,
-            rows.own is None,
-            weights,
-        )
-        kinds[kind].append(path)
-    return list(kinds.values())
+def _entries(counts: Sequence[int], generator: np.random.Generator) -> np.ndarray:
+    """Return places of 2,048 random rows of every layer, or of all if it has fewer.
+
+    Layers with equally many rows have the same ones. The rest of a line repeats a place.
+    """
+    starts = np.cumsum([0, *counts[:-1]])
+    chosen = {
+        n: generator.choice(n, MOST_ENTRIES, replace=False) if n > MOST_ENTRIES else np.arange(n)
+        for n in dict.fromkeys(counts)
+    }
+    places = np.zeros((len(counts), max(map(len, chosen.values()))), dtype=np.int64)
+    for line, start, n in zip(places, starts, counts, strict=True):
+        line[: len(chosen[n])] = start + chosen[n]
+    return places
+
+
+def _end_to_end(parts: Sequence[Tensor]) -> Float[Tensor, " rows"]:
+    """Return new memory with all parts."""
+    return wide(torch.cat([part.flatten() for part in parts]))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in a precision in which long sums of alike numbers do not drift."""
+    return tensor if tensor.device.type == "mps" else tensor.double()
+
+
+def summed(
+    several: Sequence[Float[Tensor, " values"]], lengths: Int[Tensor, " parts"]
+) -> Sequence[Float[Tensor, " parts"]]:
+    """Return of each of several the sums of consecutive parts of these lengths."""
+    joined = torch.cat(list(several)) if several[1:] else several[0]
+    found = reduced("sum", joined, lengths.repeat(len(several)))
+    return found.view(len(several), -1).unbind()
+
+
+def reduced(
+    how: str, values: Float[Tensor, " values"], lengths: Int[Tensor, " parts"]
+) -> Float[Tensor, " parts"]:
+    """Return the sum or the largest of consecutive parts of these lengths; of none it is 0."""
+    if values.device.type in _WITH_SEGMENTS:
+        return torch.segment_reduce(values, how, lengths=lengths, unsafe=True, initial=0)
+    # Others have no such operation; this one waits for the device.
+    of_part = torch.sum if how == "sum" else torch.amax
+    zero = values.new_zeros(1)
+    parts = torch.split(values, lengths.tolist())
+    return torch.stack([of_part(torch.cat([zero, part])) for part in parts])

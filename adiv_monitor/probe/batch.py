@@ -1,9 +1,9 @@
 """The probe's batch: samples of the first forward pass of the first measured step."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,9 @@ class Unknown(Exception):
     """Raised where nothing is known on the probe, with the reason; this is no failure."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Output:
-    """An output of the model, identified without holding it."""
+class _Place(NamedTuple):
+    """Identifies a tensor without holding it."""
 
-    number: int
     memory: StorageWeakRef
     version: int
     shape: torch.Size
@@ -44,25 +42,31 @@ class _Output:
     offset: int
 
     @classmethod
-    def of(cls, number: int, x: Tensor) -> "_Output":
-        offset = int(x.storage_offset())
-        return cls(number, _memory(x), version(x), x.shape, x.stride(), offset)
+    def of(cls, x: Tensor) -> "_Place":
+        memory = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(memory, version(x), x.shape, x.stride(), int(x.storage_offset()))
 
 
-@dataclass(frozen=True, eq=False)
-class _View:
-    """A placeholder for an argument of the loss that is an output of the model, or its view."""
+class _View(NamedTuple):
+    """A placeholder for an argument of the loss that is an output of the model, or its view.
 
-    of: _Output
-    seen: _Output
+    Attributes:
+        number: of the output.
+        of: the output.
+        seen: the argument.
+    """
+
+    number: int
+    of: _Place
+    seen: _Place
 
     def again(self, outputs: list[Tensor], samples: int | None) -> Tensor:
         """Return the view of the output of another call, perhaps on fewer samples."""
-        base = outputs[self.of.number] if self.of.number < len(outputs) else None
+        base = outputs[self.number] if self.number < len(outputs) else None
         kept = 0 if samples is None else 1
         if base is None or base.shape[kept:] != self.of.shape[kept:]:
             raise Unknown("the model returns tensors of other shapes when it runs again")
-        if (self.of.shape, self.of.stride) == (self.seen.shape, self.seen.stride):
+        if self.of[2:4] == self.seen[2:4]:
             return base
         if base.stride() != self.of.stride:
             raise Unknown("the model returns tensors of other strides when it runs again")
@@ -80,31 +84,25 @@ class _Call:
         computed: whether something else than the model's outputs was computed with a graph.
     """
 
-    def __init__(self, args: Any, kwargs: Any, outputs: Collection[_Output] = ()) -> None:
-        leaves, self.structure = tree_flatten((args, kwargs))
-        self.leaves = [_placed(x, outputs) if isinstance(x, Tensor) else x for x in leaves]
-        self._versions = [version(x) if isinstance(x, Tensor) else 0 for x in leaves]
-        pairs = zip(leaves, self.leaves, strict=True)
-        self.computed = any(
-            isinstance(x, Tensor) and x.grad_fn is not None and not isinstance(held, _View)
-            for x, held in pairs
-        )
+    def __init__(self, args: Any, kwargs: Any, outputs: Sequence[_Place] = ()) -> None:
+        given, self.structure = tree_flatten((args, kwargs))
+        self.leaves = [_placed(x, outputs) for x in given]
+        self._versions = [version(x) if isinstance(x, Tensor) else 0 for x in self.leaves]
+        pairs = zip(given, self.leaves, strict=True)
+        self.computed = any(isinstance(held, Tensor) and x.grad_fn is not None for x, held in pairs)
 
     def sizes(self) -> set[int]:
         """Return the sizes of dimension 0 of all tensors; −1 for what may hold others."""
-        found = set()
+        found = set[int]()
         for x in self.leaves:
-            if isinstance(x, _View):
-                found.add(x.seen.shape[0] if x.seen.shape else -1)
-            elif isinstance(x, Tensor):
-                if x.dim():
-                    found.add(len(x) if x.layout is torch.strided else -1)
+            if isinstance(x, _View) or (isinstance(x, Tensor) and x.layout is torch.strided):
+                found.update((x.seen if isinstance(x, _View) else x).shape[:1])
             elif not (x is None or isinstance(x, _PLAIN)):
                 found.add(-1)
         return found
 
-    def cut(self, samples: int | None) -> list[Any]:
-        """Return copies of the arguments on the first samples.
+    def cut(self, samples: int | None) -> tuple[list[Any], Any]:
+        """Return copies of the arguments on the first samples, and their structure.
 
         Raises:
             Unknown: one of them was changed since.
@@ -112,63 +110,7 @@ class _Call:
         pairs = list(zip(self.leaves, self._versions, strict=True))
         if any(isinstance(x, Tensor) and version(x) != then for x, then in pairs):
             raise Unknown("the model, or the loop, changes an input in place")
-        return [_cut(x, samples) if isinstance(x, Tensor) else x for x in self.leaves]
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The probe.
-
-    Attributes:
-        module: the module that is called: the model, the first part of it that was, or a loss that
-            calls it.
-        surroundings: autocast's settings and random numbers of the first call.
-        loss: the loss; None: there is none.
-        why_no_loss: why the loss is not known; "" if it is.
-    """
-
-    module: nn.Module
-    surroundings: Surroundings
-    loss: LossOf | None
-    why_no_loss: str
-    _samples: int | None
-    _call: tuple[list[Any], Any]
-    _judged: tuple[list[Any], Any] | None
-    _inside: bool
-
-    def run(self) -> "Losses | None":
-        """Call the module, and return the loss, if it is known."""
-        if not self._inside or not isinstance(self.loss, nn.Module):
-            output = self._forward()
-            known = self.loss is not None and not self.why_no_loss
-            return self._loss_of(output) if known else None
-        seen: list[Losses] = []
-
-        def judged(module: nn.Module, args: Any, kwargs: Any, value: Any) -> None:
-            seen.append(Losses.of(value, _of_samples(module, args, kwargs)))
-
-        handle = self.loss.register_forward_hook(judged, with_kwargs=True)
-        try:
-            self._forward()
-        finally:
-            handle.remove()
-        return seen[-1] if seen else None
-
-    def _forward(self) -> Any:
-        args, kwargs = tree_unflatten([_cut(x) for x in self._call[0]], self._call[1])
-        return self.module(*args, **kwargs)
-
-    def _loss_of(self, output: Any) -> "Losses":
-        if not isinstance(self.loss, nn.Module):
-            assert self.loss is not None
-            return Losses.of(self.loss(output), None)
-        assert self._judged is not None
-        given, outputs = self._judged[0], tensors_of(output)
-        leaves = [
-            x.again(outputs, self._samples) if isinstance(x, _View) else _cut(x) for x in given
-        ]
-        args, kwargs = tree_unflatten(leaves, self._judged[1])
-        return Losses.of(self.loss(*args, **kwargs), _of_samples(self.loss, args, kwargs))
+        return [_cut(x, samples) for x in self.leaves], self.structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +139,42 @@ class Losses:
         return cls(to_compute_dtype(value).mean(), each if each.dim() else None)
 
 
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The probe.
+
+    Attributes:
+        module: the module that is called: the model, or the first part of it that was.
+        surroundings: autocast's settings and random numbers of that call.
+        loss: the loss; None: there is none.
+        why_no_loss: why the loss is not known; "" if it is.
+    """
+
+    module: nn.Module
+    surroundings: Surroundings
+    loss: LossOf | None
+    why_no_loss: str
+    _samples: int | None
+    _call: tuple[list[Any], Any]
+    _judged: tuple[list[Any], Any] | None
+
+    def run(self) -> Losses | None:
+        """Call the module, and return the loss, if it is known."""
+        args, kwargs = tree_unflatten([_cut(x) for x in self._call[0]], self._call[1])
+        output = self.module(*args, **kwargs)
+        if self.loss is None or self.why_no_loss:
+            return None
+        if not isinstance(self.loss, nn.Module):
+            return Losses.of(self.loss(output), None)
+        assert self._judged is not None
+        given, outputs = self._judged[0], tensors_of(output)
+        leaves = [
+            x.again(outputs, self._samples) if isinstance(x, _View) else _cut(x) for x in given
+        ]
+        args, kwargs = tree_unflatten(leaves, self._judged[1])
+        return Losses.of(self.loss(*args, **kwargs), _of_samples(self.loss, args, kwargs))
+
+
 class FirstPass:
     """Records the first forward pass with gradients, and the arguments of its loss.
 
@@ -214,15 +192,11 @@ class FirstPass:
         loss: LossOf | None,
         fail: Callable[[Exception], None],
     ) -> None:
-        self._every = every
-        self._loss = loss
-        self._fail = fail
-        self._module: nn.Module | None = None
-        self._call: tuple[Surroundings, _Call] | None = None
-        self._around: tuple[Surroundings, _Call] | None = None  # of a loss that is running
-        self._outputs: list[_Output] | None = None  # None: the module has not returned
+        self._every, self._loss, self._fail = every, loss, fail
+        self._call: tuple[nn.Module, Surroundings, _Call] | None = None
+        self._outputs: list[_Place] | None = None  # None: the module has not returned
         self._judged: _Call | None = None
-        self._inside = self._computed = False
+        self._computed = False
         begins, ends, judges = (
             Hook(self._guarded, body) for body in (self._begins, self._ends, self._judges)
         )
@@ -230,11 +204,7 @@ class FirstPass:
         self._hooks = [ModuleHook(module, begins, before=True) for module in within]
         self._hooks += [ModuleHook(module, ends, before=False) for module in within]
         if isinstance(loss, nn.Module):
-            judged = Hook(self._guarded, self._has_judged)
-            self._hooks += [
-                ModuleHook(loss, judges, before=True),
-                ModuleHook(loss, judged, before=False),
-            ]
+            self._hooks.append(ModuleHook(loss, judges, before=True))
 
     def put_on(self) -> None:
         """Register the hooks. `remove` removes them, even if this method raises."""
@@ -251,65 +221,48 @@ class FirstPass:
         Raises:
             Unknown: no forward pass was seen, or its inputs were changed since.
         """
-        judged, outputs = self._judged, self._outputs
-        if self._call is None or outputs is None or self._module is None:
+        judged = self._judged
+        if self._call is None or self._outputs is None:
             raise Unknown("no forward pass of the model was seen")
-        surroundings, call = self._call
+        module, surroundings, call = self._call
         sizes = call.sizes() | (set() if judged is None else judged.sizes())
         samples = SAMPLES if len(sizes) == 1 and min(sizes) > SAMPLES else None
-        why = ""
-        if isinstance(self._loss, nn.Module) and judged is None and not self._inside:
-            kind = type(self._loss).__name__
-            why = f"{kind} was not seen to be called (is it another instance than the loop's?)"
-            if self._computed:
-                why = (
-                    f"an input of {kind} was computed, outside of the module that was called, from "
-                    "its output; move that code into a module"
-                )
-        return Batch(
-            self._module,
-            surroundings,
-            self._loss,
-            why,
-            samples,
-            (call.cut(samples), call.structure),
-            None if judged is None else (judged.cut(samples), judged.structure),
-            self._inside,
+        told = None if judged is None else judged.cut(samples)
+        given = module, surroundings, self._loss, self._why_no_loss(), samples
+        return Batch(*given, call.cut(samples), told)
+
+    def _why_no_loss(self) -> str:
+        if not isinstance(self._loss, nn.Module) or self._judged is not None:
+            return ""
+        kind = type(self._loss).__name__
+        if self._computed:
+            return (
+                f"an input of {kind} was computed, outside of the module that was called, from "
+                "its output; move that code into a module"
+            )
+        return (
+            f"{kind} was not seen to be called with the model's output (is it another instance "
+            "than the loop's, or called inside of the model?); a function of the output is an "
+            "alternative"
         )
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._module is None and trains(args) and torch._C._current_graph_task_id() == -1:
-            self._inside = self._around is not None
-            if self._around is not None and isinstance(self._loss, nn.Module):
-                self._module, self._call = self._loss, self._around
-                return
-            began = self._starts(args, kwargs)
-            if 0 not in began[1].sizes():  # a micro-batch may have no samples
-                self._module, self._call = module, began
-
-    def _starts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Surroundings, _Call]:
-        return Surroundings(Randomness(devices_of(self._every), self._every)), _Call(args, kwargs)
+        if self._call is None and trains(args) and torch._C._current_graph_task_id() == -1:
+            random = Randomness(devices_of(self._every), self._every)
+            call = _Call(args, kwargs)
+            if 0 not in call.sizes():  # a micro-batch may have no samples
+                self._call = module, Surroundings(random), call
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module is self._module and self._outputs is None:
-            self._outputs = [_Output.of(i, x) for i, x in enumerate(tensors_of(output))]
+        if self._call is not None and module is self._call[0] and self._outputs is None:
+            self._outputs = [_Place.of(x) for x in tensors_of(output)]
 
     def _judges(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._judged is not None or not trains(args):
-            return
-        if self._module is None:  # it may call the model
-            self._around = self._starts(args, kwargs)
-        elif self._outputs is None:  # the model itself computes it
-            self._inside = True
-        elif not self._inside:
+        if self._judged is None and self._outputs is not None and trains(args):
             call = _Call(args, kwargs, self._outputs)
             self._computed |= call.computed
             if not call.computed and any(isinstance(x, _View) for x in call.leaves):
                 self._judged = call
-
-    def _has_judged(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._around = None
-        self._ends(module, args, kwargs, output)
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         if torch.compiler.is_compiling() or is_rerun() or not torch.is_grad_enabled():
@@ -330,17 +283,15 @@ def _has_memory(x: Tensor) -> bool:
     return x.layout is torch.strided and torch._C._has_storage(x)
 
 
-def _memory(x: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _placed(x: Tensor, outputs: Collection[_Output]) -> Tensor | _View:
-    """Return a placeholder for an output, or the tensor without its graph."""
+def _placed(x: Any, outputs: Sequence[_Place]) -> Any:
+    """Return a placeholder for an output, a tensor without its graph, or another value itself."""
+    if not isinstance(x, Tensor):
+        return x
     if outputs and _has_memory(x):
-        seen = _Output.of(-1, x)
-        for output in outputs:
-            if (output.memory, output.version) == (seen.memory, seen.version):
-                return _View(output, seen)
+        seen = _Place.of(x)
+        for number, output in enumerate(outputs):
+            if output[:2] == seen[:2]:
+                return _View(number, output, seen)
     return x if x.is_leaf else x.detach()
 
 

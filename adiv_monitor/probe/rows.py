@@ -12,27 +12,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
+from adiv_monitor.capture.forwards import Forward, FunctionToCall
 from adiv_monitor.capture.gathering import as_view, trained_of
-from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.sampling import winners
+from adiv_monitor.capture.second_pass import SecondPass
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Source
-from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.outputs import Outputs
-from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, unroll, uses_of
-from adiv_monitor.features.rows import Rows, behind_view, joined, to_device
+from adiv_monitor.features.rows import Index, Rows, behind_view, joined, to_device
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.probe.batch import Unknown
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
 
@@ -48,46 +43,43 @@ class _Call:
     z: Tensor
     G: Tensor | None = None
 
+    def arrive(self, gradient: Tensor | None) -> None:
+        """Take the rows of a gradient."""
+        self.G = None if gradient is None else self.rows.take(gradient)
 
-@dataclass(eq=False)
+    def pick(self, kept: Index | None) -> None:
+        """Keep these rows alone; None: all."""
+        if kept is not None:
+            index, rows = to_device(kept, self.z.device), self.rows
+            chosen = kept if rows.chosen is None else rows.chosen[kept]
+            self.rows = Rows(rows.shape, chosen, rows.device)
+            self.features, self.z = self.features.pick(index), self.z.index_select(0, index)
+            self.G = None if self.G is None else self.G.index_select(0, index)
+
+
 class LayerOnProbe:
-    """The rows of one layer at θ before the step.
+    """The rows of one layer at θ before the step: at most `max_rows`, each equally likely.
 
     Attributes:
         features: Φ of the chosen rows of all calls.
         z: the outputs.
-        G: ∂L/∂z; None: not known.
+        G: ∂L/∂z, NaN where it is not known.
         total: number of all rows.
         rows: the chosen rows of each call.
         d: the move of the optimizer's step, as a descent direction.
     """
 
-    features: Features
-    z: Tensor
-    G: Tensor | None
-    total: int
-    rows: list[Rows]
-    d: Tensor | None = None
-
-    @classmethod
-    def of(cls, calls: Sequence[_Call], max_rows: int | None) -> "LayerOnProbe":
-        """Join the calls, and keep at most `max_rows` rows, each with equal probability."""
+    def __init__(self, calls: Sequence[_Call], max_rows: int | None) -> None:
         for call, kept in zip(calls, winners([c.rows for c in calls], max_rows), strict=True):
-            if kept is not None:
-                index, rows = to_device(kept, call.z.device), call.rows
-                chosen = kept if rows.chosen is None else rows.chosen[kept]
-                call.rows = Rows(rows.shape, chosen, rows.device)
-                call.features, call.z = call.features.pick(index), call.z.index_select(0, index)
-                call.G = None if call.G is None else call.G.index_select(0, index)
-        known = [call.G for call in calls if call.G is not None]
-        zeros = [torch.zeros_like(c.z) if c.G is None else c.G for c in calls] if known else []
-        return cls(
-            calls[0].features.joined([call.features for call in calls[1:]]),
-            joined([call.z for call in calls]),
-            joined(zeros) if known else None,
-            sum(call.rows.total for call in calls),
-            [call.rows for call in calls],
-        )
+            call.pick(kept)
+        self.features = calls[0].features.joined([call.features for call in calls[1:]])
+        self.z = joined([call.z for call in calls])
+        unknown = torch.nan if all(call.G is None for call in calls) else 0.0
+        given = [torch.full_like(c.z, unknown) if c.G is None else c.G for c in calls]
+        self.G = joined(given)
+        self.total = sum(call.rows.total for call in calls)
+        self.rows = [call.rows for call in calls]
+        self.d: Tensor | None = None
 
 
 class _KnownLayers(Layers):
@@ -112,6 +104,14 @@ class _Looking(Watching):
         if self.attentions is not None:
             self.attentions.begins(forward)
 
+    def ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Handle the end of a module's forward."""
+        if self.attentions is not None:
+            self.attentions.ends(self._forwards.forward, args, kwargs)
+        super().ends(module, args, kwargs, output)
+
     def called(self, call: FunctionToCall) -> Any:
         """Call a torch function."""
         if self.attentions is not None and self._is_looking():
@@ -119,14 +119,14 @@ class _Looking(Watching):
         return super().called(call)
 
 
-class ProbeRows:
+class ProbeRows(SecondPass):
     """Finds the layers of a captured step in one run of the probe. See `Takes`.
 
     Args:
         model: the model.
         first: the capture of the step.
         chooser: chooses the rows; None: the rows are those of `known`.
-        known: the rows of each layer, from an earlier run.
+        known: the layers of an earlier run.
         attentions: what looks for attention; None: nothing does.
     """
 
@@ -138,61 +138,37 @@ class ProbeRows:
         known: dict[str, LayerOnProbe],
         attentions: Attentions | None = None,
     ) -> None:
-        selection, guard = first.selection, Guard()  # no training step runs that could be disturbed
+        super().__init__(model, first.selection, first.pieces, _KnownLayers, _Looking)
+        self.layers.found = first.layers.found
+        assert isinstance(self.watching, _Looking)
+        self._attentions = self.watching.attentions = attentions
+        if attentions is not None:
+            attentions.ask = self._ask
         self._chooser = chooser
         self._known = known
-        self._attentions = attentions
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._z: dict[str, list[Tensor]] = defaultdict(list)
         # What leads to G: gradients of these go to a function that takes their rows.
         self._asked: list[tuple[list[GradientEdge], Callable[[Gradients], None]]] = []
-        self._provenance = Provenance(model, selection.parameters, first.pieces)
-        self._forwards = Forwards.of(selection, guard, repeated=True)
-        names = Names(model, selection, self._forwards)
-        chosen = Chooser(None, np.random.default_rng(0))
-        self._layers = _KnownLayers(names, self._provenance, chosen, Context(guard))
-        self._layers.found = first.layers.found
-        self._without_rule = ParametersWithoutRule(selection, guard)
-        given = selection, self._forwards, self._layers, self._without_rule, self
-        self._watching = _Looking(*given, repeated=True)
-        self._watching.attentions = attentions
-
-    def __enter__(self) -> "ProbeRows":
-        self._provenance.start()  # with the buffers of this run
-        self._forwards.watch(self._watching)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        call_all(self._watching.detach, self._without_rule.release, self._forwards.remove)
 
     def differentiate(self, loss: Tensor) -> None:
-        """Take G of the rows: the gradient of a loss."""
+        """Take G of the rows: the gradient of a loss. The graph stays for attentions."""
         edges = [edge for several, _ in self._asked for edge in several]
-        if self._attentions is not None:
-            edges += self._attentions.edges
-        if not edges or not loss.requires_grad:
-            return
-        found = iter(torch.autograd.grad(loss, edges, allow_unused=True))
-        with torch.no_grad():
-            for several, take in self._asked:
-                take([next(found) for _ in several])
-            if self._attentions is not None:
-                self._attentions.arrive([*found])
+        if edges and loss.requires_grad:
+            keeps = self._attentions is not None
+            found = iter(torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True))
+            with torch.no_grad():
+                for several, take in self._asked:
+                    take([next(found) for _ in several])
 
-    def layers(self, max_rows: int | None) -> dict[str, LayerOnProbe]:
+    def of_layers(self, max_rows: int | None) -> dict[str, LayerOnProbe]:
         """Return the rows of all layers that were called."""
-        return {path: LayerOnProbe.of(calls, max_rows) for path, calls in self._calls.items()}
+        return {path: LayerOnProbe(calls, max_rows) for path, calls in self._calls.items()}
 
-    def z(self, path: str) -> Tensor:
-        """Return the outputs of a known layer's rows.
-
-        Raises:
-            Unknown: it was called otherwise than at first.
-        """
-        found, known = self._z[path], self._known[path].rows
-        if [x.shape[0] for x in found] != [rows.count for rows in known]:
-            raise Unknown("it has other calls or rows when the probe runs again")
-        return joined(found)
+    def z(self, path: str) -> Tensor | None:
+        """Return the outputs of a known layer's rows; None: its calls are not those of before."""
+        found = self._z[path]
+        return joined(found) if len(found) == len(self._known[path].rows) else None
 
     def use(
         self,
@@ -206,16 +182,15 @@ class ProbeRows:
         """Take the rows of a use."""
         if self._attentions is not None:
             self._attentions.used(use, output, self._forwards)
-        layer = self._layers.of(use, known)
+        layer = self.layers.of(use, known)
         if layer is None:
             return
-        z = use.layout(output)
-        call = self._take(layer, z, lambda rows: trained_of(layer, use.features(rows)))
-        if call is not None and output.requires_grad:
-            viewed, layout = behind_view(output), use.layout
-            if viewed is not output:
-                layout = partial(as_view, layout, output.shape, output.stride())
-            self._ask([viewed], lambda g: _arrive(call, None if g[0] is None else layout(g[0])))
+        call = self._take(layer, use.layout(output), use.features)
+        viewed, layout = behind_view(output), use.layout
+        if viewed is not output:
+            layout = partial(as_view, layout, output.shape, output.stride())
+        if call is not None:
+            self._ask([viewed], lambda g: call.arrive(None if g[0] is None else layout(g[0])))
 
     def maps(
         self,
@@ -230,22 +205,20 @@ class ProbeRows:
         maps = maps_of(made, outputs[0].dtype, random)
         calls: dict[str, _Call] = {}
         for use in uses_of(made):
-            layer = self._layers.of(use)
-            if layer is not None:
-                assert use.weight is not None
+            layer = self.layers.of(use)
+            if layer is not None and use.weight is not None:
                 x, z = maps[use.part]
-                of = partial(_features, layer, affine(x, use.weight, use.bias))
-                call = self._take(layer, z, of)
+                call = self._take(layer, z, affine(x, use.weight, use.bias).features)
                 if call is not None:
                     calls[use.part] = call
-        if calls and outputs[0].requires_grad:
-            returned = Returned.of(made, outputs)
+        returned = Returned.of(made, outputs)
 
-            def arrive(gradients: Gradients) -> None:
-                for found in unroll(made, returned, gradients, random)[0]:
-                    if found.use.part in calls:
-                        _arrive(calls[found.use.part], found.gradient)
+        def arrive(gradients: Gradients) -> None:
+            for found in unroll(made, returned, gradients, random)[0]:
+                if found.use.part in calls:
+                    calls[found.use.part].arrive(found.gradient)
 
+        if calls:
             self._ask(outputs, arrive)
         return []
 
@@ -260,7 +233,7 @@ class ProbeRows:
     ) -> None:
         """Take the rows of a module that is measured as a whole."""
         left = {module.get_parameter(name) for name in names}
-        layers = (x for x in self._layers.found.values() if x.is_through(module))
+        layers = (x for x in self.layers.found.values() if x.is_through(module))
         layer = next((x for x in layers if left.issubset(x.parameters)), None)
         if layer is None:
             return
@@ -276,34 +249,23 @@ class ProbeRows:
         except Refused:  # as random numbers that it draws itself
             return
         if call is not None:
-            self._ask(tensors, lambda g: _arrive(call, outputs.gradient(g)))
+            self._ask(tensors, lambda g: call.arrive(outputs.gradient(g)))
 
     def _take(self, layer: Layer, z: Tensor, features: Callable[[Rows], Features]) -> _Call | None:
         """Take rows of z; also return the call in a run that chooses rows."""
-        path, shape = layer.path, tuple(z.shape[:-1])
+        path, shape, z = layer.path, tuple(z.shape[:-1]), z.detach()
         if self._chooser is not None:
             calls = self._calls[path]
             chosen = partial(self._chooser.further, bound=np.inf) if calls else self._chooser.first
             rows = chosen(shape, z.device)
-            call = _Call(rows, features(rows), rows.take(z.detach()))
+            call = _Call(rows, trained_of(layer, features(rows)), rows.take(z))
             calls.append(call)
             return call
-        known, found = self._known.get(path), self._z[path]
-        if known is not None and len(found) < len(known.rows):
-            rows = known.rows[len(found)]
-            found.append(rows.take(z.detach()) if rows.shape == shape else z.new_empty(0, 1))
+        place = len(self._z[path])
+        expected = self._known[path].rows[place : place + 1] if path in self._known else []
+        self._z[path] += [rows.take(z) for rows in expected if rows.shape == shape]
         return None
 
     def _ask(self, tensors: Sequence[Tensor], take: Callable[[Gradients], None]) -> None:
-        reached = [x for x in tensors if x.requires_grad]
-        if len(reached) == len(tensors):
-            self._asked.append(([get_gradient_edge(x) for x in reached], take))
-
-
-def _features(layer: Layer, use: Use, rows: Rows) -> Features:
-    return trained_of(layer, use.features(rows))
-
-
-def _arrive(call: Any, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        call.G = call.rows.take(gradient)
+        if all(x.requires_grad for x in tensors):
+            self._asked.append(([get_gradient_edge(x) for x in tensors], take))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils as operators
 
-from adiv_monitor.rerun.replaced import hold, release, replace_meanwhile
 from adiv_monitor.rerun.thread import surely
 
 # Monitors may live in several threads, and may be dropped without being closed.
@@ -28,9 +27,12 @@ class forced_eager:
     """
 
     def __enter__(self) -> None:
-        hold(self)
         _holders.add(weakref.ref(self, _leave))
-        _settle()
+        try:
+            _settle()
+        except BaseException:
+            self.leave()
+            raise
 
     def __exit__(self, *error: object) -> None:
         surely(self.leave)
@@ -38,7 +40,6 @@ class forced_eager:
     def leave(self) -> None:
         """Leave the context, if it was entered."""
         _leave(weakref.ref(self))
-        release(self)
 
 
 def _leave(holder: weakref.ref[forced_eager]) -> None:
@@ -55,9 +56,11 @@ def _settle() -> None:
         if _holders:
             _outside = eval_frame._stance
             torch.compiler.set_stance("force_eager")
+            _replace(_prepared, _compiling)
         else:
             eval_frame._set_stance(_outside)
             _outside = None
+            _replace(_compiling, _prepared)
 
 
 _prepared = operators._set_compilation_env
@@ -80,9 +83,17 @@ def _compiling() -> Iterator[None]:
             eval_frame._set_stance(eager)
 
 
-for _name, _module in list(sys.modules.items()):  # older torch imports it by name
-    if _name.startswith("torch._higher_order_ops.") and "_set_compilation_env" in vars(_module):
-        replace_meanwhile(_module, "_set_compilation_env", _compiling)
+_USERS = [  # older torch imports it by name
+    module
+    for name, module in sys.modules.items()
+    if name.startswith("torch._higher_order_ops.") and "_set_compilation_env" in vars(module)
+]
+
+
+def _replace(usual: object, other: object) -> None:
+    for module in _USERS:
+        if module._set_compilation_env is usual:  # else other code has set it
+            module._set_compilation_env = other
 
 
 @atexit.register

@@ -1,71 +1,34 @@
 """Reports for all ranks: contributions are gathered at the first rank, which merges them.
 
-Every rank sends its contribution when it is complete, as its next forward pass begins, and goes on.
-When the first rank begins its next optimizer step, the gradients of all have been averaged: all
-ranks have begun that forward pass and sent their contributions. So no rank has to wait. If a
-contribution is still missing (a GPU lags behind its rank), the first rank checks again at each
-step, and does without it when `_LATE` more reports are waiting. It waits only when reports are
-requested now, or at the end, for at most `PATIENCE` seconds, and not again for the same rank until
-a message of that rank arrives. A rank that ends, raises or has no monitor delays the others no
-more. The other ranks check for the report in the same way; at the end, when the first rank may need
-them elsewhere, for no longer than `_FAREWELL`.
+Every rank reads its measured step as its next optimizer step begins: the gradients of all have been
+averaged by then, so all are there. Each puts its contribution into the store; the first rank merges
+them and puts the report there. It waits for at most `PATIENCE` seconds, and for a rank that was not
+heard in that time only briefly. A rank that ends, or has no monitor, delays the others no more. As
+monitors are closed, when the first rank may need the others elsewhere, these wait for its report
+for no longer than `_FAREWELL`.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.merge_ranks import merge_ranks, prepared
-from adiv_monitor.step.messages import Malformed, decode, encode
+from adiv_monitor.step.messages import decode, decode_report, encode, encode_report
 from adiv_monitor.step.rank_contribution import RankContribution
-from adiv_monitor.step.ranks import Exchange
-from adiv_monitor.step.soundness import check
+from adiv_monitor.step.ranks import PAUSE, Ranks
 
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
-_LATE = 4  # reports
 _STOP = "stop"  # a point of a step in which all ranks participate, or none
 _MALFORMED = "The message of rank {} can't be read, so its rows are not in this report."
 _UNFIT = (
     "The messages of ranks {} can't be merged with the rest ({}), so their rows are not in "
     "this report."
 )
-
-
-@dataclass(frozen=True)
-class _Heard:
-    """A report of the first rank, and the ranks that it covers."""
-
-    report: StepReport
-    ranks: list[int]
-
-
-@dataclass
-class _Waiting:
-    """A report that is not complete.
-
-    Attributes:
-        step: number of the step.
-        own: this rank's contribution.
-        meeting: meeting where the first rank collects; None: this rank reports for itself.
-        parts: contributions received so far, by rank.
-        expected: the ranks whose contributions are missing.
-        heard: the first rank's merged report.
-        malformed: the ranks that sent malformed messages.
-    """
-
-    step: int
-    own: RankContribution
-    meeting: str | None
-    parts: dict[int, RankContribution] = field(default_factory=dict)
-    expected: set[int] = field(default_factory=set)
-    heard: _Heard | None = None
-    malformed: list[int] = field(default_factory=list)
 
 
 class Assembly:
@@ -76,8 +39,6 @@ class Assembly:
         generator: the monitor's own random generator.
         complete: makes the report of a step from a contribution, of one rank or merged.
         emit: called with every report, and whether this rank is to write it.
-        at_once: all ranks are to have each report in the same optimizer step, even if they have to
-            wait for it.
     """
 
     def __init__(
@@ -86,236 +47,145 @@ class Assembly:
         generator: np.random.Generator,
         complete: Callable[[RankContribution], StepReport],
         emit: Callable[[StepReport, bool], None],
-        *,
-        at_once: bool = False,
     ) -> None:
         self._max_rows = max_rows
         self._generator = generator
         self._complete = complete
         self._emit = emit
-        self._at_once = at_once
         self._name = ""
-        self._exchange: Exchange | None = None
+        self._ranks: Ranks | None = None
+        self._patience: float | None = None
         self._agreed = True  # whether the last attempt to agree succeeded
         self._silent: set[int] = set()  # ranks that did not answer in time
-        self._is_apart = False  # whether the first rank's last report did not cover this rank
-        self._waiting: deque[_Waiting] = deque()
-
-    def __bool__(self) -> bool:
-        """Whether a report waits for other ranks."""
-        return bool(self._waiting)
+        self._covers_all = True  # whether the last report does, and all ranks have it
 
     def join(self, name: str) -> None:
-        """Join the exchange of the ranks, as the monitor is attached.
+        """Join the monitors of the other ranks, as this one is attached.
 
         Args:
             name: name of the measured model, the same in all ranks.
         """
         self._name = name
-        if world_size() > 1:
-            self._meet()
-
-    def _meet(self) -> Exchange:
-        self._exchange = Exchange(self._name)
-        if self._exchange.rank:  # ranks should not all sample the same rows
+        if world_size() == 1:
+            return
+        self._ranks = Ranks(name)
+        if self._ranks.rank:  # ranks should not all sample the same rows
             chance = self._generator.bit_generator
             assert isinstance(chance, np.random.PCG64)
-            chance.advance(self._exchange.rank << 96)
-        return self._exchange
+            chance.advance(self._ranks.rank << 96)
 
-    def decline(self, step: int, *, wholly: bool) -> None:
-        """Decline all points of a step; with `wholly`, also decline to send a contribution."""
-        exchange = self._exchange
-        if exchange is None:
-            return
-        with suppress(RuntimeError):  # raised if the store is gone
-            exchange.decline(step)
-            meeting = exchange.meeting()
-            if wholly and exchange.rank and meeting is not None:
-                exchange.put(meeting, step, b"")
+    def ends(self, patience: float | None) -> None:
+        """Prepare for the last report; wait for it for at most these seconds, if they are given."""
+        is_first = self._ranks is None or self._ranks.rank == 0
+        self._patience = patience if patience is not None or is_first else _FAREWELL
 
-    def agree(self, step: int, point: str, *, participates: bool = True) -> bool:
+    def leave(self) -> None:
+        """Leave the other ranks, as the monitor is closed."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.leave()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank trains, or trained when the monitor was attached."""
+        return self._ranks is None and world_size() == 1
+
+    def agree(self, step: int, point: str) -> bool:
         """Whether all ranks participate in a point of a step, so that a collective may follow.
 
-        After a point in which some did not, ranks wait only briefly; they never wait for a rank
-        that declines.
+        After a point in which some did not, ranks wait only briefly.
         """
-        if self._world == 1:
+        if self.is_alone:
             return True
-        if self._exchange is None:
-            return False
-        try:
-            if not participates:
-                self._exchange.refuse(step, point)
-                return False
-            self._agreed = self._exchange.agree(step, point, PATIENCE if self._agreed else _SHORT)
-        except RuntimeError:  # the store is gone
-            self._agreed = False
+        patience = PATIENCE if self._agreed else _SHORT
+        self._agreed = False
+        with suppress(RuntimeError):  # raised if the store is gone
+            self._agreed = self._ranks is not None and self._ranks.agree(step, point, patience)
         return self._agreed
-
-    def proceed(self) -> None:
-        """Complete the reports whose contributions have arrived, as an optimizer step begins."""
-        if self._at_once:
-            self.wait()
-        else:
-            self.collect()
 
     def all_stop(self, step: int) -> bool:
         """Whether all ranks have the same report of this step, and stop because of it."""
-        return self.agree(step, _STOP)
-
-    def wait(self) -> None:
-        """Complete all reports now; all ranks call this."""
-        if self._waiting:  # the first rank may have to wait for a third one
-            self.collect(PATIENCE if self._is_first else 2 * PATIENCE)
-
-    def end(self, patience: float | None = None) -> None:
-        """Complete all reports and leave the exchange, as the monitor is closed.
-
-        Args:
-            patience: largest time to wait, in seconds; None: the default.
-        """
-        if patience is None:
-            patience = PATIENCE if self._is_first else _FAREWELL
-        try:
-            self.collect(patience)
-        finally:  # otherwise later monitors of this name would be numbered differently
-            exchange, self._exchange = self._exchange, None
-            if exchange is not None:
-                exchange.leave()
-
-    @property
-    def _world(self) -> int:
-        """Number of ranks that train together, or did when the step was measured."""
-        return world_size() if self._exchange is None else self._exchange.world
-
-    @property
-    def _is_first(self) -> bool:
-        return self._exchange is None or self._exchange.rank == 0
+        return self._covers_all and self.agree(step, _STOP)
 
     def add(self, part: RankContribution) -> None:
-        """Add this rank's complete contribution to a step."""
-        if self._world == 1:
+        """Make and emit the report to which this rank contributes."""
+        if self._ranks is None:
+            self.join(self._name)
+        if (ranks := self._ranks) is None:
             self._emit(self._complete(part), True)
             return
-        own = prepared(part, self._max_rows, self._world, self._generator)
-        waiting = _Waiting(own.report.step, own, None)
-        self._waiting.append(waiting)
+        own = prepared(part, self._max_rows, ranks.world, self._generator)
+        made = self._merged(own, ranks) if ranks.rank == 0 else self._heard(own, ranks)
+        report, covered, writes = made
+        self._covers_all = len(covered) == ranks.world
+        self._emit(report, writes)
+
+    def _merged(self, own: RankContribution, ranks: Ranks) -> tuple[StepReport, list[int], bool]:
+        """Return the report of all ranks, or of this one; the ranks that it covers; and True."""
+        parts, notes = dict[int, RankContribution](), list[str]()
         with suppress(RuntimeError):  # raised if the store is gone
-            self._hand_in(self._exchange or self._meet(), waiting)
-        if not self._at_once:
-            self.collect()
-
-    def _hand_in(self, exchange: Exchange, waiting: _Waiting) -> None:
-        waiting.meeting = exchange.meeting()
-        if exchange.rank == 0:
-            waiting.expected = set(exchange.present()) - self._silent
-        elif waiting.meeting is not None:
-            exchange.put(waiting.meeting, waiting.step, encode(waiting.own))
-
-    def collect(self, patience: float | None = None) -> None:
-        """Complete the reports whose contributions have arrived, in their order.
-
-        Args:
-            patience: complete all reports, with contributions that arrive within these seconds.
-        """
-        urgent, patience = patience is not None, patience or 0.0
-        begin = time.monotonic()
-        end, look = begin + patience, begin + _LOOK
-        while self._waiting:
-            waiting = self._waiting[0]
-            try:
-                if time.monotonic() > look:
-                    look = time.monotonic() + _LOOK
-                    self._let_go(waiting)
-                is_complete = self._look(waiting)
-            except RuntimeError:  # the store is gone
-                is_complete = True
-            if not is_complete:
-                if time.monotonic() < end:
-                    time.sleep(_PAUSE)
-                    continue
-                if not urgent and len(self._waiting) <= _LATE:
-                    return
-                self._silent |= waiting.expected
-            self._waiting.popleft()
-            self._finish(waiting)
-
-    def _let_go(self, waiting: _Waiting) -> None:
-        """Stop waiting for ranks that have left; their earlier messages are still read."""
-        if self._exchange is not None and self._exchange.rank == 0:
-            waiting.expected &= set(self._exchange.present())
-
-    def _look(self, waiting: _Waiting) -> bool:
-        """Read arrived messages; return whether none is missing."""
-        exchange = self._exchange
-        if exchange is None or waiting.meeting is None:
-            return True
-        if exchange.rank:
-            return self._hear(exchange, waiting)
-        for rank in range(1, exchange.world):  # also ranks that have left since
-            data = None if rank in waiting.parts else exchange.take(waiting.step, rank)
-            if data is not None:
-                if data:  # an empty message declines
-                    self._receive(waiting, rank, data)
-                waiting.expected.discard(rank)
-                self._silent.discard(rank)
-        return not waiting.expected
-
-    def _receive(self, waiting: _Waiting, rank: int, data: bytes) -> None:
-        """Store another rank's contribution, or record that its message is malformed."""
+            for rank, message in self._messages(ranks, own.report.step, range(1, ranks.world)):
+                try:
+                    parts[rank] = decode(message)
+                except Exception:
+                    notes.append(_MALFORMED.format(rank))
         try:
-            part = decode(RankContribution, data)
-            check(part)
-        except Malformed:
-            waiting.malformed.append(rank)
-        else:
-            waiting.parts[rank] = part
-
-    def _hear(self, exchange: Exchange, waiting: _Waiting) -> bool:
-        """Read the first rank's report; return whether no more messages of it are expected."""
-        left = exchange.meeting() != waiting.meeting  # it leaves only after its last report
-        data = exchange.get(waiting.meeting or "", waiting.step, 0)
-        if data is not None:
-            try:
-                waiting.heard = decode(_Heard, data)
-            except Malformed:
-                waiting.malformed.append(0)
-        return left or data is not None
-
-    def _finish(self, waiting: _Waiting) -> None:
-        """Emit the first rank's report, or make one."""
-        rank = 0 if self._exchange is None else self._exchange.rank
-        if waiting.heard is not None:
-            self._is_apart = rank not in waiting.heard.ranks
-            if not self._is_apart:
-                self._emit(waiting.heard.report, False)
-                return
-        notes = [_MALFORMED.format(other) for other in waiting.malformed]
-        try:
-            report, ranks = self._made({rank: waiting.own, **waiting.parts}, notes)
+            report, covered = self._made({0: own, **parts}, notes, ranks.world)
         except Exception as error:
-            if not waiting.parts:
+            if not parts:
                 raise
-            others = ", ".join(map(str, sorted(waiting.parts)))
+            others = ", ".join(map(str, sorted(parts)))
             notes.append(_UNFIT.format(others, f"{type(error).__name__}: {error}"))
-            report, ranks = self._made({rank: waiting.own}, notes)
-        if self._exchange is not None and waiting.meeting is not None and rank == 0:
-            with suppress(RuntimeError):
-                heard = encode(_Heard(report, ranks))
-                self._exchange.put(waiting.meeting, waiting.step, heard)
-        if self._at_once and (rank or len(ranks) < self._world):  # not all ranks have this report
-            self.agree(waiting.step, _STOP, participates=False)
-        # If the first rank writes the report, this rank was merely too late for it.
-        self._emit(report, rank == 0 or waiting.meeting is None or self._is_apart)
+            report, covered = self._made({0: own}, notes, ranks.world)
+        with suppress(RuntimeError):
+            ranks.put(report.step, encode_report(report, covered))
+        return report, covered, True
+
+    def _heard(self, own: RankContribution, ranks: Ranks) -> tuple[StepReport, list[int], bool]:
+        """Return the first rank's report or this one's, its ranks, and whether to write it."""
+        writes, notes = False, list[str]()
+        try:
+            ranks.put(own.report.step, encode(own))
+            for _, message in self._messages(ranks, own.report.step, [0]):
+                try:
+                    report, covered = decode_report(message)
+                except Exception:
+                    notes.append(_MALFORMED.format(0))
+                    continue
+                if ranks.rank in covered:
+                    return report, covered, False
+                writes = True  # the first rank trains something else, else it is merely late
+        except RuntimeError:  # the store is gone, or the first rank has no monitor
+            writes = True
+        return *self._made({ranks.rank: own}, notes, ranks.world), writes
+
+    def _messages(
+        self, ranks: Ranks, step: int, expected: Collection[int]
+    ) -> list[tuple[int, bytes]]:
+        """Return the messages of ranks for a step, once all are there or time is up."""
+        patience = PATIENCE if self._patience is None else self._patience
+        begin, found, missing = time.monotonic(), dict[int, bytes](), {*expected}
+        while True:
+            present = ranks.present()  # looked at first: who leaves has written before
+            for rank in sorted(missing):
+                if (message := ranks.get(step, rank)) is not None:
+                    found[rank] = message
+            missing -= found.keys()
+            self._silent -= found.keys()
+            late, waited = missing.intersection(present), time.monotonic() - begin
+            if waited > patience:
+                self._silent |= late
+                late = set()
+            elif waited > _SHORT:
+                late -= self._silent
+            if not late:
+                return sorted(found.items())
+            time.sleep(PAUSE)
 
     def _made(
-        self, parts: dict[int, RankContribution], notes: list[str]
+        self, parts: dict[int, RankContribution], notes: list[str], world: int
     ) -> tuple[StepReport, list[int]]:
         """Return the report of these ranks, and the ranks that it covers."""
-        part, ranks = merge_ranks(parts, self._world, self._max_rows, self._generator)
+        part, covered = merge_ranks(parts, world, self._max_rows, self._generator)
         part.report = replace(part.report, notes=(*part.report.notes, *notes))
-        return self._complete(part), ranks
-
-
-_PAUSE, _LOOK = 0.002, 0.25  # seconds
+        return self._complete(part), covered

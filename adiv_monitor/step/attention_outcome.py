@@ -1,6 +1,5 @@
 """Readings of attentions from the numbers on the host, and notes on missing ones."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -11,10 +10,6 @@ from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
-_OTHERWISE = (
-    "when its module ran again, its queries or keys were not those of the model's forward pass "
-    "(off by {:.2g}): they depend on more than its inputs (a cache, random numbers?)"
-)
 _NO_SUM_OF_ROWS = (
     "it is not the sum over rows of known uses of parameters (queries and keys share a weight, "
     "tokens are mixed before the scores, a layer scales its gradient, or a use is not known)"
@@ -33,11 +28,8 @@ def attention_outcome(
     missing, no_scale = dict(refused), dict[str, str]()
     readings = {}
     for path, sums in attention.items():
-        away = float(sums.away)
-        if math.isnan(away):
+        if sums.broken:
             missing[path] = "its queries or keys are not finite"
-        elif away > sums.tolerance:
-            missing[path] = _OTHERWISE.format(away)
         else:
             if sums.scale is not None and not sums.scale.error <= sums.tolerance:
                 sums = replaced(sums, scale=None, no_scale=_NO_SUM_OF_ROWS)

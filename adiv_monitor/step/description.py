@@ -7,35 +7,34 @@ from functools import partial
 from torch import nn
 
 from adiv_monitor.report import StepReport
+from adiv_monitor.step.armed import Armed
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.phases import Pending
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch_numbers
 
 
-def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
+def describe(part: RankContribution, armed: Armed, failures: Failures, interval: int) -> None:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
-    armed = pending.armed
     seen, rates = armed.capture.layers.found, armed.rates
-    selection = pending.selection.accountable(seen.values())
+    selection = armed.selection.accountable(seen.values())
     measured = [layer for path, layer in seen.items() if path in part.layers]
     known = dict(part.report.unsupported)
-    due = {path for path, layer in seen.items() if pending.selection.is_due(layer)}
+    due = {path for path, layer in seen.items() if armed.selection.is_due(layer)}
     known |= {path: why for path, why in failures.switched_off.items() if path in due}
     told = [layer for path, layer in seen.items() if path in known]
     missing = selection.missing(measured)
     lacking = selection.missing([*measured, *told]) if told else missing
     is_measured = not (part.refused or armed.step.discarded)
     off = failures.switched_off
-    why = partial(_why, pending=pending, off=off) if is_measured else _not_measured
+    why = partial(_why, armed=armed, off=off) if is_measured else _not_measured
     unexplained = selection.unexplained(lacking, known, why)
     learning_rates = tuple(fetch_numbers(rates.of_groups))
     grouped = measured if len(set(learning_rates)) > 1 else ()
     groups = {layer.path: rates.groups.get(id(layer.pieces[0].parameter)) for layer in grouped}
     part.elements = selection.elements
-    part.rows_lost |= set(off)
+    part.rows_lost = (*part.rows_lost, *off)
     part.report = replace(
         part.report,
         unsupported={**selection.unsupported, **selection.frozen, **unexplained, **known},
@@ -43,7 +42,7 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
         notes=(*failures.notes, *part.report.notes),
         unmeasured=selection.unmeasured(missing),
         interval=interval,
-        alignment=pending.alignment,
+        alignment=armed.alignment,
         turn=armed.turn,
         learning_rates=learning_rates,
         groups={path: group for path, group in groups.items() if group is not None},
@@ -55,9 +54,9 @@ def describe(part: RankContribution, pending: Pending, failures: Failures, inter
     failures.notes.clear()
 
 
-def _why(parameter: nn.Parameter, pending: Pending, off: Mapping[str, str]) -> str:
+def _why(parameter: nn.Parameter, armed: Armed, off: Mapping[str, str]) -> str:
     """Return why there is no reading for a parameter; `off` has the layers switched off."""
-    selection = pending.selection
+    selection = armed.selection
     module = selection.places[id(parameter)][0].path
     if module in off:
         return off[module]
@@ -65,31 +64,20 @@ def _why(parameter: nn.Parameter, pending: Pending, off: Mapping[str, str]) -> s
         # A failure before the layer is known is recorded under the module's first parameter.
         if places[0].path == module and places[0].full_name in off:
             return off[places[0].full_name]
-    return pending.armed.capture.why_unmeasured(parameter)
+    return armed.capture.why_unmeasured(parameter)
 
 
 def _not_measured(parameter: nn.Parameter) -> str:
     return "the step was not measured, as a note says"
 
 
-def report_of(part: RankContribution, history: RunHistory, failures: Failures) -> StepReport:
+def report_of(part: RankContribution, history: RunHistory) -> StepReport:
     """Return the report of a step.
 
     Args:
         part: contribution of one rank, or merged contribution of all.
         history: history of the run so far.
-        failures: handler of exceptions.
     """
-    failed: dict[str, str] = {}
-
-    def fail(path: str, error: Exception) -> None:
-        failures.switch_off(path, error)
-        failed[path] = failures.switched_off[path]
-
-    report = understand(part, history, fail)
+    report = understand(part, history)
     turn = report.turn
-    return replace(
-        report,
-        unsupported={**report.unsupported, **failed},
-        turn=None if turn is None else replace(turn, elements=part.elements),
-    )
+    return replace(report, turn=None if turn is None else replace(turn, elements=part.elements))

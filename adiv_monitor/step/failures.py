@@ -44,25 +44,17 @@ class Failures:
 
     def lost(self, error: Exception) -> None:
         """Handle an exception by which a step lacks its report or a part of it."""
-        if self._on_error == "raise":
-            raise error
-        failure = f"The monitor failed: {type(error).__name__}: {error}"
-        self.notes.append(failure)
-        self.warn("step", f"adiv_monitor: {failure}; training goes on")
+        self.notes.append(self._said("step", "The monitor failed", error))
 
     def switch_off(self, path: str, error: Exception) -> None:
         """Handle an exception while measuring a layer: never measure it again, and warn."""
-        if self._on_error == "raise":
-            raise error
-        self.switched_off[path] = f"measuring it failed: {type(error).__name__}: {error}"
-        self.warn(path, f"adiv_monitor: layer '{path}': {self.switched_off[path]}")
+        where = f"layer '{path}': measuring it failed"
+        said = self._said(path, where, error, "")
+        self.switched_off[path] = said.removeprefix(f"layer '{path}': ")
 
     def tell(self, subject: str, error: Exception) -> None:
         """Handle an exception in a part of a step, which the report's notes mention."""
-        if self._on_error == "raise":
-            raise error
-        failure = f"measuring it failed: {type(error).__name__}: {error}"
-        self.warn(subject, f"adiv_monitor: {subject}: {failure}; training goes on")
+        self._said(subject, f"{subject}: measuring it failed", error)
 
     def guard_sink(self, sink: object, action: Callable[[], None]) -> str | None:
         """Run a sink's method; return a sentence for the report if it fails."""
@@ -75,11 +67,17 @@ class Failures:
 
     def of_users(self, name: str, error: Exception, subject: str) -> str:
         """Handle an exception in the user's object of this name; return a sentence for a report."""
+        return self._said(subject, f"{name} failed", error)
+
+    def _said(
+        self, subject: str, what: str, error: Exception, then: str = "; training goes on"
+    ) -> str:
+        """Warn of an exception, or raise it; return what was said."""
         if self._on_error == "raise":
             raise error
-        failure = f"{name} failed: {type(error).__name__}: {error}"
-        self.warn(subject, f"adiv_monitor: {failure}; training goes on")
-        return failure
+        said = f"{what}: {type(error).__name__}: {error}"
+        self.warn(subject, f"adiv_monitor: {said}{then}")
+        return said
 
     def warn(self, subject: str, message: str) -> None:
         """Warn, but only once about each subject."""

@@ -2,16 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 import torch
 from adiv_layers.autocast import without_autocast
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.capture.entries import bits, sampled_entries
 from adiv_monitor.features.rows import compute_dtype, joined
+from adiv_monitor.maths.totals import reduced, wide
 
-_WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
 _LINE = 64  # entries; every tensor begins at a multiple of it
 _CHUNK = 2**22  # entries that are multiplied at once
 
@@ -30,9 +31,12 @@ class Flat:
 
     def __init__(self, like: Mapping[int, Tensor]) -> None:
         self._like = _described(like)
-        kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
+        alike: dict[object, list[int]] = defaultdict(list)
         for key, tensor in like.items():
-            kinds[tensor.dtype, tensor.device][key] = tensor
+            alike[tensor.shape, tensor.stride()].append(key)
+        kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
+        for key in chain(*alike.values()):  # at equal distances, to be stacked without a copy
+            kinds[like[key].dtype, like[key].device][key] = like[key]
         self._kinds = [tuple(kind) for kind in kinds.values()]
         self.keys = [key for kind in self._kinds for key in kind]
         self.views: dict[int, Tensor] = {}
@@ -73,7 +77,7 @@ class Flat:
         """Return ‖a‖² of each tensor, one vector for each buffer; it reads the buffer once."""
         lines = ((buffer.view(-1, _LINE), compute_dtype(buffer)) for buffer in self.buffers)
         norms = (torch.linalg.vector_norm(of, dim=1, dtype=dtype) for of, dtype in lines)
-        return self._by_tensor(_wide(norm).square() for norm in norms)
+        return self._by_tensor(wide(norm).square() for norm in norms)
 
     def sums(self) -> tuple[Float[Tensor, " tensors"], ...]:
         """Return the sum of each tensor's entries, one vector for each buffer."""
@@ -84,19 +88,9 @@ class Flat:
     def _by_tensor(self, lines: Iterable[Tensor]) -> tuple[Tensor, ...]:
         # Sequential float32 sums of many alike numbers would drift.
         return tuple(
-            summed(_wide(of_lines), lengths)
+            reduced("sum", wide(of_lines), lengths)
             for of_lines, lengths in zip(lines, self._lengths, strict=True)
         )
-
-
-def summed(
-    values: Float[Tensor, " values"], lengths: Int[Tensor, " parts"]
-) -> Float[Tensor, " parts"]:
-    """Return the sums of consecutive parts of these lengths."""
-    if values.device.type in _WITH_SEGMENTS:
-        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
-    # Others have no such operation; this one waits for the device.
-    return torch.stack([part.sum() for part in torch.split(values, lengths.tolist())])
 
 
 def _described(tensors: Mapping[int, Tensor]) -> list[object]:
@@ -121,10 +115,6 @@ def _line_dots(a: Tensor, b: Tensor) -> Tensor:
             lines = x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)
             parts.append(torch.linalg.vecdot(*lines))
     return joined(parts)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "mps" else tensor.double()
 
 
 class Entries:

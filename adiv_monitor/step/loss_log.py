@@ -11,8 +11,7 @@ from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.rerun.thread import ThreadState
 from adiv_monitor.step.transfer import fetch_numbers
 
-# Number of tensors that are stacked into one, and largest number of values between two reports.
-_CHUNK, _MOST = 512, 2**14
+_MOST = 2**14  # number of values between two reports
 _EXPECTED = "a number, or a tensor of real numbers"
 
 Value = float | Tensor  # a tensor holds one number, on a device that is not waited for
@@ -79,18 +78,16 @@ class LossLog:
 
     def step_begins(self) -> None:
         """Count only one more value, as the optimizer's step begins: it may evaluate a closure."""
-        for values in (self._said, self._seen):
-            values.room = 1
+        self._said.room = self._seen.room = 1
 
     def step_ends(self) -> None:
         """Count all values again, after the optimizer's step."""
-        for values in (self._said, self._seen):
-            values.room = None
+        self._said.room = self._seen.room = None
 
     def take(self, last: int) -> dict[int, float]:
         """Remove and return the losses by step, sorted, of the steps up to `last`."""
         found = self._seen.take(last) | self._said.take(last)
-        return {step: found[step] for step in sorted(found)}
+        return dict(sorted(found.items()))
 
 
 class _Values:
@@ -102,42 +99,23 @@ class _Values:
 
     def __init__(self) -> None:
         self.room: int | None = None
-        self._numbers: deque[tuple[int, float]] = deque(maxlen=_MOST)
-        self._tensors: list[tuple[int, Tensor]] = []
-        self._chunks: deque[tuple[list[int], Tensor]] = deque(maxlen=_MOST // _CHUNK - 1)
+        self._held: deque[tuple[int, Value]] = deque(maxlen=_MOST)
 
     def add(self, step: int, value: Value | None) -> None:
         if value is None or self.room == 0:
             return
         if self.room is not None:
             self.room -= 1
-        if not isinstance(value, Tensor):
-            self._numbers.append((step, value))
-            return
-        self._tensors.append((step, value))
-        if len(self._tensors) >= _CHUNK:
-            self._fold()
-
-    def _fold(self) -> None:
-        """Stack all new tensors of each device into one, which takes little memory."""
-        by_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
-        for step, value in self._tensors:
-            by_device[value.device].append((step, value))
-        for several in by_device.values():
-            self._chunks.append(([s for s, _ in several], torch.stack([x for _, x in several])))
-        self._tensors.clear()
+        self._held.append((step, value))
 
     def take(self, last: int) -> dict[int, float]:
-        held = [*self._chunks, *(([step], value) for step, value in self._tensors)]
-        steps = [step for several, _ in held for step in several]
-        numbers = fetch_numbers([tensor for _, tensor in held])
-        values = [*self._numbers, *zip(steps, numbers, strict=True)]
-        for kept in (self._numbers, self._tensors, self._chunks):
-            kept.clear()
+        steps = [step for step, _ in self._held]
+        values = fetch_numbers([value for _, value in self._held])
+        self._held.clear()
         by_step: dict[int, list[float]] = defaultdict(list)
-        for step, value in values:
+        for step, value in zip(steps, values, strict=True):
             if step <= last:
                 by_step[step].append(value)
             else:
-                self._numbers.append((step, value))
+                self._held.append((step, value))
         return {step: sum(several) / len(several) for step, several in by_step.items()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -21,11 +21,8 @@ from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import LayerSums
-from adiv_monitor.step.collectives import Agree
+from adiv_monitor.maths.sums import LayerSums, StackedSums
 from adiv_monitor.step.final_gradient import FinalGradient
-from adiv_monitor.step.finished_rows import finished
-from adiv_monitor.step.layer_in_progress import LayerInProgress
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
 from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
@@ -33,6 +30,7 @@ from adiv_monitor.step.row_moves import act
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
+from adiv_monitor.step.vectors import Change, LayerInProgress, losing
 from adiv_monitor.step.whole_model import WholeModel
 
 _MOVED = (
@@ -40,6 +38,9 @@ _MOVED = (
     "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
     "update nor in the applied update."
 )
+
+
+_NO_PARTS: Parts = MappingProxyType({})
 
 
 class MeasuredStep:
@@ -62,7 +63,7 @@ class MeasuredStep:
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
         probe: ProbeStep | None,
-        agree: Agree,
+        agree: Callable[[str], bool],
         whole: WholeModel,
     ) -> None:
         self._capture = capture
@@ -82,6 +83,7 @@ class MeasuredStep:
         self._gradient: FinalGradient | None = None
         self._steps: ParameterSteps | None = None
         self._sums: dict[str, LayerSums[Tensor]] = {}  # of finished layers, by path
+        self._rows: list[StackedSums[Tensor]] = []
         self._flags: Flags[Tensor] = Flags()
 
     @torch.no_grad()
@@ -100,6 +102,7 @@ class MeasuredStep:
         self._is_alone, self._takes_step = world_size() == 1, steps
         self._unreached.clear()
         self._sums.clear()
+        self._rows.clear()
         self._flags = Flags(gradient_scale=scale, skipped=skipped, moved=self._moved)
         reached = self._capture.finish()
         self._whole.gradient_is_final(self._capture, self._flags)
@@ -113,22 +116,28 @@ class MeasuredStep:
             self._steps = ParameterSteps(
                 pieces,
                 self._history,
-                updates=steps,
                 copy_gradient=scale is not None,
                 new=not self._history.knows({layer.path for layer in reached}),
             )
-            if steps:
-                self._unsharded.keep(self._steps)
             found = self._gradient = FinalGradient(
-                reached, self._history, self._unsharded, self._steps, scale, self._generator
+                reached,
+                self._history,
+                self._steps,
+                scale,
+                self._generator,
+                self._capture.passes,
             )
             made = self._unsharded.of_gradients if all_participate else None
             self._measure(tuple(reached), found.begin, made)
         finally:
             self._unsharded.settle()
-        found.add_sums(self._lose)
+        with _without_autocast(x.G for x in found.measured.values()):
+            found.finish(self._lose, updates=steps)
+        if steps:
+            self._steps.keep_parameters()
+            self._unsharded.keep(self._steps)
         if self._probe is not None:
-            self._probe.gradient_is_final(self._capture, self._steps, updates=steps)
+            self._probe.gradient_is_final(self._capture, updates=steps)
         if not steps:
             self._finish()
 
@@ -145,14 +154,21 @@ class MeasuredStep:
         if self._steps is None or not (self._measured or self._unsharded.all_participate):
             return
         self._steps.stepped()
-        # The largest difference last, when the other layers' rows are released: it sets the peak.
-        layers = [x.layer for x in sorted(self._measured.values(), key=attrgetter("largest"))]
+        apart = [x.layer for x in self._measured.values() if self._unsharded.has_shards]
         made = partial(self._unsharded.of_updates, steps=self._steps)
         try:
-            self._measure(layers, self._measure_update, made if self._unsharded.updates() else None)
+            self._measure(
+                [layer for layer in apart if spread(layer)],
+                self._measure_update,
+                made if self._unsharded.updates() else None,
+            )
         finally:
             self._unsharded.settle()
-        self._finish()  # first: the bias's part of d may be the difference itself
+        assert self._gradient is not None
+        with _without_autocast(x.G for x in self._measured.values()):
+            for block in self._gradient.blocks:
+                block.update(self._change, self._lose)
+        self._finish()  # first: the product with γ overwrites the difference
         self._flags.gradient_changed = self._steps.finish_update()
         if self._probe is not None:
             self._probe.updated()
@@ -164,14 +180,9 @@ class MeasuredStep:
 
     @torch.no_grad()
     def applied(self) -> None:
-        """Compute a, as the next forward pass begins or training ends."""
+        """Compute a, as the next step begins or training ends."""
         if self._steps is not None and self._steps.products.w_w:
             self._flags.weights_changed = self._steps.applied()
-
-    @torch.no_grad()
-    def is_as_stepped(self) -> bool:
-        """Return whether the weights are still those that the optimizer's step left."""
-        return self._steps is None or self._steps.is_as_stepped()
 
     def weights(self) -> list[Tensor]:
         """Return the norms of all weights, for `weights_moved`."""
@@ -214,6 +225,7 @@ class MeasuredStep:
         found = fetch(
             StepSums(
                 {path: self._sums[path] for path in pieces if path in self._sums},
+                tuple(self._rows),
                 {} if self._gradient is None else self._gradient.totals,
                 flags,
                 PieceNumbers() if steps is None else steps.products,
@@ -242,7 +254,7 @@ class MeasuredStep:
                 batch=tuple(map(float, numbers.batch)),
                 next_batch=tuple(map(float, numbers.next_batch)),
             )
-        part.rows_lost |= self._refused
+        part.rows_lost = (*part.rows_lost, *self._refused)
         learn(self._history, part)
         if self._probe is not None and not part.refused:
             part.attention = {path: merge(calls) for path, calls in found.attention.items()}
@@ -276,7 +288,7 @@ class MeasuredStep:
         """
         apart = dict.fromkeys(filter(spread, layers)) if self._unsharded.has_shards else {}
         errors: list[Exception] = []
-        with _without_autocast(layers):
+        with _without_autocast(layer.parameters[0] for layer in layers):
             for layer in layers:
                 if layer not in apart:
                     self._try(layer, measure, layer, {})
@@ -310,28 +322,38 @@ class MeasuredStep:
             self._fail(path, error)
 
     def _measure_update(self, layer: Layer, parts: Parts) -> None:
-        steps, measured = self._steps, self._measured[layer.path]
-        assert steps is not None and measured.features is not None
-        whole = {**{piece.key: steps.taken(piece) for piece in layer.pieces}, **parts}
-        change = layer.change(whole)
-        measured.d = act(change, measured.features)
+        measured = self._measured[layer.path]
+        assert measured.features is not None
+        measured.d = act(self._change(layer, parts), measured.features)
+
+    def _change(self, layer: Layer, parts: Parts = _NO_PARTS) -> Change:
+        """Return the change of a layer's weight and bias; `parts` are its all-gathered pieces."""
+        steps = self._steps
+        assert steps is not None
+        pieces = {piece.key: steps.taken(piece) for piece in layer.pieces}
+        change = layer.change({**pieces, **parts})
         if self._probe is not None:
             self._probe.take(layer.path, change)
-        if not measured.asks_common:
-            measured.features = None
+        return change
 
     def _finish(self) -> None:
         """Finish the sums of all layers, and release their rows."""
-        every = self._measured
-        with _without_autocast([measured.layer for measured in every.values()]):
-            self._sums |= finished(every, self._lose, is_alone=self._is_alone)
-        every.clear()
+        if self._gradient is None:
+            return
+        measured, blocks = self._measured, self._gradient.blocks
+        with _without_autocast(x.G for x in measured.values()):
+            for block in blocks:
+                with losing(block.layers, self._lose):
+                    found = block.sums(measured, self._generator, is_alone=self._is_alone)
+                    self._rows.append(found)
+        self._sums |= {path: x.sums for path, x in measured.items()}
+        measured.clear()
+        blocks.clear()
 
 
 @contextmanager
-def _without_autocast(layers: Iterable[Layer]) -> Iterator[None]:
-    firsts = [layer.parameters[0] for layer in layers]
+def _without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
-        for first in {tensor.device.type: tensor for tensor in firsts}.values():
+        for first in {tensor.device.type: tensor for tensor in tensors}.values():
             stack.enter_context(without_autocast(first))
         yield

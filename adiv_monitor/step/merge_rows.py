@@ -1,19 +1,18 @@
-"""Merging of one layer's records of several ranks."""
+"""Merging of one layer's records of several ranks: rows are concatenated, sums are added."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool
 
-from adiv_monitor.capture.sampling import winners
+from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
-from adiv_monitor.maths.records import R, joined, leaves
+from adiv_monitor.maths.records import R, joined
 from adiv_monitor.maths.sums import (
     Array,
     Blocks,
@@ -33,39 +32,41 @@ from adiv_monitor.maths.sums import (
     of_rows,
     pairs_of,
 )
-from adiv_monitor.step.gradient_check import multiples
 
 S = TypeVar("S")
 RankSums = LayerSums[Array]
 
-# Fields whose length differs by rank: with its rows, or the entries that it sends.
-_OF_SOME = {
-    *("products", "realised.products", "scale", "common.products", "common.norms"),
-    *("evidence.since", "evidence.then", "evidence.now", "evidence.contributed"),
-    *(f"blocks.{name}" for name in ("pivot", "sums", "norms", "largest", "entries")),
-    "totals.scales.entries",
-}
 
+def prepared(
+    layer: RankSums, max_rows: int | None, world: int, generator: np.random.Generator
+) -> RankSums:
+    """Return the record for sending, with only rows that may be in the merged sample.
 
-def counted(layer: RankSums) -> RankSums:
-    """Record the counts over all present rows in `common`, before some rows are left out."""
-    if layer.common is None:
+    Each sampled row gets a random key, as if the key had selected it. The gradient's entries are
+    replaced by their factor; see `Multiple`.
+
+    Args:
+        layer: the record.
+        max_rows: number of sampled rows, of all ranks together; None: all.
+        world: number of ranks.
+        generator: random generator.
+    """
+    seen, total, common = layer.sampled.seen, layer.sampled.total, layer.common
+    drawn = draw((total,), seen, np.inf, generator)
+    assert drawn.keys is not None
+    sampled = replace(layer.sampled, keys=drawn.keys, bound=drawn.bound)
+    if common is not None:
+        active = of_rows(layer, Vector.G, Vector.G) != 0
+        squares = float((common.norms[active] ** 2).sum())
+        common = replace(common, counted=Counted(int(active.sum()), len(active), squares))
+    layer = replace(layer, sampled=sampled, common=common)
+    if max_rows is None or not total:
         return layer
-    active = of_rows(layer, Vector.G, Vector.G) != 0
-    squares = float((layer.common.norms[active] ** 2).sum())
-    of = Counted(int(active.sum()), len(active), squares)
-    return replace(layer, common=replace(layer.common, counted=of))
-
-
-def packed(layer: RankSums) -> RankSums:
-    """Return the record as it is sent: with a factor for the gradient's entries; see `Multiple`."""
-    evidence = layer.evidence
-    if evidence.since is None:
-        return layer
-    now, then = evidence.since
-    since = multiples([(now, then, 0.0)])[0]
-    factor = np.array([(since.factor, since.rest)])
-    return replace(layer, evidence=replace(evidence, since=factor))
+    # One rank has more than this share of the sample only with low probability.
+    share = max_rows / world
+    bound = min(drawn.bound, (share + 4 * math.sqrt(share)) / total)
+    layer = replace(layer, sampled=replace(sampled, bound=bound))
+    return pick(layer, np.flatnonzero(drawn.keys < bound))
 
 
 def pick(layer: RankSums, kept: Index) -> RankSums:
@@ -81,7 +82,7 @@ def pick(layer: RankSums, kept: Index) -> RankSums:
             norms=blocks.norms[kept],
             largest=blocks.largest[kept],
             entries=blocks.entries[among],
-            entry_rows=np.searchsorted(kept, entry_rows[among]),
+            entry_rows=np.searchsorted(kept, entry_rows[among]).astype(np.float64),
         )
     if common is not None:
         common = replace(common, products=common.products[kept], norms=common.norms[kept])
@@ -96,26 +97,9 @@ def pick(layer: RankSums, kept: Index) -> RankSums:
 
 
 def is_alike(part: RankSums, other: RankSums) -> bool:
-    """Whether two records have the same kind, vectors and groups, and arrays of the same shapes."""
+    """Whether two records have the same kind, vectors and groups."""
     mine, others = ((x.about.kind, x.blocks and x.blocks.groups, x.vectors) for x in (part, other))
-    shapes, as_many = _shapes(part), _shapes(other)
-    shared = shapes.keys() & as_many.keys()
-    return mine == others and all(shapes[name] == as_many[name] for name in shared)
-
-
-def _shapes(layer: RankSums) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all arrays, without the dimension that differs by rank."""
-    return {
-        name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in leaves(layer)
-    }
-
-
-def _with_keys(part: RankSums, generator: np.random.Generator) -> RankSums:
-    """Draw keys for the rows of a rank that took all of its rows, without drawing."""
-    keys = part.sampled.keys
-    if keys is None or keys.any() or part.sampled.bound < np.inf:
-        return part
-    return replace(part, sampled=replace(part.sampled, keys=generator.random(len(keys))))
+    return mine == others
 
 
 def merge(
@@ -129,8 +113,6 @@ def merge(
         generator: random generator.
     """
     filled = [part for part in parts if part.sampled.total] or list(parts[:1])
-    if max_rows is not None:
-        filled = [_with_keys(part, generator) for part in filled]
     kept = winners([part.sampled for part in filled], max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
     first, products = some[0], np.concatenate([part.products for part in some])
@@ -141,13 +123,12 @@ def merge(
         Sampled(sum(rows.seen for rows in seen), sum(rows.total for rows in seen)),
         first.vectors,
         products,
-        _evidence(parts, some),
+        _evidence([part.evidence for part in some]),
         _dots(parts),
         scale=_of_every((x.scale for x in some), np.concatenate),
         totals=_of_every((x.totals for x in some), lambda of: _totals(of, seen, generator)),
         blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
         common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
-        asked_common=all(part.asked_common for part in some),
         realised=_of_every((x.realised for x in some), _moved),
         attainable=_of_every((x.ceiling for x in some), _attainable),
     )
@@ -156,8 +137,8 @@ def merge(
 def _of_every(several: Iterable[R | None], of: Callable[[list[R]], S]) -> S | None:
     """Return the result of a function of all of them; None if one is None."""
     every = list(several)
-    present = [one for one in every if one is not None]
-    return of(present) if len(present) == len(every) else None
+    known = [one for one in every if one is not None]
+    return of(known) if len(known) == len(every) else None
 
 
 def _moved(several: Sequence[Moved[Array]]) -> Moved[Array]:
@@ -165,26 +146,16 @@ def _moved(several: Sequence[Moved[Array]]) -> Moved[Array]:
     return Moved(sum(x.total for x in several), np.concatenate([x.products for x in several]))
 
 
-def _added(several: Sequence[Array]) -> Array:
-    """Return the sum of arrays of one number each."""
-    return np.array([sum(float(one[0]) for one in several)])
-
-
 def _dots(parts: Sequence[RankSums]) -> Dots[float]:
     """Merge the parameters' dot products: one rank's, or the sum if each holds a part."""
     dots = parts[0].dots
     if not dots.partial:
         return dots
-    several = [part.dots for part in parts]
-    return Dots(
-        gamma_gamma=sum(dots.gamma_gamma for dots in several),
-        w_w=_of_every((dots.w_w for dots in several), sum),
-        w_gamma=_of_every((dots.w_gamma for dots in several), sum),
-        a_a=_of_every((dots.a_a for dots in several), sum),
-        a_w=_of_every((dots.a_w for dots in several), sum),
-        a_gamma=_of_every((dots.a_gamma for dots in several), sum),
-        partial=True,
-    )
+    added: dict[str, Any] = {
+        name: _of_every((getattr(part.dots, name) for part in parts), sum)
+        for name in ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
+    }
+    return replace(dots, **added)
 
 
 def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
@@ -194,88 +165,56 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
     return found
 
 
-def _evidence(parts: Sequence[RankSums], some: Sequence[RankSums]) -> Evidence[Array]:
-    """Merge the evidence on a gradient.
-
-    Args:
-        parts: records of all ranks.
-        some: records of the ranks that have rows.
-    """
-    several = [part.evidence for part in some]
-    since = [e.since for part in parts if (e := part.evidence).since is not None]
-    foreign = [float(e.foreign) for e in several if e.foreign is not None]
-    then = _of_entries(e.then for e in several)
-    now = [_of_entries(of) for of in zip_longest(*(e.now for e in several))]
-    contributed = [_of_entries(of) for of in zip_longest(*(e.contributed for e in several))]
+def _evidence(several: Sequence[Evidence[Array]]) -> Evidence[Array]:
+    """Merge the evidence on a gradient, which is the same in all ranks; the sums h add up."""
+    every = [e.equations for e in several if e.equations is not None]
+    equations = None
+    if len(every) == len(several) and len({of.shape for of in every}) == 1:
+        equations = every[0].copy()
+        equations[1] = sum(of[1] for of in every)
     return Evidence(
         precision=max(e.precision for e in several),
         reason=next((e.reason for e in several if e.reason), ""),
         terms=sum(e.terms for e in several),
-        then=sum(then, np.zeros(1)) if then else None,
-        now=tuple(of[0] if of else None for of in now),
-        contributed=tuple(sum(of, np.zeros(1)) if of else None for of in contributed),
-        since=np.concatenate(since) if since else None,
-        foreign=np.array(sum(foreign)) if foreign else None,
+        equations=equations,
+        of_weight=several[0].of_weight,
     )
 
 
-def _of_entries(several: Iterable[Array | None]) -> list[Array]:
-    """Return the ranks' entries of a gradient; none if they are of different shapes."""
-    known = [entries for entries in several if entries is not None]
-    return known if len({entries.shape for entries in known}) == 1 else []
-
-
 def _totals(
-    several: Sequence[Totals[Array]], seen: Sequence[Sampled], generator: np.random.Generator
+    several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
 ) -> Totals[Array]:
     """Merge the totals of the ranks' passes over all rows."""
-    active = np.array([float(totals.active[0]) for totals in several])
-    G_G = np.array([float(totals.G_G[0]) for totals in several])
-    whole = np.array([sum(G_G.tolist())])
-
-    def mean_concentration(of_ranks: Sequence[Array]) -> Array:
-        pairs = zip(of_ranks, G_G.tolist(), strict=True)
-        found: Array = sum(float(own[0] * square**2) for own, square in pairs) / whole**2
-        return found
-
+    G_G = np.sum([x.G_G for x in several], axis=0)
+    whole = np.where(G_G == 0, 1.0, G_G)
     return Totals(
-        active=np.array([sum(active.tolist())]),
-        G_G=whole,
-        concentration=_of_every((x.concentration for x in several), mean_concentration),
-        own_G=_of_every((x.own_G for x in several), _added),
-        own_own=_of_every((x.own_own for x in several), _added),
+        active=np.sum([x.active for x in several], axis=0),
+        G_G=G_G,
+        concentration=np.sum([x.concentration * (x.G_G / whole) ** 2 for x in several], axis=0),
+        own_G=_of_every((x.own_G for x in several), sum),
+        own_own=_of_every((x.own_own for x in several), sum),
         scales=_of_every(
-            (x.scales for x in several), lambda of: _scales(of, active, seen, generator)
-        ),
-        weight_squares=_of_every((x.weight_squares for x in several), _added),
-        weight_sum=_of_every(
-            (x.weight_sum for x in several), lambda of: np.array(np.linalg.norm(sum(of)))
+            (x.scales for x in several), lambda of: _scales(of, several, seen, generator)
         ),
     )
 
 
 def _scales(
-    several: Sequence[ScaleTotals[Array]],
-    counts: Array,
-    seen: Sequence[Sampled],
+    scales: Sequence[ScaleTotals[Array]],
+    several: Sequence[Totals[Array]],
+    seen: Sequence[Sampled[Array]],
     generator: np.random.Generator,
 ) -> ScaleTotals[Array]:
-    """Merge the sums over scales; `counts` are the numbers of active rows by rank."""
-    sums = np.array([float(scales.sum[0]) for scales in several])
-    spreads = np.array([float(scales.deviation[0]) for scales in several])
-    whole = np.array([sum(sums.tolist())])
-    some = counts > 0
-    counts, sums, spreads = counts[some], sums[some], spreads[some]
-    off = sums / counts - (sums.sum() / counts.sum() if some.any() else 0.0)
-    places = _evenly(
-        [len(scales.entries) for scales in several], [rows.total for rows in seen], generator
-    )
-    parts = [scales.entries[at] for scales, at in zip(several, places, strict=True)]
+    """Merge the sums over scales."""
+    count, sums = np.concatenate([x.active for x in several]), np.array([x.sum[0] for x in scales])
+    off = np.where(count > 0, sums / count - sums.sum() / count.sum(), 0.0)
+    squares = np.concatenate([x.deviation for x in scales]) ** 2 + count * off**2
+    places = _evenly([len(x.entries) for x in scales], [rows.total for rows in seen], generator)
     return ScaleTotals(
-        sum=whole,
-        deviation=np.sqrt([(spreads**2).sum() + (counts * off**2).sum()]),
-        largest=np.array([max(float(scales.largest[0]) for scales in several)]),
-        entries=np.concatenate(parts),
+        sum=np.array([sums.sum()]),
+        deviation=np.sqrt([squares.sum()]),
+        largest=np.max([x.largest for x in scales], axis=0),
+        entries=np.concatenate([x.entries[at] for x, at in zip(scales, places, strict=True)]),
     )
 
 
@@ -283,47 +222,46 @@ def _evenly(
     counts: Sequence[int], totals: Sequence[float], generator: np.random.Generator
 ) -> list[Index]:
     """Return indices of the ranks' samples such that each rank's share is proportional to size."""
-    shares = [count / total for count, total in zip(counts, totals, strict=True) if total]
-    least = min(shares, default=1.0)
-    return [
-        np.arange(count)
-        if count <= math.ceil(least * total)
-        else generator.choice(count, math.ceil(least * total), replace=False)
-        for count, total in zip(counts, totals, strict=True)
-    ]
+    least = min(
+        [count / total for count, total in zip(counts, totals, strict=True) if total] or [1]
+    )
+    kept = [min(n, math.ceil(least * total)) for n, total in zip(counts, totals, strict=True)]
+    return [generator.permutation(n)[:some] for n, some in zip(counts, kept, strict=True)]
 
 
 def _blocks(
-    several: Sequence[Blocks[Array]], seen: Sequence[Sampled], generator: np.random.Generator
+    several: Sequence[Blocks[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
 ) -> Blocks[Array]:
     """Merge the scales of every row and group, relative to one pivot; some entries with rows."""
     groups = several[0].groups
-    pivots = [float(own.pivot.reshape(-1)[0]) for own in several if own.pivot.size]
-    pivot = pivots[0] if pivots else 0.0
-    sums, norms = [], []
-    for own in several:
-        off = (float(own.pivot.reshape(-1)[0]) if own.pivot.size else pivot) - pivot
-        sums.append(own.sums + groups * off)
-        squares = own.norms**2 + 2 * off * own.sums + groups * off**2
-        norms.append(np.sqrt(np.maximum(squares, 0.0)))
+    pivots = [float(own.pivot.max(initial=0.0)) for own in several]  # empty without rows
+    pivot = max(pivots)
+    off = np.repeat([own - pivot for own in pivots], [rows.seen for rows in seen])
+    sums, norms, largest = (
+        np.concatenate(of)
+        for of in zip(*((own.sums, own.norms, own.largest) for own in several), strict=True)
+    )
+    squares = norms**2 + 2 * off * sums + groups * off**2
     starts = np.cumsum([0, *(rows.seen for rows in seen)])
     entry_rows = [own.rows_of_entries(rows.seen) for own, rows in zip(several, seen, strict=True)]
     sizes = [float(rows.seen * groups) for rows in seen]
     places = _evenly([len(of) for of in entry_rows], sizes, generator)
-    chosen = zip(entry_rows, places, starts, strict=False)
+    chosen = [*zip(several, entry_rows, places, starts, strict=False)]
     return Blocks(
         groups,
         pivot=np.array([[pivot]]),
-        sums=np.concatenate(sums),
-        norms=np.concatenate(norms),
-        largest=np.concatenate([own.largest for own in several]),
-        entries=np.concatenate([own.entries[at] for own, at in zip(several, places, strict=True)]),
-        entry_rows=np.concatenate([of[at] + start for of, at, start in chosen]),
+        sums=sums + groups * off,
+        norms=np.sqrt(np.maximum(squares, 0.0)),
+        largest=largest,
+        entries=np.concatenate([own.entries[at] for own, _, at, _ in chosen]),
+        entry_rows=np.concatenate([of[at] + start for _, of, at, start in chosen]),
     )
 
 
 def _common(
-    several: Sequence[Common[Array]], rows: Sequence[Sampled], is_active: Bool[np.ndarray, " rows"]
+    several: Sequence[Common[Array]],
+    rows: Sequence[Sampled[Array]],
+    is_active: Bool[np.ndarray, " rows"],
 ) -> Common[Array]:
     """Estimate φ_r·Σ_k φ_k of every row over all ranks from the ranks' own sums.
 
@@ -332,28 +270,20 @@ def _common(
     """
     norms = np.concatenate([common.norms for common in several])
     products = np.concatenate([common.products for common in several])
-    known = _of_every((x.counted for x in several), list)
-    sums = _of_every((x.sum for x in several), np.stack)
-    if known is None or sums is None:
-        return Common(products, norms)
-    count = np.array([float(of.active) for of in known])
-    seen = np.array([float(of.seen) for of in known])
-    squares = np.array([of.squares for of in known])
-    total = np.array([float(x.total) for x in rows])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        active = np.where(seen > 0, total * count / seen, 0.0)
-        means = np.where(count[:, None] > 0, sums / count[:, None], 0.0)
-        alone = np.where(
-            count > 1, ((sums**2).sum(1) - squares) / (count * (count - 1)), (means**2).sum(1)
-        )
-        mean = active @ means
-        across = mean @ mean - (active**2 * (means**2).sum(1)).sum()
-        within = (active * (active - 1) * alone)[active > 1].sum()
-        n_all = active.sum()
-        pairs = (across + within) / (n_all * (n_all - 1)) if n_all > 1 else 0.0
+    counted = [x.counted for x in several if x.counted is not None]
+    sums = np.stack([x.sum for x in several if x.sum is not None])
+    count, seen, squares = np.array([(of.active, of.seen, of.squares) for of in counted]).T
+    active = np.array([float(x.total) for x in rows]) * np.where(seen > 0, count / seen, 0.0)
+    means = np.where(count[:, None] > 0, sums / count[:, None], 0.0)
+    alone = ((sums**2).sum(1) - squares) / (count * (count - 1))
+    alone = np.where(count > 1, alone, (means**2).sum(1))
+    mean = active @ means
+    across = mean @ mean - (active**2 * (means**2).sum(1)).sum()
+    within = (active * (active - 1) * alone)[active > 1].sum()
+    n_all, n = active.sum(), is_active.sum()
+    pairs = (across + within) / (n_all * (n_all - 1)) if n_all > 1 else 0.0
     own_squares = norms**2
-    n = is_active.sum()
-    factors = [(n - 1) / (c - 1) if c > 1 else 0.0 for c in count]
+    factors = np.where(count > 1, (n - 1) / (count - 1), 0.0)
     lengths = [len(common.products) for common in several]
     products = (products - own_squares) * np.repeat(factors, lengths) + own_squares
     whole = pairs * n * (n - 1) + own_squares[is_active].sum()
@@ -368,8 +298,14 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
         factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
     """
     c = 1.0 if math.isnan(factor) else factor
+    seen = replace(layer.evidence, factor=factor)
+    if c == 1:
+        return replace(layer, evidence=seen)
     pairs = pairs_of(layer.vectors)
-    products = _scaled(layer.products, pairs, c)
+    if seen.e_by_rows:  # everything but z and d is linear in G
+        products = _scaled(layer.products, pairs, c, (Vector.G, Vector.OWN, Vector.E, Vector.REST))
+        return replace(layer, products=products, evidence=seen)
+    products = _scaled(layer.products, pairs, c, (Vector.G, Vector.OWN))
     if Vector.REST in layer.vectors:  # e − D G, which depends on the units
         e_e = of_rows(layer, Vector.E, Vector.E)
         if Vector.OWN in layer.vectors:
@@ -381,15 +317,11 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
             own_own = layer.scale**2 * of_rows(layer, Vector.G, Vector.G)
         rest = np.maximum(e_e - 2 * c * own_e + c**2 * own_own, 0.0)
         products[:, column_of(pairs, Vector.REST, Vector.REST)] = rest
-    return replace(
-        layer,
-        products=products,
-        evidence=replace(layer.evidence, factor=np.array(factor)),
-    )
+    return replace(layer, products=products, evidence=seen)
 
 
-def _scaled(products: Array, pairs: Pairs, factor: float) -> Array:
-    """Return the dot products of pairs, with G and what is linear in it multiplied by a factor."""
-    powers = [sum(vector in (Vector.G, Vector.OWN) for vector in pair) for pair in pairs]
+def _scaled(products: Array, pairs: Pairs, factor: float, of: Sequence[Vector]) -> Array:
+    """Return the dot products of pairs, with some vectors multiplied by a factor."""
+    powers = [sum(vector in of for vector in pair) for pair in pairs]
     found: Array = products * factor ** np.array(powers, dtype=np.float64)
     return found

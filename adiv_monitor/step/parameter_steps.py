@@ -5,18 +5,16 @@ applied update, up to the next forward pass. They cover all layers, end to end. 
 until the next forward pass takes three copies of the parameters. This is only needed where
 something changes the weights after the step. The first measured step of a layer keeps everything,
 and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has written to the
-parameters since the step: small ones are compared, of large ones some entries and the version
-counter.
+parameters since the step, by their version counters.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.entries import is_small
 from adiv_monitor.capture.weights.pieces import Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
@@ -49,7 +47,6 @@ class ParameterSteps:
     Args:
         pieces: the measured pieces of parameters.
         history: the run history so far.
-        updates: whether an optimizer step follows, so that the parameters must be copied.
         copy_gradient: whether the optimizer will write to `.grad` (it unscales AMP gradients).
         new: whether some of the layers were not measured before.
 
@@ -63,7 +60,6 @@ class ParameterSteps:
         pieces: Iterable[Piece],
         history: RunHistory,
         *,
-        updates: bool,
         copy_gradient: bool,
         new: bool,
     ) -> None:
@@ -83,23 +79,28 @@ class ParameterSteps:
                 self._whole[of] = key
             self._gamma[key] = piece.own(self._gradients[of])
         self._seen = Entries(self._gradients)
-        values = self._values()
-        flat = self._made(values)
+        flat = self._made(self._values())
+        self._copied: Flat | None = flat  # γ
         flat.apply(torch._foreach_copy_, self._gamma)
+        self._given, self._gamma = self._gamma, flat.views
         squares = flat.squares()
         self.products: PieceNumbers[Tensor] = PieceNumbers(tuple(flat.keys), squares)
         norms = [x.sqrt().to(compute_dtype(b)) for x, b in zip(squares, flat.buffers, strict=True)]
         self._norms = dict(zip(flat.keys, (x for n in norms for x in n.unbind()), strict=True))
-        self._copied: Flat | None = None  # γ
-        if self.has_copies:
-            self._copied, self._gamma = flat, flat.views
-            flat = self._made(values if updates else {})
-        if updates:
-            flat.apply(torch._foreach_copy_, values)
-        self._before: Flat | None = flat  # θ before; after the step w, if no update is kept
+        self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
-        self._large = [key for key, value in values.items() if not is_small(value)]
-        self._after: tuple[Entries, list[tuple[int, int]]] = Entries({}), []
+        self._after: list[tuple[int, int]] = []
+
+    def keep_parameters(self) -> None:
+        """Copy the parameters before an optimizer step, over the copy of γ if it is not needed."""
+        values = self._values()
+        if self.has_copies:
+            self._before = self._made(values)
+        else:
+            self._before, self._copied, self._gamma = self._copied, None, self._given
+        assert self._before is not None
+        self._before.apply(torch._foreach_copy_, values)
+        self._at_first = _versions(self._gradients.values())
 
     def _values(self) -> dict[int, Tensor]:
         return {key: piece.value() for key, piece in self._pieces.items()}
@@ -121,7 +122,7 @@ class ParameterSteps:
     def update_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return w of a parameter after the optimizer's step; None if there is no copy of it."""
         key = self._whole.get(id(parameter))
-        return None if key is None else self.taken(self._pieces[key])
+        return None if key is None else to_compute_dtype(self.taken(self._pieces[key]))
 
     def gamma(self, piece: Piece) -> Tensor:
         """Return γ of a piece."""
@@ -143,7 +144,7 @@ class ParameterSteps:
         """Take the updates after the optimizer's step."""
         assert self._before is not None
         values = self._values()
-        self._after = Entries(values), self._versions(values)
+        self._after = _versions(values.values())
         self._taken = taken = self._made(values) if self._keeps_update else self._before
         if taken is not self._before:
             taken.apply(torch._foreach_copy_, self._before.views)
@@ -151,14 +152,14 @@ class ParameterSteps:
         self._history.flats.clear()  # no more are needed
 
     def taken(self, piece: Piece) -> Tensor:
-        """Return the subtracted update w = θ before − θ of a piece, in compute precision."""
+        """Return the subtracted update w = θ before − θ of a piece."""
         assert self._taken is not None
-        return to_compute_dtype(self._taken.views[piece.key])
+        return self._taken.views[piece.key]
 
     def finish_update(self) -> Tensor:
         """Take the products of w, and return whether `.grad` has changed since its copy.
 
-        Values are compared, because version counters miss writes through .data or by fused kernels.
+        Where there is a copy, values are compared: version counters miss writes through .data.
         """
         w = self._taken
         assert w is not None
@@ -166,26 +167,13 @@ class ParameterSteps:
         self.products.w_w = w.dots(w) if self._keeps_update else w.squares()
         if self._copied is not None:
             self.products.w_gamma = w.dots(self._copied)
+            changed = self._seen.differ(self._gradients)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
             self.products.w_gamma = w.sums()
-        changed = self._seen.differ(self._gradients)
+            changed = torch.tensor(self._at_first != _versions(self._gradients.values()))
         self._gradients.clear()
         return changed
-
-    def is_as_stepped(self) -> bool:
-        """Return whether θ is still that after the optimizer's step; waits for the device."""
-        return self._taken is None or not bool(self._differs())
-
-    def _differs(self) -> Tensor:
-        """Return whether anything has written to a parameter since the optimizer's step."""
-        (entries, versions), values = self._after, self._values()
-        if versions != self._versions(values):
-            return torch.ones((), dtype=torch.bool)
-        return entries.differ(values)
-
-    def _versions(self, values: Mapping[int, Tensor]) -> list[tuple[int, int]]:
-        return [(version(values[key]), values[key].data_ptr()) for key in self._large]
 
     def applied(self) -> Tensor | None:
         """Take the products of a as the next forward begins, or return whether a differs from u.
@@ -200,7 +188,7 @@ class ParameterSteps:
             self.products.a_a, self.products.a_w = a.dots(a), a.dots(w)
             self.products.a_gamma = a.dots(gamma)
         else:
-            differs = self._differs()
+            differs = torch.tensor(self._after != _versions(self._values().values()))
         self._release()
         return differs
 
@@ -209,7 +197,11 @@ class ParameterSteps:
         flats = [x for x in dict.fromkeys((self._before, self._taken, self._copied)) if x]
         self._history.flats = [x for x in flats if all(b.is_cpu for b in x.buffers)]
         self._before = self._copied = None
-        self._gamma = {}
+        self._gamma = self._given = {}
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(version(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

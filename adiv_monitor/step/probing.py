@@ -13,20 +13,21 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossOf
-from adiv_monitor.capture.selection import Selection, is_wrapper, listed
+from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED, Moved
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.batch import Batch, FirstPass, Losses, Unknown
 from adiv_monitor.probe.rows import LayerOnProbe, ProbeRows
-from adiv_monitor.probe.run import run, why_not, written
+from adiv_monitor.probe.run import run, why_not
+from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
-from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.row_moves import Change, act, added
 
 T = TypeVar("T")
@@ -124,19 +125,18 @@ class ProbeStep:
         """Return the records of the calls of each attention, by path."""
         return {} if self._attentions is None else self._attentions.sums()
 
-    def gradient_is_final(self, capture: Capture, steps: ParameterSteps, *, updates: bool) -> None:
+    def gradient_is_final(self, capture: Capture, *, updates: bool) -> None:
         """Run the model with the parameters before the step.
 
         Args:
             capture: the capture of the step.
-            steps: the parameters' step.
             updates: whether an optimizer step follows.
         """
         self.discard()
         self._capture = capture
-        self._safely(self._measure, capture, steps, updates)
+        self._safely(self._measure, capture, updates)
 
-    def _measure(self, capture: Capture, steps: ParameterSteps, updates: bool) -> None:
+    def _measure(self, capture: Capture, updates: bool) -> None:
         probing = self._probing
         if why := why_not(self._modules):
             raise Unknown(why)
@@ -144,8 +144,8 @@ class ProbeStep:
             assert self._first is not None
             probing.batch = self._first.batch()
         batch, realised = probing.batch, updates and "realised" in probing.measures
-        values = written(probing.model, self._modules, trained=realised)
-        self._before = {p: p.detach().clone() for p in values}
+        held = [p for p in trainable(probing.model) if updates and is_plain(p)]
+        self._before = {p: p.detach().clone() for p in held}
         if "attention" in probing.measures:
             fail = probing.fail
             self._attentions = Attentions(
@@ -154,14 +154,11 @@ class ProbeStep:
         chooser = Chooser(probing.max_rows, probing.generator) if realised else None
         rows = ProbeRows(probing.model, capture, chooser, {}, self._attentions)
         self._run(batch, self._before, partial(self._begin, rows, batch))
-        if self._attentions is not None and updates:
-            self._attentions.keep(lambda p: self._before.get(p, steps.before(p)))
 
     def _begin(self, rows: ProbeRows, batch: Batch) -> None:
-        with rows:
+        # The graph outlives the step: what it holds of parameters are their values before.
+        with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             losses = batch.run()
-        if self._attentions is not None:
-            self._attentions.take_scales()
         knows_loss = losses is not None
         if losses is not None:
             self._losses = Losses(losses.whole.detach(), losses.samples)
@@ -173,9 +170,8 @@ class ProbeStep:
         elif batch.loss is None:
             self.notes += [_NO_LOSS[measure] for measure in self._probing.measures]
         else:
-            why = batch.why_no_loss or "it was not computed when the model ran on the probe"
-            self.notes.append(f"The loss on the probe is not known: {why}.")
-        self._layers = rows.layers(self._probing.max_rows)
+            self.notes.append(f"The loss on the probe is not known: {batch.why_no_loss}.")
+        self._layers = rows.of_layers(self._probing.max_rows)
         if self._attentions is not None:
             self._attentions.begin(knows_loss=knows_loss)
             if not self._attentions.saw_any:
@@ -185,7 +181,9 @@ class ProbeStep:
         """Measure how the optimizer's step moved the scores, while its copies still exist."""
         batch, attentions = self._probing.batch, self._attentions
         if batch is not None and attentions is not None:
-            self._safely(self._run, batch, {}, attentions.updated)
+            before = self._before
+            taken = {p: before[p] - p.detach() for p in attentions.parameters if p in before}
+            self._safely(self._run, batch, before, partial(attentions.updated, taken))
 
     def take(self, path: str, change: Change) -> None:
         """Take the change of a layer's weight and bias."""
@@ -206,8 +204,7 @@ class ProbeStep:
         assert batch is not None
 
         def again() -> tuple[ProbeRows, Losses | None]:
-            rows = ProbeRows(model, self._capture, None, self._layers)
-            with rows:
+            with (rows := ProbeRows(model, self._capture, None, self._layers)):
                 return rows, batch.run()
 
         for parameter, old in self._before.items():
@@ -218,18 +215,14 @@ class ProbeStep:
         whole, losses = self._run(batch, self._before, again)
         lost = []
         for path, layer in self._layers.items():
-            try:
-                z_half, z = half.z(path), whole.z(path)
-            except Unknown:
+            z_half, z = half.z(path), whole.z(path)
+            if z_half is None or z is None:
                 lost.append(path)
-                continue
-            if layer.d is None:
-                continue
-            r = layer.z - z
-            b = r - 2 * (layer.z - z_half)
-            G = torch.full_like(r, torch.nan) if layer.G is None else layer.G
-            vectors = dict(zip(MOVES, (G, r, layer.d, b, layer.z), strict=True))
-            self.realised[path] = Moved(layer.total, dots.of_rows(vectors, REALISED))
+            elif layer.d is not None:
+                r = layer.z - z
+                b = r - 2 * (layer.z - z_half)
+                vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
+                self.realised[path] = Moved(layer.total, dots.of_rows(vectors, REALISED))
         if lost:
             self.notes.append(
                 f"The real change of {listed(lost)} is not known: it has other calls or rows when "

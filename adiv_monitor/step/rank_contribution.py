@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic
 
 import numpy as np
 
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, factor_of, of_rows
+from adiv_monitor.maths.sums import Array, Dots, LayerSums, T, Vector, of_rows
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.parameter_steps import PieceNumbers
 from adiv_monitor.step.run_history import RunHistory
@@ -15,8 +16,6 @@ from adiv_monitor.step.transfer import StepSums
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
 RULE_TOLERANCE = 0.05
-# A smaller factor from the gradient after the backward pass to the final one shows no scaling.
-_ZEROED = 1e-20
 
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
 _MOVED = (
@@ -52,7 +51,7 @@ class Facts:
 
 
 @dataclass
-class RankContribution:
+class Contribution(Generic[T]):
     """A rank's contribution to a report.
 
     Attributes:
@@ -68,18 +67,23 @@ class RankContribution:
         elements: number of elements of the trained parameters whose turn it is.
         attention: records of attentions by path.
         no_attention: path → why there is no record.
+        is_settled: the rows are in the units of the optimizer's gradient.
     """
 
     report: StepReport
-    layers: dict[str, LayerSums[Array]]
+    layers: dict[str, LayerSums[T]]
     facts: Facts
-    refused: list[str] = field(default_factory=list)
+    refused: tuple[str, ...] = ()
     misdescribed: dict[str, str] = field(default_factory=dict)
-    rows_lost: set[str] = field(default_factory=set)
-    checked: set[str] = field(default_factory=set)
+    rows_lost: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
     elements: int = 0
-    attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
+    attention: dict[str, AttentionSums[T]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
+    is_settled: bool = False
+
+
+RankContribution = Contribution[Array]
 
 
 def make_contribution(
@@ -106,7 +110,7 @@ def make_contribution(
     skipped = flags.skipped is not None and flags.skipped.any()
     moved = flags.moved is not None and flags.moved.any()
     if skipped or moved:
-        refused = [why for why, is_so in ((_SKIPPED, skipped), (_MOVED, moved)) if is_so]
+        refused = tuple(why for why, is_so in ((_SKIPPED, skipped), (_MOVED, moved)) if is_so)
         return RankContribution(report, {}, facts, refused)
     errors = {
         path: float(layer.evidence.rule_error)
@@ -133,33 +137,19 @@ def make_contribution(
         layers,
         facts,
         misdescribed=misdescribed,
-        rows_lost={*misdescribed, *lost},
-        checked={path for path, error in errors.items() if error <= RULE_TOLERANCE},
+        rows_lost=(*misdescribed, *lost),
+        checked=tuple(path for path, error in errors.items() if error <= RULE_TOLERANCE),
     )
 
 
 def learn(history: RunHistory, part: RankContribution) -> None:
     """Record this step's facts in the run history, for the coming steps."""
-    history.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
     if part.facts.updated and part.layers:
         history.seen |= part.layers.keys() | part.report.unsupported.keys()
         history.learn(
             gradient_changed=part.facts.gradient_changed,
             weights_changed=part.facts.weights_changed,
         )
-
-
-def was_zeroed(layer: LayerSums[Array]) -> bool:
-    """Return whether the gradient was set to zero after the backward pass."""
-    then = layer.evidence.then
-    was_there = factor_of(layer) < _ZEROED or (then is not None and bool(then.any()))
-    return layer.dots.gamma_gamma == 0 and was_there
-
-
-def _has_idle_rows(layer: LayerSums[Array]) -> bool:
-    if layer.totals is not None:
-        return float(layer.totals.active.sum()) < layer.sampled.total
-    return bool((of_rows(layer, Vector.G, Vector.G) == 0).any())
 
 
 def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
@@ -226,8 +216,7 @@ def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
         gamma_gamma = dots.gamma_gamma or 1.0
         squares = squares * of_rows(layer, Vector.E, Vector.E) / gamma_gamma
     seen, rows = layer.evidence, layer.sampled
-    factor = 1.0 if seen.factor is None else float(seen.factor)
-    length = np.sqrt(np.maximum(squares, 0.0)).sum() / (factor or 1.0)
+    length = np.sqrt(np.maximum(squares, 0.0)).sum()
     terms = float(length * rows.total / max(rows.seen, 1))
     return replaced(layer, parameters=dots, evidence=replaced(seen, terms=terms))
 

@@ -7,7 +7,7 @@ from statistics import median_low
 
 from torch import Tensor
 
-from adiv_monitor.step.ranks import Ranks
+from adiv_monitor.step.ranks import tell, told, untell
 from adiv_monitor.step.times import is_captured, step_times
 
 # Numbers of steps from the start of a measured one until its cost is read, since a device may lag
@@ -48,7 +48,7 @@ class Schedule:
             self.interval = max(self.interval, _SHORTEST)
         self._least = self.interval
         self._costs: deque[float] = deque(maxlen=9)
-        self._ranks: Ranks | None = None
+        self._name: str | None = None  # of what is measured; None: no steps are timed
         self._next = 0  # number of the step to measure next
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
@@ -63,8 +63,8 @@ class Schedule:
             return
         self._begun = self._last = step  # step measured first, and last
         self._times = step_times(parameter)
-        self._ranks = Ranks(name)
-        self._plan(self._bound, self._ranks)
+        self._name = name
+        self._plan(self._bound, name)
 
     def forward_begins(self) -> None:
         """Record that the forward pass of a measured step begins."""
@@ -73,18 +73,18 @@ class Schedule:
 
     def step_ended(self, coming: int) -> bool:
         """Record the end of a step; return whether the coming step is to be measured."""
-        if self._bound is None or self._ranks is None:
+        if self._bound is None or self._name is None:
             return coming % self.interval == 0 or coming in self._first
         since = coming - self._last
         if since <= _READ and self._last > self._begun and not is_captured():
             self._times.step_ended(measured=since == 1)
             if since == _READ:
                 self._costs += self._times.costs()
-                self._plan(self._bound, self._ranks)
+                self._plan(self._bound, self._name)
         if since == _SHORTEST:
-            told = self._ranks.told(self.interval, self._next)
-            if told[1] >= coming:
-                self.interval, self._next = told
+            first = told(self._name, self.interval, self._next)
+            if first[1] >= coming:
+                self.interval, self._next = first
         if coming < self._next:
             return False
         self._last, self._next = coming, self._after(coming)
@@ -102,16 +102,16 @@ class Schedule:
 
     def end(self) -> None:
         """End the schedule, and remove the numbers published to other ranks."""
-        if self._ranks is not None:
-            self._ranks.end()
+        if self._name is not None:
+            untell(self._name)
 
-    def _plan(self, bound: float, ranks: Ranks) -> None:
+    def _plan(self, bound: float, name: str) -> None:
         """Set the interval, and the step to measure next, by the costs so far; tell the ranks."""
         if self._costs:
             # The median, not the mean: other work in a measured step only lengthens it.
             self.interval = interval(median_low(self._costs), bound, self._least)
         self._next = self._after(self._last)
-        ranks.tell(self.interval, self._next)
+        tell(name, self.interval, self._next)
 
     def _after(self, step: int) -> int:
         """Return the step to measure after this one, by the present interval."""

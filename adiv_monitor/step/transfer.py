@@ -1,16 +1,27 @@
 """Transfer of all numbers of a step from device to host at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, cast
+from typing import Any, Generic, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import numbers_of, replaced, with_numbers
-from adiv_monitor.maths.sums import Array, LayerSums, T, Totals
+from adiv_monitor.maths.sums import (
+    Array,
+    Blocks,
+    Common,
+    LayerSums,
+    StackedSums,
+    T,
+    Totals,
+    column_of,
+    pairs_of,
+)
 from adiv_monitor.maths.totals import by_layer
 from adiv_monitor.step.parameter_steps import PieceNumbers
 
@@ -57,7 +68,8 @@ class StepSums(Generic[T]):
     """All numbers of a step.
 
     Attributes:
-        layers: records of layers by path; `fetch` adds their totals.
+        layers: records of layers by path; `fetch` adds the numbers of rows.
+        rows: numbers of the sampled rows of these layers, stacked.
         totals: by paths, stacked sums over all rows of these layers.
         flags: numbers of the step as a whole.
         products: dot products of the parameters.
@@ -65,6 +77,7 @@ class StepSums(Generic[T]):
     """
 
     layers: dict[str, LayerSums[T]]
+    rows: tuple[StackedSums[T], ...]
     totals: dict[tuple[str, ...], Totals[T]]
     flags: Flags[T]
     products: PieceNumbers[T]
@@ -72,24 +85,47 @@ class StepSums(Generic[T]):
 
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
-    """Copy the numbers to the host, and add the totals to the layers."""
-    found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
-    for path, totals in by_layer(found.totals).items():
-        if path in found.layers:  # others were lost since
-            found.layers[path] = replaced(found.layers[path], totals=totals)
-    return found
+    """Copy the numbers to the host, and add those of rows to the layers."""
+    found = cast("StepSums[Array]", with_numbers(step, fetch_tensors(numbers_of(step))))
+    totals = by_layer(found.totals, {p: x.sampled.total for p, x in found.layers.items()})
+    layers = {
+        path: replaced(found.layers[path], totals=totals.get(path), **of_rows)
+        for path, of_rows in _of_rows(found.rows)
+        if path in found.layers  # others were lost since
+    }
+    return replaced(found, layers=layers)
+
+
+def _of_rows(several: Iterable[StackedSums[Array]]) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield path and fields of `LayerSums` of stacked layers."""
+    for x in several:
+        layers, paths = iter(np.moveaxis(x.products, 0, 2)), iter(x.paths)
+        for part in x.parts:
+            pairs = pairs_of(part.vectors)
+            columns = [column_of(pairs_of(x.vectors), *pair) for pair in pairs]
+            for i, path, products in zip(range(part.count), paths, layers, strict=False):
+                found: dict[str, Any] = {"vectors": part.vectors, "products": products[:, columns]}
+                if part.scale is not None:
+                    found["scale"] = part.scale[i]
+                if (of := part.blocks) is not None:
+                    arrays = of.pivot, of.sums, of.norms, of.largest, of.entries
+                    found["blocks"] = Blocks(of.groups, *(y[i] for y in arrays), of.entry_rows)
+                if part.common is not None:
+                    of_one = (y if y is None or y.ndim == 1 else y[i] for y in part.common)
+                    found["common"] = Common(*of_one)
+                yield path, found
 
 
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
     """Return all numbers, concatenated, by one transfer from each device."""
-    arrays = iter(_fetched([value for value in values if isinstance(value, Tensor)]))
+    arrays = iter(fetch_tensors([value for value in values if isinstance(value, Tensor)]))
     found: list[float] = []
     for value in values:
         found += next(arrays).reshape(-1).tolist() if isinstance(value, Tensor) else [value]
     return found
 
 
-def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
+def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:
     """Return float64 arrays of the tensors' shapes, by one transfer from each device."""
     devices = [tensor.device for tensor in tensors]
     fetched = {

@@ -1,24 +1,22 @@
 """All-gathered gradients and updates of sharded parameters, one parameter at a time.
 
-The effect of a step on a row depends on the complete gradient and update. All ranks first agree on
-the all-gather through the process group's store: either all participate, or none.
+The effect of a step on a row depends on the complete gradient and update. A rank that does not
+participate in an all-gather would keep the others waiting forever. So all ranks first agree on it
+through the process group's store, and a rank that fails after that still participates.
 """
 
+import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.weights.pieces import Parts, gradient
-from adiv_monitor.capture.weights.shards import (
-    is_shard,
-    part_of,
-)
+from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
-from adiv_monitor.step.collectives import Agree, Collectives
 from adiv_monitor.step.parameter_steps import ParameterSteps
 
 WHY_NOT = (
@@ -32,25 +30,23 @@ class UnshardedParameters:
 
     Args:
         selection: the measured parameters, the same in all ranks.
-        agree: reaches agreement with the other ranks.
+        agree: returns whether all ranks participate in the point of a name, after waiting for them.
 
     Attributes:
         all_participate: all ranks participate in the all-gather of the gradients.
-        entries: sampled entries of the gradient, by id of the parameter, in the layout in which
-            backward passes leave it.
     """
 
-    def __init__(self, selection: Selection, agree: Agree) -> None:
+    def __init__(self, selection: Selection, agree: Callable[[str], bool]) -> None:
         self._sharded = selection.shards
         self._named = selection.names
         self._agree = agree
-        self._collectives = Collectives()
+        # Of all-gathers that were agreed on and have not begun, tensors with the parts' placement.
+        self._pending: deque[Tensor] = deque()
         self._reached: list[nn.Parameter] = []  # with a gradient, in all ranks or in none
         self._before: dict[int, Tensor] = {}
         self.all_participate = False
         self._unsharded: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
-        self.entries: dict[int, Tensor] = {}
 
     @property
     def has_shards(self) -> bool:
@@ -64,9 +60,8 @@ class UnshardedParameters:
             wanted: ids of the parameters whose gradients are needed.
         """
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
-        self.entries.clear()
         self._before.clear()
-        self._collectives.pending.clear()
+        self._pending.clear()
         self.all_participate = self._agree_on("gradient", self._reached)
         return self.all_participate
 
@@ -90,20 +85,26 @@ class UnshardedParameters:
         meant = repr((self._named.values(), which, [(t.shape, t.placements) for t in pending]))  # type: ignore[attr-defined]
         agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(meant.encode()):08x}")
         if agreed:
-            self._collectives.pending.extend(pending)
+            self._pending.extend(pending)
         return agreed
 
     def settle(self) -> None:
         """Participate in all pending collectives with NaN, after a failure in this rank."""
-        self._collectives.settle()
+        while self._pending:
+            part = part_of(self._pending[0])
+            self._whole(torch.full_like(part, math.nan, dtype=compute_dtype(part)))
         self._unsharded.clear()
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """Perform the next pending collective, and return the unsharded tensor."""
+        sharded = sharded_as(to_compute_dtype(part).contiguous(), self._pending[0])
+        self._pending.popleft()  # right before the collective: all that is pending has not begun
+        whole: Tensor = sharded.full_tensor().detach()
+        return whole
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Yield layers with γ of their pieces, as soon as their parameters are gathered."""
-        for parameter, whole in self._made(gradient):
-            self.entries[id(parameter)] = (
-                to_compute_dtype(sampled_entries(whole)).reshape(-1).clone()
-            )
+        for _ in self._made(gradient):
             yield from self._ready(layers)
         self._unsharded.clear()
 
@@ -130,7 +131,7 @@ class UnshardedParameters:
         """Yield every parameter with the all-gathered tensor; `part` returns this rank's part."""
         self._given = set()
         for parameter in self._reached:
-            whole = self._collectives.whole(part(parameter))
+            whole = self._whole(part(parameter))
             self._unsharded[id(parameter)] = whole
             yield parameter, whole
 

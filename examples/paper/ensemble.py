@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from methods import METHODS, Columns, Method, Rows
+from methods import METHODS, Columns, Directions, Method, Rows
 from torch import Tensor, nn
 
 ACTIVATIONS = ("tanh", "leaky", "none")
@@ -127,6 +127,7 @@ class Ensemble:
         like = self.small[0].detach()
         self._first_rows = Rows(methods, sizes[0], like, typical)
         self._rows = [Rows(methods, width, like) for width in sizes[1:-1]]
+        self._directions = Directions(methods, like)
         self._columns = [_column_ranges(methods, width, like) for width in sizes[1:-1]]
         tanh = [network.activation == "tanh" for network in self.networks]
         self._tanh = torch.tensor(tanh, device=device).view(-1, 1, 1)
@@ -157,6 +158,8 @@ class Ensemble:
         target = torch.stack([labels[seed] for seed in self.seeds])[self._of_seed]
         loss = through(self._loss)(z, squares, target)
         by_z, *by_small = torch.autograd.grad(loss, [z, *self.small])
+        if self._directions.any:
+            by_z, by_small[0] = self._directed(by_z, by_small[0], seen, squares)
         self.first_update(by_z, seen)
         for (start, stop), moments in self._small_moments:
             gradients = [gradient[start:stop] for gradient in by_small]
@@ -236,6 +239,23 @@ class Ensemble:
         for moments, gradients in by_rate(together):
             self._adam(moments, gradients)
 
+    def _directed(
+        self, by_z: Tensor, by_bias: Tensor, seen: Sequence[Tensor], squares: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the first products and biases, after what their `Directions` make of them.
+
+        The networks with one have no factors of rows: a map's gradient is that of its product.
+        """
+        g = by_z.view(len(by_z), len(self.networks), -1).transpose(0, 1)
+        views = self._of_view[self._directions.batch].tolist()
+        grams = {view: seen[view] @ seen[view].t() for view in set(views)}
+        gram = torch.stack([grams[view] for view in views]) if views else by_z
+        of_weight, of_bias = self._directions(g, squares[self._of_view], gram)
+        summed = of_bias.sum(-2, keepdim=True)
+        changed = self._directions.changed.view(-1, 1, 1)
+        by_z = torch.where(changed, of_weight, g).transpose(0, 1).reshape(by_z.shape)
+        return by_z, torch.where(changed, summed, by_bias)
+
     def _seen(self, images: Mapping[int, Tensor]) -> tuple[list[Tensor], Tensor]:
         """What every view sees of a batch to train on, and the squares of its rows."""
         seen, squares = [], []
@@ -266,7 +286,10 @@ class Ensemble:
         for weight, bias, columns, rows in rest:
             h = torch.where(self._tanh, z.tanh(), torch.where(z > 0, z, self._slope * z))
             x, of_bias = rows(self._treated(h, columns, group))
-            z = torch.baddbmm(of_bias * bias, x, weight)
+            if self._directions.any:
+                z = _Directed.apply(of_bias * bias, x, weight, self._directions)
+            else:
+                z = torch.baddbmm(of_bias * bias, x, weight)
         return z
 
     def _treated(
@@ -332,6 +355,29 @@ class Ensemble:
         for layer in self._columns:
             for _, _, columns in layer:
                 yield from () if columns is None else columns.state()
+
+
+class _Directed(torch.autograd.Function):
+    """x·W + b, whose backward pass gives W and b what `Directions` make of their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bias: Tensor, x: Tensor, weight: Tensor, directions: Directions
+    ) -> Tensor:
+        """Of bias (networks, rows, out), x (networks, rows, in) and weight (networks, in, out)."""
+        ctx.save_for_backward(x, weight)
+        ctx.directions = directions
+        return torch.baddbmm(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Gradients of bias, x and weight."""
+        (g,) = gradients
+        x, weight = ctx.saved_tensors
+        some = x[ctx.directions.batch]
+        squares = x.square().sum(-1, keepdim=True)
+        of_weight, of_bias = ctx.directions(g, squares, some @ some.mT)
+        return of_bias, g @ weight.mT, x.mT @ of_weight, None
 
 
 def _initial(seed: int, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

@@ -10,7 +10,7 @@ best one, tested on the test images, and compared seed by seed. Killed at any mo
 goes on.
 
 `--optimizer adam --pixels unit` is the paper's own setting but for the learning rates, which it
-does not tune. Its files are called `fair-adam-unit`.
+does not tune. Its files are called `fair-adam-unit`, those of `--depth 6` `fair-depth6`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,18 @@ HELD_OUT = 5000
 GRIDS = {
     "sgd": {
         "standard": range(-5, -1),
+        "batchnorm": range(-5, -1),
         "layernorm": range(-6, -2),
+        "rmsnorm": range(-6, -2),
         "norm-like": range(-2, 2),
         "affine-like": range(-2, 2),
         "constant-scale": range(-3, 1),
         "centred": range(-5, -1),
         "centred-affine-like": range(-2, 2),
+        "rate-by-layer": range(-2, 2),
+        "gradient-proportional": range(-2, 2),
+        "gradient-disproportional": range(-2, 2),
+        "gradient-batch": range(-1, 3),
     },
     "adam": {
         "standard": range(-8, -5),
@@ -56,15 +62,18 @@ def rate(half_decades: int) -> float:
 
 
 class Kind(NamedTuple):
-    """What all arms share: optimizer and pixels."""
+    """What all arms share: optimizer, pixels and the number of hidden layers."""
 
     optimizer: str = "sgd"
     pixels: str = "centred"
+    depth: int = 2
 
     @property
     def name(self) -> str:
         """Of the files with the runs."""
-        return "fair" if self == Kind() else f"fair-{self.optimizer}-{self.pixels}"
+        setting = self._replace(depth=2)
+        name = "fair" if setting == Kind() else f"fair-{self.optimizer}-{self.pixels}"
+        return name if self == setting else f"{name}-depth{self.depth}"
 
 
 FAIR = Kind()
@@ -104,7 +113,7 @@ def widen(places: list[int], chosen: float, first: range) -> bool:
 
 
 def settings(rates: Mapping[Arm, Sequence[float]], seeds: int, kind: Kind = FAIR) -> list[Setting]:
-    """An ensemble per batch size, of networks 32 wide with two hidden layers."""
+    """An ensemble per batch size, of networks 32 wide."""
     found = []
     for batch_size in dict.fromkeys(arm.batch_size for arm in rates):
         networks = tuple(
@@ -114,7 +123,7 @@ def settings(rates: Mapping[Arm, Sequence[float]], seeds: int, kind: Kind = FAIR
             for seed in range(seeds)
             if arm.batch_size == batch_size
         )
-        found.append(Setting(batch_size, 32, 2, kind.pixels, networks, kind.optimizer))
+        found.append(Setting(batch_size, 32, kind.depth, kind.pixels, networks, kind.optimizer))
     return found
 
 
@@ -126,8 +135,9 @@ def main() -> None:
     parser.add_argument("--tuning-seeds", type=count, default=1)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--pixels", choices=cifar.PIXELS, default="centred")
+    parser.add_argument("--depth", type=count, default=2, help="hidden layers")
     given = parsed(parser, batch_sizes=[128], seeds=2, epochs=1)
-    kind = Kind(given.optimizer, given.pixels)
+    kind = Kind(given.optimizer, given.pixels, given.depth)
     data = load(given)
     apart = cifar.held_out(data, min(HELD_OUT, len(data.train) // 10))
     arms = [

@@ -30,6 +30,10 @@ COLOURS = {
     "constant-scale": "black",
     "centred": "tab:cyan",
     "centred-affine-like": "tab:pink",
+    "rate-by-layer": "tab:olive",
+    "gradient-proportional": "darkorange",
+    "gradient-disproportional": "gold",
+    "gradient-batch": "navy",
 }
 
 

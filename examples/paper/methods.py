@@ -8,6 +8,8 @@ divided by in BatchNorm. Then rows, one formula for all: with d = x − m·mean(
 Isotropic tanh has x̂ = tanh(‖d‖)·d/‖d‖ (eqn 29 of the paper), which is d/s of norm-like times a
 factor that, like that of affine-like, is small for short rows only.
 
+Gradient-only arms leave the map as it is, and change what its parameters receive: `Directions`.
+
 All without parameters, as in the paper. The tensors have a leading dimension of networks.
 """
 
@@ -32,6 +34,7 @@ class Method(NamedTuple):
         scaled_bias: affine-like: the bias is divided too.
         constant_scale: a network's input, and nothing else, over its root mean square length.
         rate: what multiplies the learning rate.
+        gradient: what parameters receive in place of their gradient, one of `Directions`.
     """
 
     columns: str = ""
@@ -44,6 +47,7 @@ class Method(NamedTuple):
     scaled_bias: bool = False
     constant_scale: bool = False
     rate: float = 1.0
+    gradient: str = ""
 
 
 _NORM_LIKE = Method(square=1.0, constant=0.0, floor=1e-24)
@@ -61,6 +65,10 @@ METHODS = {
     "constant-scale": Method(constant_scale=True),
     "centred": Method("centred"),
     "centred-affine-like": _AFFINE_LIKE._replace(columns="centred"),
+    "rate-by-layer": Method(gradient="by-layer"),
+    "gradient-proportional": Method(gradient="proportional"),
+    "gradient-disproportional": Method(gradient="disproportional"),
+    "gradient-batch": Method(gradient="batch"),
 }
 
 
@@ -100,6 +108,60 @@ class Rows:
         of_bias = torch.where(self.scaled_bias, factor, 1.0)
         # ‖d‖ = ‖d‖²/s of norm-like, so that the gradient at d = 0 is 0, and not NaN.
         return factor * torch.where(self.isotropic, torch.tanh(squares * factor), 1.0), of_bias
+
+
+class Directions:
+    """What the gradients G of a map's rows become before they reach its parameters.
+
+    The parameters receive AᵀX and the sums of B's columns in place of GᵀX and those of G; the map,
+    and the gradient of its input, are as they were. With φ = (x, 1):
+
+        by-layer           A = B = G / mean over rows of ‖φ‖², a learning rate for the layer
+        proportional       A = B = G / ‖φ_r‖² by row (eqn 20 of the paper)
+        disproportional    A = G / (2‖x_r‖²), B = G/2 (eqn 21)
+        batch              A = B = (ΦΦᵀ + λI)⁻¹ G, λ = 10⁻³ of the mean of ‖φ‖²
+
+    With all but the first, a step moves an output by its own gradient, once; with the last it
+    moves by nothing else, as far as the map can.
+
+    Args:
+        methods: of the networks.
+        like: a tensor of the dtype and device to compute in.
+    """
+
+    DAMPING = 1e-3  # of `adiv_layers.GradientOnlyLinear`
+
+    def __init__(self, methods: Sequence[Method], like: Tensor) -> None:
+        def are(kind: str) -> Tensor:
+            of_kind = [method.gradient == kind for method in methods]
+            return torch.tensor(of_kind, device=like.device).view(-1, 1, 1)
+
+        self.changed = torch.tensor([bool(m.gradient) for m in methods], device=like.device)
+        self.any = any(method.gradient for method in methods)
+        self.by_layer, self.proportional = are("by-layer"), are("proportional")
+        self.disproportional = are("disproportional")
+        self.batch = [i for i, method in enumerate(methods) if method.gradient == "batch"]
+
+    def __call__(self, g: Tensor, squares: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+        """A and B, each (networks, rows, outputs).
+
+        Args:
+            g: G, (networks, rows, outputs).
+            squares: ‖x_r‖², (networks, rows, 1).
+            gram: XXᵀ of the networks of the batch form, (so many, rows, rows).
+        """
+        lengths = squares + 1
+        factor = torch.where(self.by_layer, 1 / lengths.mean(-2, keepdim=True), 1.0)
+        factor = torch.where(self.proportional, 1 / lengths, factor)
+        of_weight = torch.where(self.disproportional, 0.5 / squares, factor) * g
+        of_bias = torch.where(self.disproportional, 0.5, factor) * g
+        if self.batch:
+            damping = self.DAMPING * lengths[self.batch].mean(-2, keepdim=True)
+            eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+            factored = torch.linalg.cholesky(gram + 1 + damping * eye)
+            of_weight[self.batch] = torch.cholesky_solve(g[self.batch], factored)
+            of_bias[self.batch] = of_weight[self.batch]
+        return of_weight, of_bias
 
 
 class Columns:

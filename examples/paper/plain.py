@@ -10,10 +10,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import cifar
 import torch
-from adiv_layers import AffineLikeLinear, NormLikeLinear
+from adiv_layers import AffineLikeLinear, GradientOnlyLinear, NormLikeLinear
+from adiv_layers.gradient_only import LinearForm
 from commandline import count
 from ensemble import NONLINEAR, SLOPES, Network
 from graph import is_settled
@@ -63,6 +65,29 @@ class IsotropicTanh(nn.Module):
         return length.tanh() * x / length
 
 
+class RateByLayer(nn.Linear):
+    """An affine map whose learning rate is over the mean of ‖x‖² + 1 of each batch."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """W·x + b; the gradients of W and b are divided."""
+        length = (input.detach().square().sum(-1) + 1).mean()
+        weight, bias = (_Over.apply(each, length) for each in (self.weight, self.bias))
+        return nn.functional.linear(input, weight, bias)
+
+
+class _Over(torch.autograd.Function):
+    """The identity, whose gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, divisor: Tensor) -> Tensor:
+        ctx.divisor = divisor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.divisor, None
+
+
 def model(network: Network, sizes: Sequence[int], typical: float) -> nn.Sequential:
     """One network, with the weights it has at first in an ensemble."""
     torch.manual_seed(network.seed)
@@ -70,7 +95,7 @@ def model(network: Network, sizes: Sequence[int], typical: float) -> nn.Sequenti
     for n, m in itertools.pairwise(sizes):
         if network.method == "constant-scale" and not layers:
             layers.append(Over(typical))
-        layers += [*_normaliser(network.method, n), _linear(network.method)(n, m)]
+        layers += [*_normaliser(network.method, n), _linear(network.method, n, m)]
         tanh = network.activation == "tanh"
         layers.append(nn.Tanh() if tanh else nn.LeakyReLU(SLOPES[network.activation]))
     return nn.Sequential(*layers[:-1])
@@ -96,10 +121,15 @@ def _normaliser(method: str, width: int) -> list[nn.Module]:
     return [Centred(width)] if METHODS[method].columns == "centred" else []
 
 
-def _linear(method: str) -> type[nn.Linear]:
+def _linear(method: str, inputs: int, outputs: int) -> nn.Linear:
     if method.startswith("norm-like"):
-        return NormLikeLinear
-    return AffineLikeLinear if METHODS[method].scaled_bias else nn.Linear
+        return NormLikeLinear(inputs, outputs)
+    if METHODS[method].scaled_bias:
+        return AffineLikeLinear(inputs, outputs)
+    if method.startswith("gradient-"):
+        form = cast(LinearForm, METHODS[method].gradient)
+        return GradientOnlyLinear(inputs, outputs, form=form)
+    return RateByLayer(inputs, outputs) if method == "rate-by-layer" else nn.Linear(inputs, outputs)
 
 
 def compare(

@@ -84,9 +84,30 @@ def padded(layer: nn.modules.conv._ConvNd, input: Tensor) -> tuple[Tensor, str |
 
 
 class _PatchNorm(nn.modules.conv._ConvNd):
-    """The part that the three dimensions share: settings and forward of the correction."""
+    """The part that the three dimensions share: constructor and forward of the correction."""
 
-    def _correct(self, form: Form, alpha: float, beta: float, eps: float) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: str | int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        form: Form = "affine-like",
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        eps: float = 1e-12,
+    ) -> None:
+        twin: Any = super()  # the constructor of `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        twin.__init__(*sizes, bias, padding_mode, device, dtype)
         check_form(form, alpha, beta, eps)
         self.form = form
         self.alpha = alpha
@@ -95,18 +116,10 @@ class _PatchNorm(nn.modules.conv._ConvNd):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         input, padding = padded(self, input)
+        geometry = (self.stride, padding, self.dilation, self.groups)
+        alpha, beta, eps = self.alpha, self.beta, self.eps
         return patch_norm_conv(
-            input,
-            weight,
-            bias,
-            self.stride,
-            padding,
-            self.dilation,
-            self.groups,
-            form=self.form,
-            alpha=self.alpha,
-            beta=self.beta,
-            eps=self.eps,
+            input, weight, bias, *geometry, form=self.form, alpha=alpha, beta=beta, eps=eps
         )
 
     def extra_repr(self) -> str:
@@ -138,29 +151,6 @@ class PatchNormConv1d(_PatchNorm, nn.Conv1d):
         eps: smallest norm to divide by (norm-like).
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int],
-        stride: int | tuple[int] = 1,
-        padding: str | int | tuple[int] = 0,
-        dilation: int | tuple[int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        form: Form = "affine-like",
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        eps: float = 1e-12,
-    ) -> None:
-        twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        nn.Conv1d.__init__(self, *twin, bias, padding_mode, device, dtype)
-        self._correct(form, alpha, beta, eps)
-
 
 class PatchNormConv2d(_PatchNorm, nn.Conv2d):
     """`nn.Conv2d` divided by the norm of each patch's features: see `patch_norm_conv`.
@@ -183,29 +173,6 @@ class PatchNormConv2d(_PatchNorm, nn.Conv2d):
         eps: smallest norm to divide by (norm-like).
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        form: Form = "affine-like",
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        eps: float = 1e-12,
-    ) -> None:
-        twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        nn.Conv2d.__init__(self, *twin, bias, padding_mode, device, dtype)
-        self._correct(form, alpha, beta, eps)
-
 
 class PatchNormConv3d(_PatchNorm, nn.Conv3d):
     """`nn.Conv3d` divided by the norm of each patch's features: see `patch_norm_conv`.
@@ -227,26 +194,3 @@ class PatchNormConv3d(_PatchNorm, nn.Conv3d):
         beta: weight of b.
         eps: smallest norm to divide by (norm-like).
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int, int],
-        stride: int | tuple[int, int, int] = 1,
-        padding: str | int | tuple[int, int, int] = 0,
-        dilation: int | tuple[int, int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        form: Form = "affine-like",
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        eps: float = 1e-12,
-    ) -> None:
-        twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        nn.Conv3d.__init__(self, *twin, bias, padding_mode, device, dtype)
-        self._correct(form, alpha, beta, eps)

@@ -14,7 +14,7 @@ divide by ‖x‖².
 """
 
 from contextlib import suppress
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -56,23 +56,26 @@ def gradient_only_linear(
         ValueError: the form is unknown, or eps or damping is not positive.
     """
     check_gradient_form(form, LINEAR_FORMS, eps, damping)
-    input, weight, bias = as_autocast(input, weight, bias)
-    function = flavour(_GradientOnlyLinear, _WithForwardMode, _AtOnce)
-    output: Tensor = function.apply(input, weight, bias, form, eps, damping)
-    return output
+    return gradient_only(input, weight, bias, _Linear(form, eps, damping))
 
 
-def flavour(plain: Any, with_forward_mode: Any, at_once: Any) -> Any:
-    """Choose one of three versions of an autograd function for the current context.
+def gradient_only(input: Tensor, weight: Tensor, bias: Tensor | None, linear_map: Any) -> Tensor:
+    """Apply a map that says what its parameters' gradients are: `_Linear`, or one like it.
 
     torch.compile accepts no function with a forward mode. `torch.func` transforms and forward-mode
     derivatives need a separate `setup_context`, which makes a call three times as slow.
     """
+    dtype = autocast_dtype(input)
+    if dtype is not None:  # cast as autocast would inside, so that the backward sees the same
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    function: type[torch.autograd.Function] = _AtOnce
     if torch.compiler.is_compiling():
-        return plain
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return with_forward_mode
-    return at_once
+        function = _GradientOnly
+    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        function = _WithForwardMode
+    output: Tensor = function.apply(input, weight, bias, linear_map)
+    return output
 
 
 def check_gradient_form(
@@ -85,18 +88,42 @@ def check_gradient_form(
         raise ValueError(f"eps={eps}, damping={damping}; both must be positive.")
 
 
-class _GradientOnlyLinear(torch.autograd.Function):
+class _Linear(NamedTuple):
+    """The linear map of every row, with its corrected gradients."""
+
+    form: str
+    eps: float
+    damping: float
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    def input_gradient(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight
+
+    def parameter_gradients(
+        self, grad: Tensor, input: Tensor, weight: Tensor, has_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, grad = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        if self.form == "batch":
+            return _batch_gradients(rows, grad, has_bias, self.damping)
+        eps = representable(self.eps, rows.dtype)
+        return _per_row_gradients(rows, grad, self.form, has_bias, eps)
+
+
+class _GradientOnly(torch.autograd.Function):
+    """The map in the forward pass, and its corrected gradients in the backward pass."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, form: str, eps: float, damping: float
-    ) -> Tensor:
-        return F.linear(input, weight, bias)
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, linear_map: Any) -> Tensor:
+        output: Tensor = linear_map.apply(input, weight, bias)
+        return output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, bias, *ctx.settings = inputs
+        input, weight, bias, ctx.map = inputs
         ctx.has_bias = bias is not None
         ctx.save_for_backward(input, weight)
         ctx.save_for_forward(input, weight)
@@ -104,56 +131,49 @@ class _GradientOnlyLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        form, eps, damping = ctx.settings
-        grad_input = grad @ weight if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:3]):
-            return grad_input, None, None, None, None, None
-        rows, grad = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        gradients: tuple[Tensor, Tensor | None]
-        if form == "batch":
-            gradients = _batch_gradients(rows, grad, ctx.has_bias, damping)
-        else:
-            eps = representable(eps, rows.dtype)
-            gradients = _per_row_gradients(rows, grad, form, ctx.has_bias, eps)
-        return grad_input, gradients[0], gradients[1] if ctx.has_bias else None, None, None, None
+        of_input = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_input = ctx.map.input_gradient(grad, input, weight)
+        if any(ctx.needs_input_grad[1:3]):
+            given = grad, input, weight, ctx.has_bias
+            of_weight, of_bias = ctx.map.parameter_gradients(*given)
+        return of_input, of_weight, of_bias if ctx.has_bias else None, None
 
 
-class _WithForwardMode(_GradientOnlyLinear):
-    """`_GradientOnlyLinear` with a forward mode, which torch.compile does not accept."""
+class _WithForwardMode(_GradientOnly):
+    """`_GradientOnly` with a forward mode, which torch.compile does not accept."""
 
     @staticmethod
     def jvp(
-        ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any
+        ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None, _: Any
     ) -> Tensor:
-        # Forward mode differentiates the output by the parameters: the map is a plain linear one.
+        # Forward mode differentiates the output by the parameters: the map is a plain one.
         input, weight = ctx.saved_tensors
         parts = [
-            None if d_input is None else F.linear(d_input, weight),
-            None if d_weight is None else F.linear(input, d_weight),
-            d_bias,
+            None if d_input is None else ctx.map.apply(d_input, weight, None),
+            None if d_weight is None else ctx.map.apply(input, d_weight, None),
+            None if d_bias is None else d_bias.view(-1, *[1] * (weight.dim() - 2)),
         ]
-        return total(parts)
+        first, *rest = [part for part in parts if part is not None]
+        for part in rest:
+            first = first + part
+        tangent: Tensor = first
+        return tangent
 
 
 class _AtOnce(torch.autograd.Function):
-    """`_GradientOnlyLinear` without a separate `setup_context`, for use without transforms."""
+    """`_GradientOnly` without a separate `setup_context`, for use without transforms."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        form: str,
-        eps: float,
-        damping: float,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, linear_map: Any
     ) -> Tensor:
-        ctx.settings = form, eps, damping
-        ctx.has_bias = bias is not None
+        ctx.map, ctx.has_bias = linear_map, bias is not None
         ctx.save_for_backward(input, weight)
-        return F.linear(input, weight, bias)
+        output: Tensor = linear_map.apply(input, weight, bias)
+        return output
 
-    backward = _GradientOnlyLinear.backward
+    backward = _GradientOnly.backward
 
 
 def row_factor(squares: Tensor, form: str, has_bias: bool, eps: float) -> Tensor:
@@ -219,24 +239,6 @@ def _damped_solve(gram: Tensor, right: Tensor, rows: int, damping: float) -> Ten
     # Unlike cholesky, cholesky_ex does not raise on NaN: AMP skips such a step itself.
     factor, _ = torch.linalg.cholesky_ex(damped)
     return torch.cholesky_solve(right, factor)
-
-
-def total(parts: list[Tensor | None]) -> Tensor:
-    """Return the sum of the parts that are not None."""
-    first, *rest = [part for part in parts if part is not None]
-    for part in rest:
-        first = first + part
-    return first
-
-
-def as_autocast(
-    input: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the arguments as autocast would inside, so that the backward sees the same dtypes."""
-    dtype = autocast_dtype(input)
-    if dtype is None:
-        return input, weight, bias
-    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

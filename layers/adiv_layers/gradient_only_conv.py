@@ -1,19 +1,13 @@
 """Gradient-only corrections of convolutions, where a row is a patch: see `gradient_only.py`."""
 
 from contextlib import suppress
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from adiv_layers.forms import representable
-from adiv_layers.gradient_only import (
-    as_autocast,
-    check_gradient_form,
-    flavour,
-    row_factor,
-    total,
-)
+from adiv_layers.gradient_only import check_gradient_form, gradient_only, row_factor
 from adiv_layers.kernels.choice import kernels_for
 from adiv_layers.kernels.launch import KernelError
 from adiv_layers.kernels.maps import Patches
@@ -68,126 +62,48 @@ def gradient_only_conv(
     if input.dim() == space + 1:
         settings = (weight, bias, stride, padding, dilation, groups)
         return gradient_only_conv(input.unsqueeze(0), *settings, form=form, eps=eps).squeeze(0)
-    input, weight, bias = as_autocast(input, weight, bias)
     dilation = per_dimension(dilation, space)
     input, padding = in_numbers(input, weight, padding, dilation)
     geometry = (per_dimension(stride, space), padding, dilation, groups)
-    function = flavour(_GradientOnlyConv, _WithForwardMode, _AtOnce)
-    output: Tensor = function.apply(input, weight, bias, geometry, form, eps)
-    return output
+    return gradient_only(input, weight, bias, _Convolution(geometry, form, eps))
 
 
-class _GradientOnlyConv(torch.autograd.Function):
-    generate_vmap_rule = True
+class _Convolution(NamedTuple):
+    """A convolution, with its corrected gradients."""
 
-    @staticmethod
-    def forward(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        geometry: Geometry,
-        form: str,
-        eps: float,
-    ) -> Tensor:
-        return CONVOLUTIONS[weight.dim() - 2](input, weight, bias, *geometry)
+    geometry: Geometry
+    form: str
+    eps: float
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, bias, ctx.geometry, ctx.form, ctx.eps = inputs
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(input, weight)
-        ctx.save_for_forward(input, weight)
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return CONVOLUTIONS[weight.dim() - 2](input, weight, bias, *self.geometry)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = _conv_backward(ctx.geometry, grad, input, weight, (True, False, False))
-        if any(ctx.needs_input_grad[1:3]):
-            grad_weight, grad_bias = _per_patch_gradients(
-                input, weight, grad, ctx.geometry, ctx.form, ctx.has_bias, ctx.eps
-            )
-        return grad_input, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
-
-
-class _WithForwardMode(_GradientOnlyConv):
-    """`_GradientOnlyConv` with a forward mode, which torch.compile does not accept."""
-
-    @staticmethod
-    def jvp(
-        ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any
-    ) -> Tensor:
-        input, weight = ctx.saved_tensors
-        space = weight.dim() - 2
-        conv = CONVOLUTIONS[space]
-        parts = [
-            None if d_input is None else conv(d_input, weight, None, *ctx.geometry),
-            None if d_weight is None else conv(input, d_weight, None, *ctx.geometry),
-            None if d_bias is None else d_bias.view(-1, *[1] * space),
+    def input_gradient(self, grad: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        gradient = Patches.of(weight, *self.geometry).backward(grad, input, weight, (True, False))[
+            0
         ]
-        return total(parts)
+        assert gradient is not None
+        return gradient
 
-
-class _AtOnce(torch.autograd.Function):
-    """`_GradientOnlyConv` without a separate `setup_context`, for use without transforms."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        geometry: Geometry,
-        form: str,
-        eps: float,
-    ) -> Tensor:
-        ctx.geometry, ctx.form, ctx.eps = geometry, form, eps
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(input, weight)
-        return CONVOLUTIONS[weight.dim() - 2](input, weight, bias, *geometry)
-
-    backward = _GradientOnlyConv.backward
-
-
-def _per_patch_gradients(
-    input: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    geometry: Geometry,
-    form: str,
-    has_bias: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor | None]:
-    """Return gradients of weight and bias, with every patch's share multiplied by its factor."""
-    eps, space = representable(eps, input.dtype), weight.dim() - 2
-    stride, padding, dilation, groups = geometry
-    patches = Patches(list(weight.shape[2:]), list(stride), list(padding), list(dilation), groups)
-    kernels = None if torch.is_grad_enabled() else kernels_for(input, weight, grad)
-    if kernels is not None and patches.suits(input, weight):
-        with suppress(KernelError):
-            found: tuple[Tensor, Tensor | None] = kernels.patch_gradients(
-                patches, input, weight, grad, has_bias, form == "proportional", eps
-            )
-            return found
-    squares = patch_squares(input, weight, *geometry)
-    factor = row_factor(squares, form, has_bias, eps)
-    scaled = scale_channels(grad, factor, groups, space)
-    grad_weight = _conv_backward(geometry, scaled, input, weight, (False, True, False))
-    positions = [0, *range(2, space + 2)]
-    if form == "disproportional":
-        return grad_weight, 0.5 * grad.sum(positions)
-    return grad_weight, scaled.sum(positions)
-
-
-def _conv_backward(
-    geometry: Geometry, grad: Tensor, input: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
-) -> Tensor:
-    """Return the one gradient of a convolution that the mask selects."""
-    stride, padding, dilation, groups = geometry
-    no_output_padding = [0] * (weight.dim() - 2)
-    gradients = torch.ops.aten.convolution_backward(
-        grad, input, weight, None, stride, padding, dilation, False, no_output_padding, groups, mask
-    )
-    gradient: Tensor = gradients[mask.index(True)]
-    return gradient
+    def parameter_gradients(
+        self, grad: Tensor, input: Tensor, weight: Tensor, has_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return gradients of weight and bias, each patch's share multiplied by its factor."""
+        form, eps, space = self.form, representable(self.eps, input.dtype), weight.dim() - 2
+        patches = Patches.of(weight, *self.geometry)
+        kernels = None if torch.is_grad_enabled() else kernels_for(input, weight, grad)
+        if kernels is not None and patches.suits(input, weight):
+            with suppress(KernelError):
+                found: tuple[Tensor, Tensor | None] = kernels.patch_gradients(
+                    patches, input, weight, grad, has_bias, form == "proportional", eps
+                )
+                return found
+        squares = patch_squares(input, weight, *self.geometry)
+        factor = row_factor(squares, form, has_bias, eps)
+        scaled = scale_channels(grad, factor, patches.groups, space)
+        _, grad_weight = patches.backward(scaled, input, weight, (False, True))
+        assert grad_weight is not None
+        positions = [0, *range(2, space + 2)]
+        if form == "disproportional":
+            return grad_weight, 0.5 * grad.sum(positions)
+        return grad_weight, scaled.sum(positions)

@@ -71,10 +71,8 @@ def patch_norm_conv(
         correction = affine_like(alpha, beta)
     else:
         correction = norm_like(alpha, beta, eps, input.dtype)
-    patches = Patches(
-        *(list(weight.shape[2:]), list(stride), list(padding), list(dilation)), groups
-    )
     geometry = (stride, padding, dilation, groups)
+    patches = Patches.of(weight, *geometry)
     plain = partial(_plain, geometry=geometry, form=correction)
     return output_scaled(patches, plain, input, weight, bias, correction)
 

@@ -20,6 +20,7 @@ from adiv_layers.forms import Correction, least_square, times
 from adiv_layers.kernels.choice import kernels_for
 from adiv_layers.kernels.launch import KernelError
 from adiv_layers.kernels.maps import Rows
+from adiv_layers.kernels.plain import differentiable
 from adiv_layers.ops import linear_dtype, unit_rows
 
 
@@ -142,7 +143,7 @@ class _InputScaled(torch.autograd.Function):
         form, needed = ctx.form, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # double differentiation: f must depend on x in the graph
             plain = partial(scale_input, form=form)
-            return *_differentiable(plain, (input, weight, bias), needed, grad), None
+            return *differentiable(plain, (input, weight, bias), needed, grad), None
         rows = grad.reshape(-1, grad.shape[-1])
         grad_input = grad_weight = grad_bias = None
         if needed[0]:
@@ -184,7 +185,7 @@ class _OutputScaled(torch.autograd.Function):
         form, needed = ctx.form, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
             plain = partial(scale_output, form=form)
-            return *_differentiable(plain, (input, weight, bias), needed, grad), None
+            return *differentiable(plain, (input, weight, bias), needed, grad), None
         scaled_grad = grad * factor
         rows = scaled_grad.reshape(-1, grad.shape[-1])
         grad_input = grad_weight = grad_bias = None
@@ -213,16 +214,3 @@ def _where_it_varies(pull: Tensor, factor: Tensor, form: Correction) -> Tensor:
     """Return the pull of f on x; zero where eps determines f."""
     limit = form.limit(factor)
     return pull if limit == 0 else pull.masked_fill(factor.abs() >= limit, 0.0)
-
-
-def _differentiable(
-    plain: Callable[..., Tensor],
-    inputs: tuple[Tensor | None, ...],
-    needed: tuple[bool, ...],
-    grad: Tensor,
-) -> list[Tensor | None]:
-    """Return the gradients of the plain expression, with a graph of their own."""
-    wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-    output = plain(*inputs)
-    gradients = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
-    return [next(gradients) if need else None for need in needed]

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,16 +144,6 @@ CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows]
             b=weight(2, 1, 9),
         ),
         stacked,
-        WIDTH,
-        9,
-    ),
-    "expanded": (
-        "w",
-        lambda: built(
-            lambda m, x: torch.bmm(x.view(2, -1, WIDTH), m.w.expand(2, -1, -1)).view(ROWS, -1),
-            w=weight(WIDTH, 9),
-        ),
-        lambda m, x: alone(m.w.t(), x),
         WIDTH,
         9,
     ),
@@ -311,32 +300,10 @@ def test_vectors_are_no_layers_and_known_to_the_layers_that_they_act_on() -> Non
     names = {id(p): name for name, p in model.named_parameters()}
     acting = {x.path: {names[id(p)] for p in x.entrywise} for x in alignment.layers}
     assert acting == {
-        "first": {"first.bias", "token", "gain", "norm.weight", "norm.bias"},
+        "first": {"first.bias", "gain", "norm.weight", "norm.bias"},
         "head": {"head.bias"},
     }
     assert alignment.unmeasured == []
-
-
-class Unrecorded(nn.Module):
-    """A module whose forward pass works only without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        np.testing.assert_array_equal(hidden.numpy(), hidden.detach().numpy())
-        self.first.weight.mul_(1.0)
-        assert not torch.is_grad_enabled()
-        return self.head(hidden)
-
-
-def test_the_pass_records_no_gradients() -> None:
-    model = Unrecorded()
-    alignment = Alignment(model, Probe(torch.randn(ROWS, 8)))
-    assert [layer.role for layer in alignment.layers] == ["embedding", "readout"]
-    assert list(alignment.read()) == ["first", "head"]
 
 
 def test_saved_reference_points_name_weights_as_the_model_does() -> None:
@@ -358,7 +325,7 @@ def test_a_weight_that_is_looked_up_and_multiplied_is_two_layers() -> None:
     alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
     kinds = {layer.path: (layer.kind, layer.fan_in, layer.fan_out) for layer in alignment.layers}
     assert kinds["table"] == ("embedding", 5, WIDTH)
-    assert kinds["table@linear"] == ("linear", WIDTH, 5)
+    assert kinds["table.weight"] == ("linear", WIDTH, 5)
     both = built(
         lambda m, x: torch.einsum("bi,ij->bj", torch.einsum("bi,ji->bj", x, m.w), m.w),
         w=weight(WIDTH, WIDTH),
@@ -380,20 +347,17 @@ def test_what_can_not_be_measured_is_named_with_the_reason() -> None:
     alignment = Alignment(mapped, Probe(torch.randn(ROWS, 8).double()))
     assert alignment.unmeasured == ["linear.weight"]
     assert "torch.func" in alignment.refused["linear.weight"]
-    scaled = built(lambda m, x: functional.linear(x, m.w * 2, m.b), w=weight(7, WIDTH), b=weight(7))
-    alignment = Alignment(scaled, Probe(torch.randn(ROWS, 8).double()))
-    assert alignment.unmeasured == ["w"] and "computes a weight from it" in alignment.refused["w"]
-    assert alignment.layers[-1].predecessors == ("first",)
-    assert any(p is scaled.b for p in alignment.layers[0].entrywise)
 
 
-def test_gradients_that_rules_refuse_are_none_of_a_probes_business() -> None:
-    model = built(
-        lambda m, x: x + m.table(torch.arange(ROWS) % 5), table=nn.Embedding(5, WIDTH, sparse=True)
-    )
-    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
-    assert {layer.path: layer.kind for layer in alignment.layers}["table"] == "embedding"
-    assert alignment.refused == {}
+def test_a_computed_weight_is_the_matrix_that_is_used() -> None:
+    model = built(lambda m, x: functional.linear(x, m.w * 2, m.b), w=weight(7, WIDTH), b=weight(7))
+    x = torch.randn(ROWS, 8).double()
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    before = moved(model)
+    with torch.no_grad():
+        expected = ratios(*(alone(2 * m.w, m.before(x)) for m in (before, model)))
+    assert alignment.read()["w"].alpha == pytest.approx(expected["alpha"], abs=1e-9)
+    assert any(p is model.b for p in alignment.layers[1].entrywise)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")

@@ -310,19 +310,20 @@ def test_a_comparison_marks_what_lies_beyond_the_errors() -> None:
 
 @pytest.mark.slow
 def test_a_large_report_is_a_small_file() -> None:
-    """At this rate 500 layers at 100 steps, which tests/benchmarks/page.py makes, are 5 MB."""
+    """At this rate 500 layers at 100 steps are 5 MB."""
     layers = [f"encoder.layers.{i}.attention.projection" for i in range(50)]
     report = example_audits.made_up(layers, 100)
     assert len(page(report).encode()) < 270_000 + 50 * 9_200
 
 
 def test_a_finding_carries_what_its_docs_say() -> None:
-    text = page(example_audits.faulty())
+    report = small()
+    text = page(report)
     assert "What this means, and when not to believe it" in text
     means = json.loads((ASSETS / "findings.json").read_text())["input-scale"]["means"]
     assert means in text
-    unknown = replace(example_audits.faulty().findings[0], name="not-in-the-docs")
-    assert "explained" not in page(AuditReport((unknown,), small().record)).split("</style>")[1]
+    unknown = replace(report.findings[0], name="not-in-the-docs")
+    assert "explained" not in page(AuditReport((unknown,), report.record)).split("</style>")[1]
 
 
 def test_alignments_have_a_table_where_they_were_asked_for() -> None:

@@ -44,7 +44,7 @@ from write_up import heading, parser, table, write
 import adiv_monitor
 from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.features import rows
-from adiv_monitor.maths import dots
+from adiv_monitor.step import vectors
 
 # Bounds set beforehand: kernels of the whole measured step, or the monitor's own per layer.
 EXPECTED = {
@@ -232,8 +232,10 @@ def count_task(
 ) -> tuple[Launches, int]:
     """Count the third step of a task; return the count, and the number of measured layers."""
     # A CPU takes parts that fit into its cache, in as many operations; a GPU takes the whole.
-    large = {"new": 2**62}
-    with mock.patch.object(rows, "CHUNK", **large), mock.patch.object(dots, "STACKED", **large):
+    with (
+        mock.patch.multiple(rows, CHUNK=2**62, SLOW=()),
+        mock.patch.object(vectors, "STACKED", 2**62),
+    ):
         trainer = Trainer(task, monitor)
         for _ in range(2):
             trainer.step()

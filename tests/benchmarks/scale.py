@@ -39,12 +39,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # location of the helpers for s
 from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
-from adiv_monitor.maths import dots
-from adiv_monitor.step import assembly, collectives
+from adiv_monitor.step import assembly, unsharded, vectors
 from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, encode
 from adiv_monitor.step.rank_contribution import RankContribution
-from adiv_monitor.step.soundness import check
 
 _aten = torch.ops.aten
 
@@ -120,7 +118,7 @@ def cost(job: Job) -> Cost:
         # four more vectors; on a CPU all vectors of small layers side by side; of a sharded layer
         # the unsharded parameter in float32, twice while it is gathered.
         held += k * (b * P / S + 16 * R * m)
-        stacked += k * R * m if 4 * R * m <= dots.STACKED else 0
+        stacked += k * R * m if 4 * R * m <= vectors.STACKED else 0
         largest = max(largest, 18 * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
@@ -129,7 +127,7 @@ def cost(job: Job) -> Cost:
     moved += 13 * b * tables / S
     held += b * tables / S
     gathered += 2 * 4 * tables * (S - 1) / S
-    held += max(largest, 14 * 4 * min(stacked, dots.STACKED))
+    held += max(largest, 14 * 4 * min(stacked, vectors.STACKED))
     return Cost(flops, moved, held, gathered, sent)
 
 
@@ -212,7 +210,7 @@ def counted(job: Job, *, monitored: bool) -> Counted:
         for _ in range(3 if due is None else 2 * len(linear) // due):
             step()
         if monitored:  # on a CPU the copies take the memory of the last step's, which counts, too
-            monitor._controller.finish()
+            monitor._controller.read()
             monitor._controller._history.flats.clear()
         with visible(), work:
             held = step()
@@ -268,7 +266,7 @@ def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
         parts.append(part)
         return prepared(part, *given)
 
-    sharded_as = collectives.sharded_as
+    sharded_as = unsharded.sharded_as
 
     def note_whole(part: Tensor, alike: Any) -> Any:
         is_sum = any(placement.is_partial() for placement in alike.placements)
@@ -278,7 +276,7 @@ def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
 
     with (
         patch.object(assembly, "prepared", note_part),
-        patch.object(collectives, "sharded_as", note_whole),
+        patch.object(unsharded, "sharded_as", note_whole),
     ):
         yield parts, sizes
 
@@ -351,9 +349,7 @@ def _seconds(data: bytes, world: int) -> float:
     times = []
     for _ in range(5):
         began = time.perf_counter()
-        parts = {rank: decode(RankContribution, data) for rank in range(world)}
-        for part in parts.values():
-            check(part)
+        parts = {rank: decode(data) for rank in range(world)}
         merge_ranks(parts, world, 128, np.random.default_rng(0))
         times.append(time.perf_counter() - began)
     return median(times)

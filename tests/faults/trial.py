@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture import hook
 from adiv_monitor.rerun import eager
 from adiv_monitor.rerun.surroundings import _rerun
 from adiv_monitor.rerun.thread import ThreadState
@@ -138,12 +137,12 @@ def _caches(modules: int) -> list[Any]:
 @contextmanager
 def afterwards_clean() -> Iterator[None]:
     """What one trial leaves behind must not show in the next."""
-    state = ThreadState(whole=True)
+    state = ThreadState()
     try:
         yield
     finally:
         state.put_back()
-        hook._aside.on = _rerun.under_way = False
+        _rerun.under_way = False
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
         eager._leave_all()

@@ -1,7 +1,6 @@
 """What a training leaves behind: its result, and what must be as it was before."""
 
 import random
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from adiv_monitor.capture import hook
 from adiv_monitor.rerun import eager
 from adiv_monitor.rerun.surroundings import _rerun
 
@@ -77,10 +76,9 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "default dtype": torch.get_default_dtype(),
         "stance": (len(eager._holders), eager._outside),
-        "aside": hook._aside.on,
         "rerun": _rerun.under_way,
         "threads": threading.active_count(),
-        "depth of the stack": sys.getrecursionlimit(),
+        "all modules": [*_global_forward_pre_hooks.items(), *_global_forward_hooks.items()],
         "all optimizers": [
             *_global_optimizer_pre_hooks.items(),
             *_global_optimizer_post_hooks.items(),

@@ -45,7 +45,7 @@ def patch_reference(form, alpha, beta):
     return reference
 
 
-@pytest.mark.slow(one_in=19)
+@pytest.mark.slow(one_in=37)
 @pytest.mark.parametrize(("form", "alpha", "beta"), CASES)
 @pytest.mark.parametrize("shape", [(20, 33), (200, 7)], ids=["wide output", "narrow output"])
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16], ids=str)
@@ -98,6 +98,7 @@ def finite_rows(z):
 
 
 # NumPy, on which the interpreter runs, warns of 0·∞.
+@pytest.mark.slow(one_in=3)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", [(20, 33), (200, 7)], ids=["wide output", "narrow output"])

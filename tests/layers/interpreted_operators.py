@@ -78,6 +78,7 @@ def test_gradients_may_be_mapped_over():
         torch.testing.assert_close(batched[i], one)
 
 
+@pytest.mark.slow
 def test_compiled_code_sees_plain_expressions():
     x = torch.randn(4, 3, requires_grad=True)
     names = []

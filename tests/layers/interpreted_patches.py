@@ -80,7 +80,7 @@ def channels_last(x):
     return x.to(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()])
 
 
-@pytest.mark.slow(one_in=13)
+@pytest.mark.slow(one_in=23)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,7 +92,7 @@ def test_patch_norm(case, form, dtype, monkeypatch):
         check(patch_norm(*settings, form), truth, inputs, upstream, dtype)
 
 
-@pytest.mark.slow(one_in=17)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", ["2d", "2d mixed", "2d groups", "3d"])
 @pytest.mark.parametrize("layout", ["channels last", "mixed", "sliced", "expanded"])

@@ -22,11 +22,11 @@ Truth = dict[str, reference.LayerTruth]
 SAMPLED = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
-    *("bias_share", "update_ratio"),
+    *("bias_share", "update_ratio", "common_share"),
 }
 SAMPLED_OF_GAINS = SAMPLED | {
     *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "scale_p05", "scale_p50"),
-    *("scale_p95", "common_share", "idle_share"),
+    *("scale_p95", "idle_share"),
 }
 
 
@@ -95,8 +95,6 @@ def test_every_measure(
             whole = reading.rows_seen == total
             grouped = truth[path].scale.shape[1] > 1
             allowed = set() if whole else SAMPLED_OF_GAINS if grouped else SAMPLED
-            if reading.idle_share and not whole:  # then the mean feature is sampled too
-                allowed = allowed | {"common_share"}
             assert reading.standard_error.keys() <= allowed
             for name in expected.keys() - allowed:
                 assert getattr(reading, name) == pytest.approx(

@@ -1,6 +1,7 @@
 """Sums over all rows, computed for similar layers together, are correct for each layer."""
 
-import math
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
-from adiv_monitor.features import rows as of_rows
 from adiv_monitor.features.functions.conv import Geometry, patch_squares, patches
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.records import leaves
-from adiv_monitor.maths.sums import ScaleTotals, Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 from adiv_monitor.report import MEASURES, LayerReading
 
@@ -27,54 +25,55 @@ def layer(seed: int, rows: int = ROWS, *, bias: float | None = 1.0) -> AllRows:
     def positive() -> Tensor:
         return torch.rand(rows, generator=random, dtype=torch.float64) + 0.1
 
-    weight, square = positive(), positive()
-    square[torch.rand(rows, generator=random) < 0.3] = 0
-    return AllRows(weight, positive() if bias is None else bias, square)
+    weight, gradient = positive(), positive()
+    gradient[torch.rand(rows, generator=random) < 0.3] = 0
+    return AllRows(gradient, weight, positive() if bias is None else bias)
 
 
-def by_hand(rows: AllRows) -> Totals[float]:
+def scale_of(rows: AllRows) -> Tensor:
+    assert rows.weight is not None
+    return rows.weight**2 + rows.bias_square
+
+
+def by_hand(rows: AllRows) -> dict[str, float]:
     """Compute the sums as `Totals` defines them."""
-    active = rows.square != 0
-    scale, square = (rows.weight_square + rows.bias_square)[active], rows.square[active]
-    return Totals(
-        active=active.sum().item(),
-        G_G=square.sum().item(),
-        own_G=(scale * square).sum().item(),
-        own_own=(scale**2 * square).sum().item(),
-        scales=ScaleTotals(
-            sum=scale.sum().item(),
-            deviation=(scale - scale.mean()).square().sum().sqrt().item(),
-            largest=scale.max().item(),
-            entries=math.nan,
-        ),
-        weight_squares=rows.weight_square.sum().item(),
-    )
+    square = rows.gradient**2
+    found = {
+        "active": (square != 0).sum().item(),
+        "G_G": square.sum().item(),
+        "concentration": ((square**2).sum() / square.sum() ** 2).item(),
+    }
+    if rows.weight is None:
+        return found
+    scale, square = scale_of(rows)[square != 0], square[square != 0]
+    return {
+        **found,
+        "own_G": (scale * square).sum().item(),
+        "own_own": (scale**2 * square).sum().item(),
+        "scales.sum": scale.sum().item(),
+        "scales.deviation": (scale - scale.mean()).square().sum().sqrt().item(),
+        "scales.largest": scale.max().item(),
+    }
+
+
+def sums_of(layers: dict[str, AllRows], generator: np.random.Generator) -> dict[str, Any]:
+    found: Any = totals.sums({path: [rows] for path, rows in layers.items()}, generator)
+    return totals.by_layer(found, {path: len(rows.gradient) for path, rows in layers.items()})
 
 
 @pytest.mark.parametrize("bias", [0.0, 2.5, None])
-def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_gets_its_own(bias: float | None) -> None:
     layers = {str(seed): layer(seed, bias=bias) for seed in range(4)}
+    layers["without scales"] = AllRows(layer(8, 11).gradient)
     layers["another"] = layer(9, 7, bias=bias)
-    stacked: list[int] = []
-    real = totals._of_stacked
-
-    def counted(weight_square: Tensor, *rest: Tensor | float) -> Totals[Tensor]:
-        stacked.append(len(weight_square))
-        return real(weight_square, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(totals, "_of_stacked", counted)
-    found = totals.by_layer(totals.sums(layers, np.random.default_rng(0)))
-    assert sorted(stacked) == [1, 4]  # after a failure, layers are summed one by one
+    found = sums_of(layers, np.random.default_rng(0))
     for path, rows in layers.items():
-        expected = by_hand(rows)
-        for (name, value), (other, told) in zip(leaves(expected), leaves(found[path]), strict=True):
-            assert name == other
-            if name != "scales.entries":
-                assert told.shape == (1,)
-                assert told.item() == pytest.approx(value, rel=1e-12), name
-        scale = rows.weight_square + rows.bias_square
-        entries = torch.where(rows.square != 0, scale, torch.nan)
-        torch.testing.assert_close(found[path].scales.entries, entries, equal_nan=True)
+        for name, expected in by_hand(rows).items():
+            assert attrgetter(name)(found[path]).item() == pytest.approx(expected), name
+        assert (found[path].scales is None) == (rows.weight is None)
+        if rows.weight is not None:
+            scales = torch.where(rows.gradient != 0, scale_of(rows), torch.nan)
+            torch.testing.assert_close(found[path].scales.entries, scales, equal_nan=True)
 
 
 def test_some_of_very_many_scales_are_kept() -> None:
@@ -82,127 +81,35 @@ def test_some_of_very_many_scales_are_kept() -> None:
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
     first, second = (
-        totals.by_layer(totals.sums({"": rows}, generator))[""].scales.entries.nan_to_num(-1)
-        for _ in range(2)
+        sums_of({"": rows}, generator)[""].scales.entries.nan_to_num(-1) for _ in range(2)
     )
-    scale = torch.where(rows.square != 0, rows.weight_square + 1, -1)
     for entries in (first, second):
         active = entries[entries > 0]
         assert len(entries) == MOST_ENTRIES
         assert len(active.unique()) == len(active)
-        assert torch.isin(active, scale).all()
+        assert torch.isin(active, scale_of(rows)).all()
         assert 0.25 < (entries < 0).double().mean() < 0.35
     assert not torch.equal(first, second)
 
 
-def test_a_layer_whose_sums_fail_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = totals._of_stacked
-
-    def breaks(weight_square: Tensor, *rest: Tensor | float) -> Totals[Tensor]:
-        if (weight_square == 0).any():  # a zero row, which only the first layer has
-            raise RuntimeError("no sums")
-        return real(weight_square, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(totals, "_of_stacked", breaks)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(3, 4)
-    x[1] = 0
-    with (
-        Monitor(model, optimizer, max_rows=None) as monitor,
-        pytest.warns(UserWarning, match="no sums"),
-    ):
-        model(x).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert monitor.latest.layers.keys() == {"1"}
-    assert "no sums" in monitor.latest.unsupported["0"]
-
-
-class Affine(nn.Module):
-    """A gain of one number per channel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(6, 1, 1) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * x
-
-
-PARTED = {
-    "batch norm": lambda: nn.BatchNorm2d(6),
-    "batch norm in evaluation": lambda: nn.BatchNorm2d(6).eval(),
-    "batch norm without statistics": lambda: nn.BatchNorm2d(6, track_running_stats=False),
-    "group norm": lambda: nn.GroupNorm(2, 6),
-    "layer norm": lambda: nn.LayerNorm([5, 4]),
-    "layer norm of samples": lambda: nn.LayerNorm([6, 5, 4]),
-    "rms norm": lambda: nn.RMSNorm(4),
-    "gain": Affine,
-    "depthwise": lambda: nn.Conv2d(6, 12, (3, 2), (2, 1), padding=1, dilation=(1, 2), groups=6),
-    "grouped": lambda: nn.Conv2d(6, 4, 3, groups=2, padding_mode="circular", padding=1),
-}
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("name", PARTED)
-def test_all_rows_are_the_same_in_parts_and_at_once(
-    name: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read() -> LayerReading:
-        torch.manual_seed(0)
-        module = PARTED[name]().double()
-        x = torch.randn(7, 6, 5, 4, dtype=torch.float64) * 3 + 100
-        if channels_last:
-            x = x.to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with Monitor(module, optimizer, max_rows=4) as monitor:
-            z = module(x.requires_grad_())
-            (z * torch.randn(z.shape, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-        assert monitor.latest is not None
-        (found,) = monitor.latest.layers.values()
-        return found
-
-    at_once = read()
-    parts: list[int] = []
-    real = torch.split
-
-    def split(tensor: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
-        found = real(tensor, size, dim)
-        parts.append(len(found))
-        return found
-
-    monkeypatch.setattr(of_rows, "CHUNK", 40)
-    monkeypatch.setattr(torch, "split", split)
-    in_parts = read()
-    assert max(parts) == 7
-    read_of = {measure: getattr(at_once, measure) for measure in MEASURES}
-    known = {measure: value for measure, value in read_of.items() if value is not None}
-    assert {"update_cosine", "diagonal_cosine", "scale_mean"} <= known.keys()
-    for measure, expected in known.items():
-        value = getattr(in_parts, measure)
-        assert value == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True), measure
-
-
-GROUPED = {
-    "depthwise": Geometry((3, 2), (2, 1), ((1, 1), (1, 1)), (1, 2), 6, 1),
-    "uneven padding": Geometry((2, 2), (1, 1), ((0, 1), (0, 1)), (1, 1), 2, 3),
-    "transposed": Geometry((3, 3), (1, 1), ((2, 2), (1, 2)), (1, 1), 6, 1, spacing=(2, 2)),
-    "one dimension": Geometry((3,), (2,), ((1, 1),), (1,), 3, 2),
-    "cropped": Geometry((2, 2), (1, 1), ((-1, 1), (0, -1)), (1, 1), 6, 1),
-    "three dimensions": Geometry((3, 2, 1), (1, 1, 1), ((1, 1), (0, 0), (0, 0)), (1, 1, 1), 2, 3),
+GEOMETRIES = {
+    "dilated": Geometry((3, 2), (2, 1), ((1, 1), (1, 1)), (1, 2), 1, 6),
+    "uneven padding": Geometry((2, 2), (1, 1), ((0, 1), (0, 1)), (1, 1), 1, 6),
+    "transposed": Geometry((3, 3), (1, 1), ((2, 2), (1, 2)), (1, 1), 1, 6, spacing=(2, 2)),
+    "one dimension": Geometry((3,), (2,), ((1, 1),), (1,), 1, 6),
+    "cropped": Geometry((2, 2), (1, 1), ((-1, 1), (0, -1)), (1, 1), 1, 6),
+    "three dimensions": Geometry((3, 2, 1), (1, 1, 1), ((1, 1), (0, 0), (0, 0)), (1, 1, 1), 1, 6),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", GEOMETRIES)
 def test_scales_are_the_squares_of_patches(name: str, dtype: torch.dtype) -> None:
-    geometry = GROUPED[name]
+    geometry = GEOMETRIES[name]
     x = torch.randn(5, 6, *(5, 4, 3)[: len(geometry.kernel)], dtype=dtype)
     found = patch_squares(geometry, x)
-    every = patches(geometry, x, Rows(tuple(found.shape[:-1])))  # (rows, groups, entries)
-    torch.testing.assert_close(found.flatten(0, -2), every.square().sum(-1), rtol=1e-5, atol=1e-5)
+    every = patches(geometry, x, Rows(tuple(found.shape)))  # (rows, 1, entries)
+    torch.testing.assert_close(found.flatten(), every.square().sum((1, 2)), rtol=1e-5, atol=1e-5)
     strided = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.mT.contiguous().mT
     torch.testing.assert_close(patch_squares(geometry, strided), found, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(patch_squares(geometry, x[0]), found[:1], rtol=1e-5, atol=1e-5)

@@ -204,28 +204,6 @@ def test_a_layers_fan_in_and_kind(layer: nn.Module, x: Tensor, features: int, ki
     assert (reading.features, reading.kind) == (features, kind)
 
 
-def test_idle_rows_that_come_late_are_told() -> None:
-    """The note says that late rows' mean feature is missing from this report; the next has it."""
-    model = nn.Linear(4, 3).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(8, 4, dtype=torch.float64)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for step in range(4):
-            optimizer.zero_grad()
-            model(x)[: 8 if step < 2 else 5].square().sum().backward()
-            optimizer.step()
-    shares = [report.layers[""].common_share for report in monitor.reports]
-    assert shares[2] is None
-    assert monitor.reports[2].notes[0] == (
-        "common_share of the model itself is missing in this report: for the first time, some rows "
-        "there have a zero gradient, and it leaves such rows out. The next reports have it again."
-    )
-    assert shares[0] is not None
-    assert shares[3] is not None
-    assert shares[3] != pytest.approx(shares[0], rel=1e-6)
-    assert not monitor.reports[3].notes
-
-
 @pytest.mark.parametrize("state", [None, {}, {"step": 9}, {"step": -4, "generator": {}}])
 def test_a_state_that_is_none_is_refused_before_anything_changes(state: object) -> None:
     model = nn.Linear(2, 2)

@@ -90,13 +90,13 @@ def test_output_is_linear_in_the_parameters_with_these_features(name: str) -> No
 
 @pytest.mark.parametrize("module", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)])
 def test_normalisers_of_inputs_far_from_zero(module: nn.Module) -> None:
-    """x̂ in float32 is as precise as its input, however far that is from zero."""
+    """x̂ in float32 is off by the rounding of the mean, as in the module itself."""
     x = 1000 + 0.1 * torch.randn(8, 4, 5, 5)
     rows = Rows((8, 5, 5))
     exact, _ = use_of(module.double(), x.double())
     expected = predicted(exact, rows)
     rounded, _ = use_of(module.float(), x)
-    torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)

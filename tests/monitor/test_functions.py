@@ -147,17 +147,6 @@ def test_a_result_that_is_changed_in_place(name: str) -> None:
     same(reports[1], reports[0])
 
 
-@pytest.mark.parametrize("name", ["add-positions", "add-positions-first"])
-def test_positions_are_alike_as_often_as_they_come_however_few_are_seen(name: str) -> None:
-    """Every position comes once a sample, so `common_share` is one over their number, exactly."""
-    report, truths = measured(CASES[name], "sgd", 4)
-    (reading,) = report.layers.values()
-    (expected,) = truths.values()
-    assert reading.rows_seen == 4 < expected["rows_total"]
-    assert "common_share" not in reading.standard_error
-    assert reading.common_share == pytest.approx(expected["common_share"], abs=1e-12)
-
-
 @pytest.mark.slow(one_in=5, first=1)
 @pytest.mark.parametrize("name", RULED)
 def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:

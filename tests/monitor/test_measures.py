@@ -1,17 +1,18 @@
 """The measures as functions: any number of layers at once, zero vectors, sums, quantiles."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from setups import leaves
 from torch import Tensor
 
 from adiv_monitor.features.rows import squares
-from adiv_monitor.maths import dots, measures, readings
+from adiv_monitor.maths import dots, measures
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.estimates import (
     Sample,
@@ -22,8 +23,7 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     share_error,
 )
-from adiv_monitor.maths.readings import Judged, LayerMeasures, measure
-from adiv_monitor.maths.records import leaves
+from adiv_monitor.maths.readings import Judged, measure
 from adiv_monitor.maths.sums import (
     REALISED,
     About,
@@ -32,11 +32,13 @@ from adiv_monitor.maths.sums import (
     Common,
     Dots,
     Evidence,
+    FamilySums,
     LayerSums,
     Moved,
     Pairs,
     Sampled,
     ScaleTotals,
+    StackedSums,
     Totals,
     Vector,
     pairs_of,
@@ -175,21 +177,6 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
         assert squares(constant).sum().item() == pytest.approx(
             constant.numel() * value**2, rel=1e-5
         )
-    wide = torch.full((20, 30_000), 0.1)
-    vectors = {Vector.E: wide, Vector.G: 7 * wide}
-    found = dots.of_rows(vectors, pairs_of(tuple(vectors)))
-    expected = 30_000 * value**2 * torch.tensor([1.0, 49.0, 7.0])
-    torch.testing.assert_close(found, expected.expand(20, 3), rtol=1e-4, atol=0)
-
-
-def test_a_part_that_is_the_whole_leaves_nothing() -> None:
-    """‖d − b‖² = ‖d‖² − 2 d·b + ‖b‖² is 0 if the bias's part b is all of d, in float32, too."""
-    d = torch.randn(50, 37, generator=torch.Generator().manual_seed(0))
-    vectors = {Vector.E: d, Vector.G: d, Vector.D: d, Vector.BIAS: d}
-    pairs = pairs_of(tuple(vectors))
-    found = dots.of_rows(vectors, pairs)
-    squares, mixed = found[:, pairs.index((Vector.D,) * 2)], found[:, -1]
-    assert pairs[-1] == (Vector.D, Vector.BIAS) and torch.equal(squares, mixed)
 
 
 def test_pairs_are_those_of_the_vectors_that_are_there() -> None:
@@ -227,7 +214,7 @@ def random_layer(
     elif known == "sums":
         G_G, own_G, own_own, total, deviation, largest = (positive(least=20) for _ in range(6))
         scales = ScaleTotals(total, deviation, largest, positive(rows))
-        totals = Totals(active, G_G, None, own_G, own_own, scales, np.array([30.0]))
+        totals = Totals(active, G_G, np.array([0.1]), own_G, own_own, scales)
     blocks = Blocks(
         groups,
         pivot=np.ones((1, 1)),
@@ -241,7 +228,7 @@ def random_layer(
         Sampled(rows, 3 * rows),
         names,
         products_of(random, rows, pairs_of(names)),
-        Evidence(1e-16, factor=positive()[0]),
+        Evidence(1e-16, factor=float(positive()[0])),
         Dots(*positive(3).tolist()),
         scale=positive(rows, 1) if groups == 1 else None,
         blocks=None if groups == 1 else blocks,
@@ -275,17 +262,7 @@ def seen_whole(judged: Judged, change: Callable[[LayerSums[Array]], Array]) -> J
 @pytest.mark.parametrize("known", ["nothing", "gradients", "sums"])
 @pytest.mark.parametrize("groups", [1, 4])
 @np.errstate(over="ignore", invalid="ignore")
-def test_layers_measured_together_are_as_measured_alone(
-    groups: int, known: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[int] = []
-    real = readings._measure_alike
-
-    def counted(layers: Sequence[Judged]) -> list[LayerMeasures]:
-        tried.append(len(layers))
-        return real(layers)
-
-    monkeypatch.setattr(readings, "_measure_alike", counted)
+def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
     random = np.random.default_rng(0)
     layers = {f"layer {i}": random_layer(random, 6, groups, known) for i in range(3)}
     for rows in (1, 2, 5, 128, 300):
@@ -294,7 +271,6 @@ def test_layers_measured_together_are_as_measured_alone(
         layers[name] = seen_whole(random_layer(random, 6, groups, known), change)
     together = measure(layers)
     assert list(together) == list(layers)
-    assert tried == [10, 1]  # after a failure, layers are measured one by one
     for path, numbers in layers.items():
         alone = measure({path: numbers})[path]
         assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)
@@ -309,14 +285,21 @@ def test_layers_measured_together_are_as_measured_alone(
 
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
-    def of(products: Tensor, **others: Any) -> LayerSums[Tensor]:
-        evidence: Evidence[Tensor] = Evidence(1e-7, now=(None, torch.tensor([8.0])))
-        return LayerSums(About("x"), Sampled(1, 1), (Vector.G,), products, evidence, **others)
+    def of(total: int, **others: Any) -> LayerSums[Tensor]:
+        evidence: Evidence[Tensor] = Evidence(1e-7, equations=torch.tensor([8.0]))
+        nothing = torch.empty(0)
+        return LayerSums(About("x"), Sampled(1, total), (), nothing, evidence, **others)
 
-    layers = {
-        "x": of(torch.tensor([[1.0, 2.0]]), realised=Moved(1, torch.tensor(True))),
-        "y": of(torch.tensor(7.0), realised=Moved(1, torch.tensor([9.0]))),
-    }
+    e, G, z = Vector.E, Vector.G, Vector.Z
+    layers = {"x": of(1), "y": of(2, realised=Moved(1, torch.tensor([9.0])))}
+    blocks = Blocks(2, *(torch.tensor([[of]]) for of in (1.0, 2.0, 3.0, 4.0, 5.0)))
+    common = torch.tensor([[5.0], [6.0]]), torch.tensor([[7.0], [8.0]]), None
+    parts = (
+        FamilySums(2, (e, G, z), torch.tensor([[10.0], [20.0]]), None, common),
+        FamilySums(1, (G, z), None, blocks, None),
+    )
+    numbers = torch.arange(4 * 3.0).view(4, 3, 1)
+    rows = (StackedSums(("y", None, "x"), (e, G, z), numbers, parts),)
     products: PieceNumbers[Tensor] = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
     attending = {
         "z": tuple(
@@ -324,18 +307,25 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
         )
     }
     flags = Flags(skipped=torch.tensor(0.0))
-    stacked = Totals(torch.tensor([[3], [4], [5]]), torch.tensor([[0.3], [0.4], [0.5]]))
-    totals = {("y", "lost", "x"): stacked}
-    found = fetch(StepSums(layers, totals, flags, products, attending))
+    of_three = (torch.tensor([3.0, 4.0, 5.0]), torch.tensor([0.3, 0.4, 0.5]), torch.zeros(3))
+    scales = ScaleTotals(*(torch.tensor([of]) for of in (1.0, 2.0, 3.0)), torch.ones(1, 9))
+    own = torch.tensor([11.0])
+    totals = {("y", "lost", "x"): Totals(*of_three, own, own, scales)}
+    found = fetch(StepSums(layers, rows, totals, flags, products, attending))
     x, y = found.layers["x"], found.layers["y"]
     assert x.totals is not None and y.totals is not None
     assert (x.totals.active.tolist(), y.totals.active.tolist()) == ([5], [3])
     assert (x.totals.G_G.tolist(), y.totals.G_G.tolist()) == ([0.5], [pytest.approx(0.3)])
-    assert x.products.tolist() == [[1, 2]]
-    assert x.realised is not None and x.realised.products == 1
-    assert y.products == 7
+    assert x.totals.scales is None and y.totals.scales is not None
+    assert y.totals.scales.entries.tolist() == [1, 1]
+    assert (x.vectors, x.products.tolist()) == ((G, z), [[5, 8]])
+    assert (y.vectors, y.products.tolist()) == ((e, G, z), [[0, 3, 6, 9]])
+    assert x.scale is None and x.common is None
+    assert y.scale is not None and y.scale.tolist() == [10]
+    assert y.common is not None and (y.common.products.tolist(), y.common.sum) == ([5], None)
+    assert x.blocks is not None and x.blocks.largest.tolist() == [4]
     assert y.realised is not None and y.realised.products.tolist() == [9]
-    assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
+    assert x.evidence.equations is not None and x.evidence.equations.tolist() == [8]
     assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
     assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]

@@ -152,10 +152,8 @@ def test_an_embedding_that_keeps_its_rows_short(max_norm: float | None) -> None:
             before = model[0].weight.detach().clone()
             optimizer.step()
             u = model[0].weight.detach() - before
-        assert len(monitor.reports) == 2
         model(tokens)
         a = model[0].weight.detach() - before
-        assert len(monitor.reports) == 3
     reading = monitor.reports[2].layers["0"]
     assert reading.projection_cosine == pytest.approx(cosine(a, u))
     assert (reading.projection_cosine < 0.99) == (max_norm is not None)

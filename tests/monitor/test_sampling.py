@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.sampling import Threshold, draw, winners
-from adiv_monitor.step.layer_in_progress import LayerInProgress
+from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.step import vectors
 
 
 def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
@@ -94,13 +95,15 @@ def test_rows_of_a_step_are_even(
     model = Loops()
     x = torch.arange(40, dtype=torch.float64)[:, None] + torch.tensor([1.0, 0.5]).double()
     seen: list[Tensor] = []
-    original = LayerInProgress.take_scale
+    original = vectors.Family
 
-    def spy(self: LayerInProgress, generator: np.random.Generator) -> None:
-        seen.append(self.features.phi[:, 0, 0] - 1)  # type: ignore[union-attr]
-        original(self, generator)
+    def spy(layers: list[vectors.LayerInProgress]) -> vectors.Family:
+        features = layers[0].features
+        assert isinstance(features, DenseFeatures) and features.phi is not None
+        seen.append(features.phi[:, 0, 0] - 1)
+        return original(layers)
 
-    monkeypatch.setattr(LayerInProgress, "take_scale", spy)
+    monkeypatch.setattr(vectors, "Family", spy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     repeats = 120
     with Monitor(model, optimizer, every_n_steps=1, max_rows=10, on_error="raise") as monitor:

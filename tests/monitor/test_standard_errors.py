@@ -70,7 +70,7 @@ def test_how_much_the_rows_have_in_common(idle: float, mean: float) -> None:
     # Values of zero-gradient rows do not count.
     squares = np.where(sample.active, (seen**2).sum(-1), 7.0)
     products = np.where(sample.active, products, 7.0)
-    found = measures.common_share_of_rows(products, squares, count, sample)
+    found = measures.common_share(products, squares, count, sample)
     whole = features[active]
     agrees(found, float((whole.mean(0) ** 2).sum() / (whole**2).sum(1).mean()))
 
@@ -113,9 +113,9 @@ def test_all_rows_leave_nothing_to_chance() -> None:
     squares = (features**2).sum(-1)
     whole = np.where(active[..., None], features, 0).sum(1)
     products = (features * whole[:, None]).sum(-1)
-    found = measures.common_share_of_rows(products, squares, count, sample)
+    found = measures.common_share(products, squares, count, sample)
     total = np.where(active, squares, 0).sum(1)
-    share = measures.common_share((whole**2).sum(1), count, total)
+    share = (whole**2).sum(1) / count / total
     np.testing.assert_allclose(found.value, share, rtol=1e-12)
     pivot, one = np.array([2.0, -3.0]), np.ones(2)
     from_pivot = squares - pivot[:, None]
@@ -132,9 +132,9 @@ def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
     """With one active sampled row of many, pairs are unknown: only its own square counts."""
     active = np.array([[True, False, False]])
     rows, sample = np.array([[4.0, 0.0, 0.0]]), of_all(100, active)
-    found = measures.common_share_of_rows(rows, rows, np.array([20.0]), sample)
+    found = measures.common_share(rows, rows, np.array([20.0]), sample)
     assert found.value == pytest.approx(1 / 20) and np.isnan(found.error)
-    assert measures.common_share_of_rows(rows, rows, np.array([1.0]), sample) == (1, 0)
+    assert measures.common_share(rows, rows, np.array([1.0]), sample) == (1, 0)
 
 
 def test_errors_from_few_active_rows_cover_the_error() -> None:
@@ -156,7 +156,7 @@ def test_errors_from_few_active_rows_cover_the_error() -> None:
             np.where(sample.active, cosines[index], np.nan), sample, np.zeros(DRAWS)
         ),
         measures.update_cosine(d_G, d_d, count, sample),
-        measures.common_share_of_rows(products, squares, count.total, sample),
+        measures.common_share(products, squares, count.total, sample),
         measures.scale_cv_of_rows(sums, squared, one, pivot, sample),
     ]
     exact = [
@@ -301,7 +301,7 @@ def test_the_variation_of_attentions_scales_is_not_biased(spread: float) -> None
     scales = random.lognormal(0, spread, (2000, 1)) * random.lognormal(0, 0.5, (2000, 30))
     index = np.stack([random.choice(2000, 8, replace=False) for _ in range(DRAWS)])
     some, none = scales[index], np.zeros(())
-    sums = ScaleSums(none, np.full((DRAWS, 8), 30.0), some.sum(2), (some**2).sum(2), none, 1.0)
+    sums = ScaleSums(np.full((DRAWS, 8), 30.0), some.sum(2), (some**2).sum(2), none, 1.0)
     found = attention_scale_cv(sums, 1 - 8 / 2000).value
     truth = scales.std() / scales.mean()
     assert found.mean() == pytest.approx(truth, abs=0.15 * found.std())

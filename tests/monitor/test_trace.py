@@ -1,4 +1,4 @@
-"""Hooks on known uses of parameters give the same readings as a mode that sees every function.
+"""Known uses of parameters give the same readings as a survey, which sees every function.
 
 When a model changes in mid-run, no reading is wrong, and none is missing for long.
 """
@@ -60,7 +60,7 @@ def assert_same(expected: Mapping[str, LayerReading], report: StepReport) -> Non
 
 @pytest.fixture
 def always_whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(trace, "_EVERY", 1)
+    return lambda: monkeypatch.setattr(trace.Trace, "plan", lambda *_: None)
 
 
 @pytest.fixture
@@ -80,8 +80,26 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
 
 def test_functions_of_plain_modules_are_not_watched(watched: list[list[str] | None]) -> None:
     run(images, 20)
-    assert [step for step, modules in enumerate(watched) if modules is None] == [0, 1, 16]
-    assert not any(watched)
+    assert watched == [None] + [[]] * 20  # the last one is armed
+
+
+def test_surveys_that_change_nothing_end(watched: list[list[str] | None]) -> None:
+    """A parameter is used outside of every forward pass, in every other step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise", seed=3) as monitor:
+        for number in range(12):
+            y = model[0](torch.randn(7, 12).double())
+            if number % 2:
+                y = functional.linear(y, model[1].weight, model[1].bias)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monitor.complete_report()
+    assert [step for step, modules in enumerate(watched) if modules is None] == [0, 2, 4, 6]
+    told = [r.step for r in monitor.reports if any("surveys" in note for note in r.notes)]
+    assert told == [6]
 
 
 class Changing(nn.Module):

@@ -55,6 +55,7 @@ def test_samples_are_divided_as_a_whole() -> None:
     assert Over(by_size=False)(x).square().sum((1, 2, 3)).tolist() == pytest.approx([1, 1], 1e-4)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
         monkeypatch.setattr(torch, name, lambda setting: None)

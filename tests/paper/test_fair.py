@@ -33,6 +33,7 @@ def run(arm: Arm, rate: float, accuracy: float, seed: int = 0) -> Run:
         "pixels": "centred",
         "optimizer": "sgd",
         "width": 32,
+        "depth": 2,
         "data": "x",
     }
 
@@ -148,10 +149,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_papers_setting_has_files_of_its_own(tmp_path: Path) -> None:
     kind = fair.Kind("adam", "unit")
     assert (fair.Kind().name, kind.name) == ("fair", "fair-adam-unit")
+    assert fair.Kind(depth=6).name == "fair-depth6"
+    assert [each.depth for each in fair.settings({TANH: [1.0]}, 1, fair.Kind(depth=6))] == [6]
     (setting,) = fair.settings({TANH: [0.01]}, 1, kind)
     assert (setting.optimizer, setting.pixels) == ("adam", "unit")
     for optimizer, grids in fair.GRIDS.items():
-        claims = fair_report.STATED[optimizer]
+        claims = (*fair_report.STATED[optimizer], *fair_report.LATER[optimizer])
         assert {name for claim in claims for name in claim[:2]} <= set(grids)
         assert set(grids) <= set(fair_report.ORDER)
 

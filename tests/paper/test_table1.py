@@ -167,6 +167,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return Command(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_command_leaves_runs_and_a_picture(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +206,7 @@ def test_the_command_goes_on_from_its_results_alone(command: Command) -> None:
     assert [run["seed"] for run in at_once(*sizes, "--seeds", "3")] == [r["seed"] for r in whole]
 
 
+@pytest.mark.slow
 def test_the_command_does_not_write_over_results(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:

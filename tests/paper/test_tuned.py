@@ -138,13 +138,8 @@ def test_a_gradient_only_network_computes_what_the_plain_one_does() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        optimizers,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (depth, transformer, patches)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("question", [optimizers, depth, transformer, patches])
 def test_the_commands(
     question: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

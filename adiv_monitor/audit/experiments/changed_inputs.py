@@ -204,20 +204,19 @@ class RepeatedLoss:
         self._fork = fork
         own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
         self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
-        self._devices = devices_of(self._modules)
-        self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
+        random = Randomness(devices_of(self._modules), self._modules)
+        self._begin = Surroundings(random, self._modules)
 
     def of(self, batch: Any, backward: bool = False) -> float:
         """Return the loss of a batch with the model's current weights, after its backward pass."""
 
         def run() -> float:
-            with self._begin.again():
-                loss = self._fork.loss(self._fork.model, copied(batch))
-                if backward:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                return float(loss.detach())
+            loss = self._fork.loss(self._fork.model, copied(batch))
+            if backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
 
-        return untouched(self._modules, self._devices, run)
+        return untouched(self._modules, self._begin, run)
 
 
 # A few samples, and which outputs their inputs and targets concern

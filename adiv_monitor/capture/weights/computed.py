@@ -1,9 +1,9 @@
 """Weights that are computed from parameters, and how they change with these.
 
-A weight that a function gets is often not a parameter: it is a cast, 1 + p, a mask times p, or
-several parameters side by side. Such functions are linear up to a constant, so the weight's change
-is the same function of the parameters' changes. A parametrization of torch is any function, of
-which the derivative is taken by running it again.
+A weight that a function gets is often not a parameter: it is a cast, 1 + p, or a mask times p. Such
+functions are linear up to a constant, so the weight's change is the same function of the
+parameter's change. A parametrization of torch is any function, of which the derivative is taken by
+running it again.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,55 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.pieces import Piece, Source, Strides, constant, overlap, view_of
+from adiv_monitor.capture.weights.pieces import Piece, Source, Strides
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance
 from adiv_monitor.rerun.twin import Twin
 
-Moved = Callable[[Sequence[Tensor]], Tensor]  # (changes of the sources) → change of the tensor
-
 CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
 _MOVES = (*CASTS, "clone", "contiguous", "reshape", "flatten")  # entries stay in their order
-_SUMS = ("add", "__add__", "__radd__", "sub", "subtract", "__sub__", "rsub", "__rsub__")
-# Which arguments are weights where the sum has the gradient of the one weight in it.
-_KEPT: dict[str, Sequence[list[bool]]] = {
-    **dict.fromkeys(_SUMS[:3], ([True, False], [False, True])),
-    **dict.fromkeys(_SUMS[3:6], ([True, False],)),
+# The arguments in which a sum has the gradient of the weight.
+_KEPT = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), (0, 1)),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), (0,)),
+    **dict.fromkeys(("rsub", "__rsub__"), ()),
 }
+_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__", "neg", "__neg__")
 _QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
-_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__", "neg", "__neg__", *_QUOTIENTS)
-_JOINS = ("cat", "concat", "concatenate", "stack")
 
 
 class NotFollowed(Refused):
     """A weight is computed from parameters in a way that can't be followed."""
-
-
-def _from(
-    sources: Sequence[Source],
-    form: object,
-    moved: Moved,
-    *,
-    is_view: bool,
-    constants: Sequence[object] = (),
-) -> Source:
-    """Return the source of a tensor that is computed from other weights.
-
-    Args:
-        sources: of these weights.
-        form: equal for tensors that are computed alike.
-        moved: returns its change.
-        is_view: see `Source`.
-        constants: the values on which the change depends.
-    """
-    return Source(
-        tuple(dict.fromkeys(piece for source in sources for piece in source.pieces)),
-        (form, *(source.identity for source in sources)),
-        lambda parts: moved([source.of(parts) for source in sources]),
-        is_view,
-        [*map(constant, constants), *(x for source in sources for x in source.constants)],
-    )
 
 
 def computed(
@@ -70,7 +41,7 @@ def computed(
     result: Tensor,
     source_of: Callable[[Any], Source | None],
 ) -> Source | None:
-    """Return how a function computed its result from weights; None: it can't be followed.
+    """Return how a function computed its result from a weight; None: it can't be followed.
 
     Args:
         function: the function.
@@ -82,53 +53,30 @@ def computed(
     shape, dtype, device = result.shape, compute_dtype(result), result.device
     name = getattr(function, "__name__", "")
     if name in _MOVES and (only := source_of(args[0])) is not None:
-        return _from(
-            [only],
-            (name, shape),
-            lambda changes: changes[0].reshape(shape).to(device, dtype),
-            is_view=only.is_view,
-        )
-    joins = name in _JOINS and bool(args) and "out" not in kwargs
-    if not joins and (kwargs or name not in (*_SUMS, *_PRODUCTS)):
+        return only.then((name, shape), lambda x: x.reshape(shape).to(device, dtype))
+    if kwargs or name not in (*_KEPT, *_PRODUCTS, *_QUOTIENTS):
         return None
-    given, more = (args[0], args[1:]) if joins else (args, ())
-    every = [source_of(value) for value in given]
-    sources = [source for source in every if source is not None]
-    if name in _PRODUCTS:
-        if len(sources) != 1 or (name in _QUOTIENTS and every[0] is None):
-            return None
-        rest = [x.detach() if isinstance(x, Tensor) else x for x in given]
-        is_view = False
-    else:  # constants do not change
-        rest = [torch.zeros_like(x) if isinstance(x, Tensor) else 0 for x in given]
-        is_view = _is_apart(sources) if joins else [*map(bool, every)] in _KEPT.get(name, ())
-        size = sum(x.numel() for x, source in zip(given, every, strict=True) if source)
-        is_view &= size == result.numel() and all(source.is_view for source in sources)
-    places = [*map(bool, every)]
-    constants = [x for x, moves in zip(rest, places, strict=True) if not moves]
+    found = {place: source for place, x in enumerate(args) if (source := source_of(x)) is not None}
+    if len(found) != 1 or (name in _QUOTIENTS and 0 not in found):
+        return None
+    ((place, only),) = found.items()
+    rest = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    is_same = place in _KEPT.get(name, ()) and args[place].numel() == result.numel()
+    if name in _KEPT:  # constants do not change
+        rest = [torch.zeros_like(x) if isinstance(x, Tensor) else 0 for x in rest]
 
-    def moved(changes: Sequence[Tensor]) -> Tensor:
-        following, fixed = iter(changes), iter(constants)
-        values = [next(following if moves else fixed) for moves in places]
-        found: Tensor = function(values, *more, **kwargs) if joins else function(*values)
-        return found.to(dtype)
+    def moved(change: Tensor) -> Tensor:
+        values: Tensor = function(*rest[:place], change, *rest[place + 1 :])
+        return values.to(dtype)
 
-    form = name, shape, *places
-    tells = [x if name in _PRODUCTS else getattr(x, "shape", ()) for x in constants]
-    tells += [*more, *kwargs.items()]
-    return _from(sources, form, moved, is_view=is_view, constants=tells)
+    constants = [] if name in _KEPT else [*rest[:place], *rest[place + 1 :]]
+    return only.then((name, shape, place), moved, is_view=is_same, constants=constants)
 
 
 def part_of(source: Source, view: Tensor, whole: Tensor) -> Source:
     """Return the source of a view of a tensor whose source is known."""
-    strides = Strides.between(view, whole)
-    stride = whole.stride()
-
-    def viewed(changes: Sequence[Tensor]) -> Tensor:
-        return strides.of(changes[0], stride)
-
-    is_view = source.is_view and not strides.repeats
-    return _from([source], strides, viewed, is_view=is_view)
+    strides, stride = Strides.between(view, whole), whole.stride()
+    return source.then(strides, lambda x: strides.of(x, stride), is_view=not strides.repeats)
 
 
 def parametrized(
@@ -152,9 +100,8 @@ def parametrized(
         unit = torch.stack([x.abs().amax() for x in changes]).amax()  # as half precision needs it
         unit = torch.where(unit == 0, 1, unit)
         tangents = {name: x / unit for name, x in zip(moving, changes, strict=True)}
-        values = {name: twin.parameters[name] for name in moving}
         try:
-            again, found = twin.jvp(values, tangents, _call)
+            again, found = twin.jvp(tangents, lambda weight: weight)
         except Exception as error:
             raise Refused(f"its parametrization can't be run again: {error}") from error
         off = float((_summary(again)[0] - expected).abs())
@@ -162,13 +109,14 @@ def parametrized(
             raise Refused("its parametrization returned another weight when it was run again")
         return to_compute_dtype(found) * unit
 
-    constants = [object()] if draws else []
-    return _from([*map(view_of, pieces)], maker, moved, is_view=False, constants=constants)
-
-
-def _call(module: nn.Module, forward: Callable[[], Any]) -> Any:
-    with torch._C.DisableTorchFunction():
-        return forward()
+    keys, constants = [piece.key for piece in pieces], [object()] if draws else []
+    return Source(
+        pieces,
+        (maker, *keys),
+        lambda parts: moved([parts[key] for key in keys]),
+        is_view=False,
+        constants=constants,
+    )
 
 
 def _summary(made: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,10 +124,3 @@ def _summary(made: Tensor) -> tuple[Tensor, Tensor]:
     whole = to_compute_dtype(made.detach())
     numbers = pattern(whole)
     return (whole * numbers).sum(), torch.linalg.vector_norm(whole) * whole.numel() ** 0.5
-
-
-def _is_apart(sources: Sequence[Source]) -> bool:
-    """Return whether no entry of a parameter is in the sources twice."""
-    pieces = [piece for source in sources for piece in source.pieces]
-    parameters = dict.fromkeys(piece.parameter for piece in pieces)
-    return not any(overlap(p, [x for x in pieces if x.parameter is p]) for p in parameters)

@@ -15,7 +15,6 @@ from adiv_monitor.capture.weights.shards import (
     part_of,
     range_of_part,
 )
-from adiv_monitor.features.uses import Refused
 
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
 
@@ -118,14 +117,6 @@ class Piece:
         return self.own(gradient(self.parameter))
 
 
-Constant = tuple[object, int]  # a value, and the version of its memory when it was used
-
-
-def constant(value: object) -> Constant:
-    """Return a constant as it is now."""
-    return value, value._version if isinstance(value, Tensor) else 0
-
-
 @dataclass(frozen=True, eq=False)
 class Source:
     """How a function's argument is computed from pieces of parameters.
@@ -133,7 +124,7 @@ class Source:
     Attributes:
         pieces: the pieces.
         identity: equal for tensors that are computed alike from the same pieces.
-        change: returns its first-order change for changes of the pieces; see `of`.
+        of: returns its first-order change for changes of the pieces.
         is_view: whether each entry is one of a piece, plus a constant, so that it has its gradient.
         constants: the values on which the change depends.
         through: the module through which the pieces are measured; None: functions use them.
@@ -141,37 +132,43 @@ class Source:
 
     pieces: Sequence[Piece]
     identity: object
-    change: Callable[[Parts], Tensor]
+    of: Callable[[Parts], Tensor]
     is_view: bool = True
-    constants: Sequence[Constant] = ()
+    constants: Sequence[object] = ()
     through: nn.Module | None = None
 
     def is_as(self, other: "Source | None") -> bool:
         """Return whether it changes like another source of the same identity."""
         if other is None or len(other.constants) != len(self.constants):
             return False
-        pairs = zip(self.constants, other.constants, strict=True)
-        return all(_same(a, b) for (a, _), (b, _) in pairs)
+        return all(map(_same, self.constants, other.constants))
 
-    def of(self, parts: Parts) -> Tensor:
-        """Return the first-order change of the tensor when the pieces change by `parts`.
+    def then(
+        self,
+        form: object,
+        moved: Callable[[Tensor], Tensor],
+        *,
+        is_view: bool = True,
+        constants: Sequence[object] = (),
+    ) -> "Source":
+        """Return the source of a tensor that is computed from this one.
 
-        Raises:
-            Refused: a constant was changed in place since, or a parametrization can't be run again.
+        Args:
+            form: equal for tensors that are computed alike.
+            moved: returns its change for the change of this one.
+            is_view: whether each entry is one of this tensor, plus a constant.
+            constants: the values on which the change depends.
         """
-        if self.constants and any(
-            isinstance(x, Tensor) and x._version != at for x, at in self.constants
-        ):
-            raise Refused("a constant from which its weight is computed was changed in place since")
-        return self.change(parts)
+        of, identity = self.of, (form, self.identity)
+        constants = [*constants, *self.constants]
+        is_view &= self.is_view
+        return Source(self.pieces, identity, lambda parts: moved(of(parts)), is_view, constants)
 
 
 def _same(one: object, other: object) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other or (type(one) is type(other) and one == other)
-    if (memory_of(one), one._version) == (memory_of(other), other._version):
-        return bool(one.shape == other.shape and one.storage_offset() == other.storage_offset())
-    return one.device == other.device and torch.equal(one, other)
+    return one is other or (one.device == other.device and torch.equal(one, other))
 
 
 def view_of(piece: Piece, strides: Strides | None = None) -> Source:

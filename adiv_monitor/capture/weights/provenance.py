@@ -1,7 +1,7 @@
 """The provenance of tensors in a forward pass: computed from the model alone, or data."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings
 from adiv_monitor.rerun.twin import Twin
 
 
@@ -42,7 +41,6 @@ class _Held:
     Attributes:
         standing: finds unsharded parameters that stand in for sharded ones.
         tensors: its parameters and buffers, and such stand-ins, by id.
-        buffers: ids of its buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +53,6 @@ class _Held:
         self.standing = Standing(model)
         own = {key: p for key, p in held.items() if self.standing.of(p) is None}
         self.tensors: dict[int, Tensor] = {**own, **buffers}
-        self.buffers = set(buffers)
 
 
 class Provenance:
@@ -90,7 +87,7 @@ class Provenance:
     def start(self) -> None:
         """Reset to the tensors that the model holds now."""
         self._made: dict[int, _Made] = {}
-        self._own: dict[int, nn.Parameter] = {}  # copies of parameters, see `Twin`
+        self._own: dict[int, Tensor] = {}  # copies of parameters, see `Twin`
         self._makers: dict[nn.Module, Source] = {}  # the weights of parametrizations
         self._spent: dict[int, weakref.ref[Tensor]] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}
@@ -115,13 +112,6 @@ class Provenance:
     def sharded(self) -> Iterable[nn.Parameter]:
         """The sharded parameters with an unsharded one in their place."""
         return [self._trained[key] for key in self._stand_ins]
-
-    def buffer(self, value: object) -> Tensor | None:
-        """Return the buffer of the model that a value is or views, or None."""
-        if not isinstance(value, Tensor):
-            return None
-        base = value if value._base is None else value._base
-        return base if id(base) in self._held.buffers else None
 
     def of_model(self, value: object) -> bool:
         """Return whether a value is no data: it depends on the model and constants alone."""
@@ -150,10 +140,6 @@ class Provenance:
             self._stand_ins[id(parameter)] = value
         return True
 
-    def is_trained(self, value: Tensor) -> bool:
-        """Return whether it depends on a parameter to measure and on no data."""
-        return bool(self.parameters_of(value))
-
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Return ids of the parameters to measure that it depends on, if it depends on no data."""
         if not value.requires_grad:
@@ -173,19 +159,19 @@ class Provenance:
         made = self._made_as(value) or self._made_as(whole)
         return () if made is None else made.keys
 
-    def source(self, value: Tensor | None) -> Source | None:
+    def source(self, value: object) -> Source | None:
         """Return how a tensor is computed from measured parameters; None if it is not.
 
         Raises:
             Refused: its memory is read as another dtype, or it is not a contiguous part of a
                 sharded parameter.
         """
-        if value is None:
+        if not isinstance(value, Tensor):
             return None
         parameter = self._trained.get(id(value))
         if parameter is not None and parameter is value and value.requires_grad:  # most are
             return self.pieces.whole(parameter)
-        if not self.is_trained(value):
+        if not self.parameters_of(value):
             return None
         if is_shard(value) and id(value) not in self._trained:
             raise Refused(
@@ -258,45 +244,27 @@ class Provenance:
         source = None
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
             with suppress(Refused):
-                source = computed(function, args, kwargs, result, self.source_of_argument)
+                source = computed(function, args, kwargs, result, self.source)
         self.remember(result, keys, source)
 
-    def source_of_argument(self, value: object) -> Source | None:
-        """Return `source` of a value that may be no tensor."""
-        return self.source(value) if isinstance(value, Tensor) else None
-
-    def parametrized(
-        self, maker: nn.Module, made: Tensor, random: Randomness, written: Mapping[int, Tensor]
-    ) -> None:
+    def parametrized(self, maker: nn.Module, made: Tensor, random: Randomness) -> None:
         """Remember the weight that a parametrization of torch computed.
 
         Args:
             maker: the parametrization, whose forward has just run.
             made: the weight.
             random: the state of the random numbers when it began.
-            written: see `Twin`.
         """
-        pieces = [self.pieces.of(self._trained[key]) for key in self._keys_in(maker)]
+        held = [self._trained.get(id(p)) for p in maker.parameters() if p.requires_grad]
+        pieces = [self.pieces.of(p) for p in held if p is not None]
         if not pieces or not self.of_model(made) or self._followed(made) is not None:
             return
         source, draws = self._makers.get(maker), not random.is_still(random.now())
         if source is None or draws:
-            twin = Twin(maker, ((), {}), Surroundings(random), written, self._own)
+            twin = Twin(maker, ((), {}), random, self._own)
             source = parametrized(maker, pieces, made, twin, draws=draws)
         self._makers[maker] = source
         self.remember(made, frozenset(id(piece.parameter) for piece in pieces), source)
-
-    def _keys_in(self, module: nn.Module) -> list[int]:
-        """Return ids of the parameters to measure in a module."""
-        return [id(p) for p in module.parameters() if p.requires_grad and id(p) in self._trained]
-
-    def forget(self, tensor: Tensor) -> None:
-        """Forget a tensor that data was written to; buffers stay unless they lead to parameters."""
-        whole = whole_of(tensor)
-        for known in (tensor, whole):
-            self._made.pop(id(known), None)
-            if known.requires_grad and not isinstance(known, nn.Parameter):
-                self._held.tensors.pop(id(known), None)
 
     def spend(self, result: object, *, written: bool) -> None:
         """Count the result as data from here on: an input was data, or its use is already recorded.
@@ -306,8 +274,11 @@ class Provenance:
             written: whether the result is an argument that the function wrote to.
         """
         for tensor in tensors_in(result):
-            if written:
-                self.forget(tensor)
+            if written:  # buffers stay unless they lead to parameters
+                for known in (tensor, whole_of(tensor)):
+                    self._made.pop(id(known), None)
+                    if known.requires_grad and not isinstance(known, nn.Parameter):
+                        self._held.tensors.pop(id(known), None)
             elif tensor._base is not None:  # a parameter that was expanded, or a view of that
                 self._spent[id(tensor)] = weakref.ref(tensor)
 

@@ -10,30 +10,29 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.capture.whole_modules.graph import leaves_of, nodes_above
+from adiv_monitor.capture.whole_modules.graph import leaves_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import JacobianFeatures
 from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance
-from adiv_monitor.rerun.nested import mapped
-from adiv_monitor.rerun.surroundings import Surroundings
 from adiv_monitor.rerun.twin import Arguments, Twin
 
 
 class ParametersWithoutRule:
     """Finds the parameters without a rule that must be measured through a module that has run.
 
-    These are parameters of functions without a rule, and parameters that the output depends on
-    although no visible function took them (custom autograd functions). Each parameter goes to the
-    innermost module that ran and holds it at any depth.
+    These are the parameters that an output depends on although no rule accounts for them: a
+    function without a rule, or none that is visible, took them. Each one goes to the innermost
+    module that ran and holds it at any depth.
 
     Args:
         selection: the parameters to measure.
@@ -42,9 +41,8 @@ class ParametersWithoutRule:
 
     def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
         self._guard = guard
-        # By id of a parameter, the functions that took it, with the nodes of their results.
-        self._unexplained: dict[int, dict[str, set[Any]]] = {}
-        self._reached: dict[int, str] = {}  # the first function whose result a gradient reached
+        # By id of a parameter, the first function without a rule whose result a gradient reached.
+        self._reached: dict[int, str] = {}
         self._hooks: list[RemovableHandle] = []
         self._refused: dict[int, str] = {}  # → the reason why it can't be measured through a module
         self._accounted: set[int] = set()
@@ -52,7 +50,7 @@ class ParametersWithoutRule:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
         self._held = selection.below
         self._claims: dict[int, set[nn.Module]] = defaultdict(set)
-        self._before: dict[int, nn.Parameter] = {}
+        self._before: dict[int, Tensor] = {}  # copies of parameters, see `Twin`
 
     def account(self, keys: Iterable[int]) -> None:
         """Record that a rule accounts for a use of the parameters with these ids."""
@@ -66,37 +64,29 @@ class ParametersWithoutRule:
             function: the function.
             made: its result. Tensors without a gradient, such as indices, are ignored.
         """
-        for tensor in made:
-            if tensor.grad_fn is None:
-                continue
-            for key in keys:
-                nodes = self._unexplained.setdefault(key, {}).setdefault(function, set())
-                nodes.add(tensor.grad_fn)
-            arrive = partial(self._guard, self._arrive, keys, function)
-            self._hooks.append(on_gradient(tensor, arrive))
+        arrive = partial(self._guard, self._arrive, keys, function)
+        self._hooks += [on_gradient(x, arrive) for x in made if x.grad_fn is not None]
 
     def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
         """Record that a gradient reached the result of a function without a rule."""
         for key in keys:
-            self._reached.setdefault(key, function)
+            if key not in self._claims:
+                self._reached.setdefault(key, function)
 
     def release(self) -> None:
         """Release graphs and copies of parameters, which are not needed after the step."""
         call_all(*(hook.remove for hook in self._hooks))
         self._hooks.clear()
-        for functions in self._unexplained.values():
-            for nodes in functions.values():
-                nodes.clear()
         self._before = {}
 
     @property
     def unmeasured(self) -> set[int]:
         """Ids of the parameters with a use that a gradient reached and that is not measured."""
-        return (self._unexplained.keys() & self._reached.keys()) | self._refused.keys()
+        return self._reached.keys() | self._refused.keys()
 
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
-        if key not in self._refused and key in self._unexplained and key in self._reached:
+        if key not in self._refused and key in self._reached:
             return (
                 f"it is used by {self._reached[key]}, for which there is no rule, and no module "
                 "that holds it returns the result as rows"
@@ -105,31 +95,18 @@ class ParametersWithoutRule:
 
     def may_be_in(self, module: nn.Module) -> bool:
         """Return whether the module may hold parameters without a rule at any depth."""
-        held = self._held[module]
-        return not held <= self._accounted or not held.isdisjoint(self._unexplained)
+        return not self._held[module] <= self._accounted
 
     def claim(
         self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[str]:
         """Return the names, in the module, of the parameters to be measured through it."""
-        held = self._held[module] - self._refused.keys()
-        found = held & self._unexplained.keys()
-        if found:  # the result may be unused, like a distance that only selects an entry
-            nodes = {tensor.grad_fn for tensor in outputs}
-            nodes.update(nodes_above(outputs, {tensor.grad_fn for tensor in inputs}))
-            found = {
-                key
-                for key in found
-                if not nodes.isdisjoint(set[Any]().union(*self._unexplained[key].values()))
-            }
-        hidden = held - self._accounted - found
-        if not self._claims.keys().isdisjoint(hidden):  # claimed by modules inside this one
+        left = self._held[module] - self._refused.keys() - self._accounted
+        if not self._claims.keys().isdisjoint(left):  # claimed by modules inside this one
             below = set(module.modules()) - {module}
-            hidden = {key for key in hidden if below.isdisjoint(self._claims.get(key, ()))}
-        if hidden:
-            found |= hidden & leaves_of(outputs, inputs)
+            left = {key for key in left if below.isdisjoint(self._claims.get(key, ()))}
+        found = left & leaves_of(outputs, inputs) if left else left
         for key in found:
-            self._unexplained.pop(key, None)
             self._claims[key].add(module)
         return [name for name, p in module.named_parameters() if id(p) in found] if found else []
 
@@ -175,11 +152,11 @@ class ParametersWithoutRule:
                 "because it may wait for the other ranks; register_features adds a rule for its "
                 "class"
             )
-        reason, surroundings = "", Surroundings(began.random)
+        reason = ""
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
-                held = mapped(arguments, partial(_held, elements, rows.shape[0]), _copied)
-                twin = Twin(module, held, surroundings, began.written, self._before)
+                held = tree_map(partial(_held, elements, rows.shape[0]), arguments)
+                twin = Twin(module, held, began.random, self._before)
                 run = partial(_run, twin, names, outputs, own)
                 again, _ = run(tried)
             except Exception as error:
@@ -206,12 +183,7 @@ def _run(
     moving = {name: twin.parameters[name] for name in names}
     parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
     tangents = {n: part.view_as(moving[n]) for n, part in zip(names, parts, strict=True)}
-
-    def call(module: nn.Module, forward: Callable[[], Any]) -> list[Tensor]:
-        with torch._C.DisableTorchFunction():
-            return outputs.of(forward())
-
-    z, moved = (to_compute_dtype(outputs.rows(found)) for found in twin.jvp(moving, tangents, call))
+    z, moved = (to_compute_dtype(outputs.rows(x)) for x in twin.jvp(tangents, outputs.of))
     return rows.take(z), rows.take(moved) * unit
 
 
@@ -219,14 +191,12 @@ def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Te
     return run(vector)[1]
 
 
-def _held(elements: Tensor | None, batch: int, tensor: Tensor) -> Tensor:
-    """Return a copy of an input, reduced to these elements if it has a batch dimension."""
-    if elements is None or not tensor.dim() or len(tensor) != batch:
-        return tensor.detach().clone()
-    return tensor.detach().index_select(0, elements.to(tensor.device))
-
-
-def _copied(value: Any) -> Any:
+def _held(elements: Tensor | None, batch: int, value: Any) -> Any:
+    """Return a copy of an input: of these elements alone, if it has a batch dimension."""
+    if isinstance(value, Tensor):
+        if elements is None or not value.dim() or len(value) != batch:
+            return value.detach().clone()
+        return value.detach().index_select(0, elements.to(value.device))
     try:
         return copy.deepcopy(value)
     except Exception as error:

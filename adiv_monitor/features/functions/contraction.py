@@ -24,7 +24,7 @@ from adiv_monitor.features.rows import (
     Rows,
     Whole,
     compute_dtype,
-    squares,
+    norms,
     to_compute_dtype,
     to_device,
 )
@@ -111,8 +111,7 @@ def contraction(
         found = form.whole()
         if found is None:
             return None
-        square, summed = found if factor == 1 else (factor**2 * found[0], factor * found[1])
-        return Whole(square, (of_bias or 0.0) ** 2, summed)
+        return Whole(found if factor == 1 else factor * found, (of_bias or 0.0) ** 2)
 
     bare = replace(form, data=())  # a step keeps layout and shape: the data would live as long
     return Use("linear", weight.tensor, bias, features, bare.layout, whole, bare.shaped)
@@ -252,26 +251,19 @@ class Form:
         whole = tensor[(..., *(None for _ in sizes))]
         return whole.expand(*tensor.shape, *sizes)
 
-    def whole(self) -> tuple[Tensor, Tensor] | None:
-        """Return ‖φ‖² of all rows, (rows,), and Σφ; None with groups, or sums inside the data."""
+    def whole(self) -> Tensor | None:
+        """Return ‖φ‖ of all rows, (rows,); None with groups, or sums inside the data."""
         summed_inside = set(_letters(self.data)) - set(self.rows + self._present)
         if self._groups or summed_inside:
             return None
-        times = self._volume(self.absent)
-        kept = self.blocks + self._present
         if len(self.data) == 1:
-            operand = self.data[0]
-            x = operand.permute(self.rows + self._present)
-            square = squares(x.flatten(len(self.rows)) if self._present else x[..., None])
-            dims = [d for d, letter in enumerate(self.rows) if letter not in self.blocks]
-            summed = x.sum(dims, dtype=compute_dtype(x)) if dims else to_compute_dtype(x)
+            x = self.data[0].permute(self.rows + self._present)
+            norm = norms(x.flatten(len(self.rows)) if self._present else x[..., None])
         else:
             terms = ",".join(operand.letters for operand in self.data)
-            tensors = [to_compute_dtype(operand.tensor) for operand in self.data]
-            square = torch.einsum(f"{terms}->{self.rows}", [x.square() for x in tensors])
-            summed = torch.einsum(f"{terms}->{kept}", tensors)
-        square = square.reshape(-1)
-        return square if times == 1 else times * square, self._repeated(summed)
+            each = [to_compute_dtype(operand.tensor).square() for operand in self.data]
+            norm = torch.einsum(f"{terms}->{self.rows}", each).sqrt_()
+        return norm.reshape(-1) * self._volume(self.absent) ** 0.5
 
 
 def _alone(own: str, others: Sequence[Operand], result: str) -> Iterator[Operand]:

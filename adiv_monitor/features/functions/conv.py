@@ -4,7 +4,7 @@ Only the patches of sampled rows are gathered; the input is neither unfolded nor
 mean patch of all rows are sums over windows of one channel or one sample.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,10 +17,8 @@ from torch.nn import functional
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import (
     Index,
-    LateScales,
     Rows,
     Whole,
-    compute_dtype,
     in_parts,
     shares_memory,
     squares,
@@ -112,17 +110,13 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
     def whole() -> Whole | None:
         if geometry.groups > 1:
             return None
-        square = patch_squares(geometry, input).flatten()
-        return Whole(square, of_bias or 0.0, _sum(geometry, input))
+        return Whole(patch_squares(geometry, input).flatten().sqrt_(), of_bias or 0.0)
 
-    def scales(x: Tensor) -> Iterator[Tensor]:
-        for part in in_parts(geometry.batched(x)):
-            yield patch_squares(geometry, part)
+    def times(v: Tensor) -> Tensor:
+        parts = in_parts(geometry.batched(input))
+        return torch.cat([patch_products(geometry, part, v) for part in parts])
 
-    def late() -> LateScales:
-        return LateScales(scales, input, of_bias or 0.0)
-
-    return Use("convolution", weight, bias, features, geometry.spatial_last, whole, late=late)
+    return Use("convolution", weight, bias, features, geometry.spatial_last, whole, times=times)
 
 
 @uses("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -179,63 +173,33 @@ def _sides(
 
 
 def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
-    """Return ‖patch‖², (batch, *positions, groups), as window sums of Σ x² over a group."""
-    batched = geometry.batched(input)
-    groups = geometry.groups, batched.shape[1] // geometry.groups
-    by_group = batched.reshape(len(batched), *groups, *batched.shape[2:])
-    sums = squares(by_group, 2)
-    if geometry.groups > 1 and sums.is_cpu and sums.dtype is torch.float32 and _has_onednn():
-        return _depthwise_sums(geometry, sums).movedim(1, -1)
-    sums = _padded(geometry, sums)
-    for d, (size, stride, dilation) in enumerate(
-        zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), 2
-    ):
-        sums = _window_sums(sums, d, size, stride, dilation)
-    return sums.movedim(1, -1)
+    """Return ‖patch‖², (batch, *positions), of one group: sums of Σ x² over windows."""
+    sums = _padded(geometry, squares(geometry.batched(input), 1)[:, None])
+    if not geometry.by_position:
+        sums = _windows(geometry, sums).sum(tuple(range(-len(geometry.kernel), 0)))
+    return sums.squeeze(1)
 
 
-def _has_onednn() -> bool:
-    """Return whether oneDNN does convolutions on the CPU, and does not round their inputs."""
-    onednn: Any = torch.backends.mkldnn
-    precision = getattr(getattr(onednn, "conv", None), "fp32_precision", "ieee")  # since torch 2.9
-    return bool(onednn.is_available() and onednn.enabled and precision not in ("bf16", "tf32"))
-
-
-def _depthwise_sums(geometry: Geometry, x: Tensor) -> Tensor:
-    """Return sums over windows of every channel.
-
-    By oneDNN, in float32, this is two to ten times as fast as `_window_sums`. Torch's own
-    convolution, which float64 takes, is six times as slow.
-    """
+def _convolved(geometry: Geometry, x: Tensor, kernels: Tensor) -> Tensor:
+    """Return the convolution of x, (batch, channels, *spatial), with other kernels."""
     dims, sides = len(geometry.kernel), [a for a, b in geometry.padding if a == b]
     if len(sides) < dims or geometry.spacing:  # a convolution cannot pad like this
         x, sides = _padded(geometry, x), [0] * dims
-    ones = x.new_ones(geometry.groups, 1, *geometry.kernel)
     convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
-    return convolve(x, ones, None, geometry.stride, sides, geometry.dilation, geometry.groups)
+    return convolve(x, kernels, None, geometry.stride, sides, geometry.dilation, geometry.groups)
 
 
-def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> Tensor:
-    """Return sums over windows along one dimension."""
-    extent = dilation * (size - 1) + 1
-    if size == 1 or x.is_cuda:  # fewer kernel launches
-        return x.unfold(dim, extent, stride)[..., ::dilation].sum(-1)
-    # On a CPU, adding whole tensors is up to three times as fast as summing strided windows.
-    length = (x.shape[dim] - extent) // stride * stride + 1
-    every = (slice(None),) * dim + (slice(None, None, stride),)
-    first, *others = (x.narrow(dim, i * dilation, length)[every] for i in range(size))
-    found = first.clone()
-    for other in others:
-        found += other
-    return found
+def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
+    """Return the products of all patches with vectors, (batch, *positions, groups, m).
 
-
-def _sum(geometry: Geometry, input: Tensor) -> Tensor:
-    """Return the sum of all patches, (channels, *kernel)."""
-    batched = geometry.batched(input)
-    of_samples = batched.sum(0, keepdim=True, dtype=compute_dtype(batched))
-    positions = tuple(range(2, 2 + len(geometry.kernel)))
-    return _windows(geometry, _padded(geometry, of_samples)).sum((0, *positions))
+    Args:
+        geometry: the positions of the patches.
+        input: the input, (batch, channels, *spatial).
+        v: (groups, patch size, m).
+    """
+    kernels = v.mT.reshape(-1, geometry.channels, *geometry.kernel)
+    found = _convolved(geometry, to_compute_dtype(input), kernels).movedim(1, -1)
+    return found.reshape(*found.shape[:-1], geometry.groups, v.shape[2])
 
 
 def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:

@@ -23,8 +23,7 @@ def embedding(
     sparse: bool = False,
 ) -> Use:
     """Z = W[token]: one row per token; the padding token is not trained."""
-    if call.trains:
-        refuse_rescaled(scale_grad_by_freq, sparse)
+    refuse_rescaled(scale_grad_by_freq, sparse)
     return look_up(input, weight, padding_idx)
 
 
@@ -55,8 +54,7 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
     def whole() -> Whole:
         tokens = token.reshape(-1)
         are_trained = trained(tokens, table, padding)
-        counts = are_trained.new_zeros(len(table)).index_add_(0, tokens, are_trained)
-        return Whole(are_trained, 0.0, counts, None if padding is None else are_trained)
+        return Whole(are_trained, trained=None if padding is None else are_trained)
 
     return Use("embedding", table, None, features, whole=whole)
 
@@ -110,6 +108,21 @@ class BagFeatures(Features):
         """Return Σ_k a_k φ_k."""
         return self.phi.t() @ active
 
+    @property
+    def width(self) -> tuple[int, int]:
+        """One group; every token has an entry."""
+        return 1, self.phi.shape[1]
+
+    def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
+        """Return the weighted sum of the entries for every bag."""
+        return (self.phi @ v[0].to(self.phi.dtype))[:, None]
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "1 vocabulary m"]
+    ) -> Float[Tensor, "1 n_total m"]:
+        """Return Wᵀv."""
+        return weight.to(v.dtype).mT[None] @ v
+
     def pick(self, rows: Tensor) -> "BagFeatures":
         """Return the features of some of the rows."""
         return BagFeatures(self.phi.index_select(0, rows))
@@ -131,8 +144,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Use:
     """Z = Σ share · W[token] over the tokens of a bag except padding."""
-    if call.trains:
-        refuse_rescaled(scale_grad_by_freq, sparse)
+    refuse_rescaled(scale_grad_by_freq, sparse)
     if mode == "max":
         raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
 
@@ -165,8 +177,6 @@ def embedding_bag(
         return bags(None if rows.chosen is None else rows.flat)
 
     def whole() -> Whole:
-        every = bags(None)
-        scale = every.scale()[:, 0]
-        return Whole(scale, 0.0, every.weight_sum(torch.ones_like(scale)))
+        return Whole(bags(None).scale()[:, 0].sqrt())
 
     return Use("embedding", weight, None, features, whole=whole)

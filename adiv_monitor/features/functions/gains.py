@@ -5,7 +5,7 @@ them is a row. The last of its other dimensions holds the channels. An offset ma
 result only, as class tokens, mask tokens and learned queries do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,14 +17,11 @@ from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures, OneHotFeatures
 from adiv_monitor.features.rows import (
-    LateScales,
     Rows,
     Whole,
     behind_view,
     compute_dtype,
-    in_parts,
     shares_memory,
-    to_compute_dtype,
     to_device,
 )
 from adiv_monitor.features.uses import Found, FunctionCall, Use, uses
@@ -50,14 +47,7 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
         taken = rows.take(layout(x.expand(shape)))  # x may be a boolean mask
         return DenseFeatures(taken.to(torch.promote_types(taken.dtype, parameter.dtype))[..., None])
 
-    def scales(x: Tensor) -> Iterator[Tensor]:
-        for part in in_parts(layout(x.expand(shape))):
-            yield to_compute_dtype(part).square()
-
-    def late() -> LateScales:
-        return LateScales(scales, x, 0.0)
-
-    return Use("gain", parameter, None, features, layout, late=late)
+    return Use("gain", parameter, None, features, layout)
 
 
 def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | None:
@@ -98,7 +88,7 @@ def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | 
 
     def whole() -> Whole:
         every = ones(prod(shape) // shape[own[-1]])
-        return Whole(every, 0.0, every.new_full((prod(sizes),), len(every) / prod(sizes)))
+        return Whole(every)
 
     def table(tensor: Tensor) -> Tensor:
         return factor * tensor.reshape(prod(sizes), -1)

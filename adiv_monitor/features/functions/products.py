@@ -10,10 +10,10 @@ from string import ascii_letters, ascii_uppercase
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.features import BlockFeatures, sums_of_blocks
+from adiv_monitor.features.features import BlockFeatures
 from adiv_monitor.features.functions.contraction import Operand, contraction, contractions
 from adiv_monitor.features.functions.gains import offset
-from adiv_monitor.features.rows import Rows, Whole, squares, to_compute_dtype
+from adiv_monitor.features.rows import Rows, Whole, norms
 from adiv_monitor.features.uses import Found, FunctionCall, Use, uses
 
 
@@ -132,8 +132,7 @@ def grouped_product(
         return BlockFeatures(phi, block, count)
 
     def whole() -> Whole:
-        x = input.masked_fill(nobody, 0)
-        return Whole(squares(x), 0.0, sums_of_blocks(to_compute_dtype(x), every, count)[:count])
+        return Whole(norms(input.masked_fill(nobody, 0)))
 
     return Use("experts", mat2, None, features, layout, whole, shaped=torch.adjoint)
 

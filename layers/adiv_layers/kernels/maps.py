@@ -5,6 +5,7 @@ rows; the positions of a convolution are all spatial positions. Triton is import
 first computed.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,18 @@ class Patches(NamedTuple):
     padding: list[int]
     dilation: list[int]
     groups: int
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> "Patches":
+        """Return those of a convolution with this weight and geometry."""
+        return cls(list(weight.shape[2:]), list(stride), list(padding), list(dilation), groups)
 
     def suits(self, x: Tensor, weight: Tensor) -> bool:
         """Return whether x is a batch with wide groups: narrow ones leave most of a tile empty."""

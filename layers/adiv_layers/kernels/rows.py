@@ -289,7 +289,7 @@ def unit_rows(
 
     column: number that is written after x̂, times f; 0: none, and `unit` is as wide as x.
     """
-    flat = _rows(x)
+    flat = rows_of(x)
     rows, width = flat.shape
     tile = rows_tile(width, factor.dtype)
     stride = flat.stride(0) if unit is None else unit.shape[1]
@@ -335,7 +335,7 @@ def unit_rows_backward(
 
     gamma: (parts, rows); γ is shift times its sum over parts; None: γ is zero. dx may be u.
     """
-    flat, source = _rows(u), _rows(x)
+    flat, source = rows_of(u), rows_of(x)
     rows, width = flat.shape
     tile = rows_tile(width, factor.dtype)
     run(
@@ -369,7 +369,7 @@ def unit_rows_backward(
 
 def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
     """Fill `packed` (n_out, a multiple of 8 above n_in) from weight and bias."""
-    weight = _rows(weight)
+    weight = rows_of(weight)
     rows, width = weight.shape
     end = packed.shape[1]
     block = min(1024, power_of_two(end))
@@ -391,7 +391,7 @@ def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
     )
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """Return rows as (rows, width) with contiguous columns, as the kernels require."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

@@ -12,6 +12,7 @@ from adiv_layers.forms import Correction
 from adiv_layers.kernels import small
 from adiv_layers.kernels.launch import KernelError
 from adiv_layers.kernels.plain import differentiable, usable_backward
+from adiv_layers.kernels.rows import rows_of
 
 _NUMBERS, _OUTPUTS = (
     2**18,
@@ -49,7 +50,7 @@ class SmallLinear(Function):
         dtype: torch.dtype,
     ) -> Tensor:
         """Compute the output with one kernel, or two."""
-        flat, weight_rows = _rows(x), _rows(weight)
+        flat, weight_rows = rows_of(x), rows_of(weight)
         z = x.new_empty((*x.shape[:-1], len(weight)), dtype=dtype)
         y = torch.empty_like(z, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         b = None if bias is None else bias.contiguous()
@@ -71,12 +72,6 @@ class SmallLinear(Function):
             ]
             flat = g.reshape(-1, g.shape[-1])
             with suppress(KernelError):
-                small.small_backward(flat, _rows(x), _rows(weight), y, factor, form, *made)
+                small.small_backward(flat, rows_of(x), rows_of(weight), y, factor, form, *made)
                 return None, *made, None, None
         return None, *differentiable(plain, (x, weight, bias), needed, g), None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return rows as (rows, width) with contiguous columns, as the kernels require."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

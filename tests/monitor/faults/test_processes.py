@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly
-from adiv_monitor.step.ranks import Exchange
+from adiv_monitor.step.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 STEPS, WORLD = 3, 2
 TALKING = ("step/assembly.py", "step/ranks.py")
 # These merge tensors of the ranks of one group, or of all ranks.
-JOINING = (*("step/unsharded.py", "step/collectives.py", "capture/weights/shards.py"),)
+JOINING = ("step/unsharded.py", "capture/weights/shards.py")
 # Functions that only compute fail alike everywhere, so every eighth of them is tried.
 COMPUTING = ("step/merge_ranks.py", "step/merge_rows.py")
 # Two kinds of errors are handled differently: RuntimeError, which the store raises when it is gone,
@@ -103,7 +103,7 @@ def work(rank: int, folder: str, every: bool) -> None:
     torch.set_num_threads(1)
     found: dict[Any, Any] = {}
     for way in WAYS:
-        Exchange._attached.clear()
+        Ranks._attached.clear()
         dist.barrier()
         assembly.PATIENCE = 20.0  # first uses are slow
         plain = train(way, Watched(), monitored=False)
@@ -125,7 +125,7 @@ def work(rank: int, folder: str, every: bool) -> None:
                     continue
                 if boundary in several[1 - victim] and not every and turn != victim:
                     continue
-                Exchange._attached.clear()  # left by a fault that prevented leaving
+                Ranks._attached.clear()  # left by a fault that prevented leaving
                 dist.barrier()
                 fault = Raising(ERRORS[number % len(ERRORS)](), boundary)
                 trial = train(way, fault if rank == victim else Watched(), monitored=True)

@@ -1,0 +1,339 @@
+"""The vectors of the sampled rows of all layers, stacked, and the dot products of each row's.
+
+Layers are stacked twice, so that few operations serve all of them: in a *family* by what their
+products need, in a *block* of families by the shape of their vectors alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.rows import to_device
+from adiv_monitor.maths.sums import Blocks, FamilySums, LayerSums, StackedSums, Vector, pairs_of
+from adiv_monitor.maths.totals import MOST_ENTRIES
+
+Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
+Fail = Callable[[str, Exception], None]
+P = TypeVar("P")
+_ORDER = tuple(Vector)
+
+# The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
+STACKED, _TOGETHER = 2**18, 2**24
+
+
+@dataclass(slots=True, eq=False)
+class LayerInProgress:
+    """A layer between its final gradient and the end of the step. Vectors are (rows, n_total).
+
+    Attributes:
+        layer: the layer.
+        features: Φ of the rows of all calls; None once they are stacked.
+        sums: the record for the host, without numbers of the rows.
+        G: ∂L/∂z, as the backward pass left it.
+        z: the outputs.
+        gamma: γ of weight and bias.
+        e: the move of a plain gradient step, where it is known already.
+        d: the move of the optimizer's step by weight and bias, in such a layer.
+    """
+
+    layer: Layer
+    features: Features | None
+    sums: LayerSums[Tensor]
+    G: Tensor
+    z: Tensor
+    gamma: Change
+    e: Tensor | None = None
+    d: Change | None = None
+
+
+class Family:
+    """Layers whose features and parameters have the same shapes: one product serves all.
+
+    A layer whose features can't be stacked is alone in its family.
+
+    Args:
+        layers: the layers.
+
+    Raises:
+        ValueError: the features' scales are of another shape than theirs.
+    """
+
+    def __init__(self, layers: Sequence[LayerInProgress]) -> None:
+        self.layers = layers
+        first, *others = [x.features for x in layers if x.features is not None]
+        self._is_stacked = first.form is not None
+        self._features = first.stacked(others) if self._is_stacked else first
+        if others:
+            for x in layers:
+                x.features = None
+        self._rows = len(layers[0].G)
+        self._scale = self._scale_of_rows()
+
+    def _scale_of_rows(self) -> Float[Tensor, "layers rows groups"] | None:
+        groups, G = self._features.groups, self.layers[0].G
+        scale = self._features.scale() if self.layers[0].layer.is_direct else None
+        if scale is None:
+            return None
+        if scale.shape[-2:] != (self._rows, groups) or not scale.is_floating_point():
+            raise ValueError(
+                f"the features' scale() gave {scale.dtype} of shape {tuple(scale.shape)}, expected "
+                f"real numbers of shape (rows, groups) = {(self._rows, groups)}: ‖φ‖² of every row"
+            )
+        return scale.to(G.dtype).reshape(len(self.layers), self._rows, groups)
+
+    def move(self, changes: Sequence[Change], out: Tensor, by_bias: Tensor | None = None) -> None:
+        """Write Φ_W ΔWᵀ + φ_b ⊗ Δb of every layer to `out`, and its last term to `by_bias`."""
+        weights, biases = zip(*changes, strict=True)
+        weight, bias = self._together(weights), self._together(biases)
+        self.put(
+            None if weight is None else self._features.by_weight(weight),
+            None if bias is None else self._features.by_bias(bias),
+            out,
+            by_bias,
+        )
+
+    @staticmethod
+    def put(
+        of_weight: Tensor | None, of_bias: Tensor | None, out: Tensor, by_bias: Tensor | None
+    ) -> None:
+        """Write the sum of both to `out`, and the second to `by_bias`."""
+        if of_weight is None or of_bias is None:
+            lone = of_bias if of_weight is None else of_weight
+            assert lone is not None
+            out.copy_(lone)
+        else:
+            torch.add(of_weight, of_bias, out=out if of_weight.dim() == 3 else out[0])
+        if by_bias is not None:
+            by_bias.copy_(torch.zeros_like(out) if of_bias is None else of_bias)
+
+    def _together(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        if tensors[0] is None or not self._is_stacked:
+            return tensors[0]
+        return stacked([tensor for tensor in tensors if tensor is not None])
+
+    def vectors(self, *, updates: bool) -> tuple[Vector, ...]:
+        """Return the vectors that its rows have, in order."""
+        first, groups = self.layers[0].layer, 0 if self._scale is None else self._scale.shape[2]
+        has_both = first.weight is not None and first.bias is not None
+        own, e, G, d, bias, z, rest, *_ = Vector
+        return (
+            *((own,) if groups > 1 else ()),
+            *(e, G),
+            *((d, bias) if updates and has_both else (d,) if updates else ()),
+            *((z, rest) if groups else (z,)),
+        )
+
+    def split(self, of: Mapping[Vector, Tensor]) -> None:
+        """Compute the parts of e by the row's own scale and by the other rows."""
+        scale, e, G = self._scale, of[Vector.E], of[Vector.G]
+        if scale is None:
+            return
+        if scale.shape[2] == 1:
+            torch.addcmul(e, scale, G, value=-1, out=of[Vector.REST])
+            return
+        own, shape = of[Vector.OWN], (*scale.shape, G.shape[2] // scale.shape[2])
+        torch.mul(scale[..., None], G.view(shape), out=own.view(shape))
+        torch.sub(e, own, out=of[Vector.REST])
+
+    def sums(
+        self,
+        vectors: tuple[Vector, ...],
+        active: Float[Tensor, "layers rows"],
+        generator: np.random.Generator,
+        *,
+        with_sum: bool,
+    ) -> FamilySums[Tensor]:
+        """Return the numbers for the host besides the products."""
+        of_rows = active if self._is_stacked else active[0]
+        common = self._features.common(of_rows)
+        sums = self._features.weight_sum(of_rows) if common and with_sum else None
+        scale = self._scale
+        has_one = scale is not None and scale.shape[2] == 1
+        return FamilySums(
+            len(self.layers),
+            vectors,
+            scale[..., 0] if scale is not None and has_one else None,
+            None if scale is None or has_one else _blocks(scale, generator),
+            common and (*common, sums),
+        )
+
+
+class Block:
+    """Families whose vectors have the same shape.
+
+    Args:
+        families: the families.
+        updates: whether an optimizer step follows.
+    """
+
+    def __init__(self, families: Sequence[Family], *, updates: bool) -> None:
+        self._families = [(family, family.vectors(updates=updates)) for family in families]
+        self.layers = layers = [x for family in families for x in family.layers]
+        self._named = tuple(
+            sorted(set().union(*(of for _, of in self._families)), key=_ORDER.index)
+        )
+        G = layers[0].G
+        self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
+        self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
+        torch.stack([x.G for x in layers], out=self._of[Vector.G])
+        torch.stack([x.z for x in layers], out=self._of[Vector.Z])
+        for x in layers:
+            x.G = x.z = G.new_empty(0)  # the stacks have them now
+
+    def _parts(self) -> Iterator[tuple[Family, dict[Vector, Tensor], slice]]:
+        """Yield every family with its vectors, and its place."""
+        start = 0
+        for family, named in self._families:
+            at = slice(start, start + len(family.layers))
+            yield family, {vector: self._of[vector][at] for vector in named}, at
+            start = at.stop
+
+    def plain_step(self, scale: Tensor | None, fail: Fail) -> None:
+        """Compute e = Φγᵀ, and its part by the other rows.
+
+        Args:
+            scale: the number by which γ must be divided; None: 1.
+            fail: called with path and exception of layers that fail.
+        """
+        for family, of, _ in self._parts():
+            with losing(family.layers, fail):
+                e, made = of[Vector.E], family.layers[0].e
+                if made is not None:
+                    e.copy_(made)
+                else:
+                    family.move([x.gamma for x in family.layers], e)
+                    if scale is not None:
+                        e /= scale
+                family.split(of)
+
+    def update(self, change: Callable[[Layer], Change], fail: Fail) -> None:
+        """Compute d from the changes of the layers' parameters."""
+        for family, of, _ in self._parts():
+            with losing(family.layers, fail):
+                d, by_bias, made = of[Vector.D], of.get(Vector.BIAS), family.layers[0].d
+                if made is not None:
+                    family.put(*made, d, by_bias)
+                else:
+                    family.move([change(x.layer) for x in family.layers], d, by_bias)
+
+    def sums(
+        self, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
+    ) -> StackedSums[Tensor]:
+        """Return the numbers for the host.
+
+        Args:
+            kept: paths of the layers that were not lost.
+            generator: chooses the scales that are reported one by one if there are too many.
+            is_alone: there is one rank; else its sum of features is needed too.
+        """
+        named, V = self._named, self._vectors
+        chain = named.index(Vector.Z)  # neighbours among those before
+        products = [torch.linalg.vecdot(V, V), torch.linalg.vecdot(V[: chain - 1], V[1:chain])]
+        if Vector.OWN in self._of:
+            of_own = torch.linalg.vecdot(self._of[Vector.OWN], self._of[Vector.G])
+            products.append(of_own[None])
+        assert sum(map(len, products)) == len(pairs_of(named))
+        active = products[0][named.index(Vector.G)].sign()
+        return StackedSums(
+            tuple(x.layer.path if x.layer.path in kept else None for x in self.layers),
+            named,
+            torch.cat(products),
+            tuple(
+                family.sums(tuple(of), active[at], generator, with_sum=not is_alone)
+                for family, of, at in self._parts()
+            ),
+        )
+
+
+def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -> list[Block]:
+    """Return all layers in blocks, without those that fail.
+
+    Args:
+        layers: the layers.
+        fail: called with path and exception of layers that fail.
+        updates: whether an optimizer step follows.
+    """
+    alike: dict[object, list[LayerInProgress]] = defaultdict(list)
+    for x in layers:
+        assert x.features is not None
+        form = x.features.form if x.e is None else None  # all-gathered parameters come one by one
+        shapes = [g is None or (g.shape, g.dtype, g.stride()) for g in x.gamma]
+        alike[(x if form is None else form, *shapes, x.layer.is_direct, x.G.shape)].append(x)
+    blocks: dict[object, list[Family]] = defaultdict(list)
+    for several in alike.values():
+        first = several[0]
+        assert first.features is not None
+        size = max(first.features.size, first.G.numel()) if several[1:] else 0
+        for part in _in_parts(several, size, first.G.device):
+            with losing(part, fail):
+                G = part[0].G
+                blocks[G.shape, G.dtype, G.device].append(Family(part))
+    found = []
+    for families in blocks.values():
+        G = families[0].layers[0].G
+        size = G.numel() * max(len(family.layers) for family in families)
+        for some in _in_parts(families, size, G.device):
+            with losing([x for family in some for x in family.layers], fail):
+                found.append(Block(some, updates=updates))
+    return found
+
+
+def _in_parts(several: list[P], size: int, device: torch.device) -> list[list[P]]:
+    """Split what is to be stacked, each of this many entries, so that no stack has too many."""
+    most = max(1, (STACKED if device.type == "cpu" else _TOGETHER) // max(1, size))
+    return [several[i : i + most] for i in range(0, len(several), most)]
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of the same shape as one, without a copy if they are at equal distances."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first[None]
+    places = [tensor.data_ptr() for tensor in tensors]
+    gap = places[1] - places[0]
+    even = gap > 0 and places == [*range(places[0], places[-1] + 1, gap)]
+    memory = first.untyped_storage()
+    if even and places[-1] < memory.data_ptr() + memory.nbytes():
+        step = gap // first.element_size()
+        return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+    return torch.stack(list(tensors))
+
+
+def _blocks(
+    scale: Float[Tensor, "layers rows groups"], generator: np.random.Generator
+) -> Blocks[Tensor]:
+    """Return the sums over each row's scales; see `Blocks`."""
+    pivot, groups, every = scale[:, :1, :1], scale.shape[2], scale.flatten(1)
+    shifted, rows = scale - pivot, None
+    if every.shape[1] > MOST_ENTRIES:
+        places = generator.choice(every.shape[1], MOST_ENTRIES, replace=False)
+        every = every.index_select(1, to_device(places, every.device))
+        rows = torch.from_numpy(places // groups)
+    return Blocks(
+        groups,
+        pivot[:, :, 0],
+        shifted.sum(2),
+        torch.linalg.vector_norm(shifted, dim=2),
+        scale.amax(2),
+        every,
+        rows,
+    )
+
+
+@contextmanager
+def losing(layers: Iterable[LayerInProgress], fail: Fail) -> Iterator[None]:
+    """Report layers as lost whose computation within the block fails."""
+    try:
+        yield
+    except Exception as error:
+        for x in layers:
+            fail(x.layer.path, error)
