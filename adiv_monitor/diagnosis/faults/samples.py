@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
+from adiv_monitor.diagnosis.faults.initialisation import INPUT_MATTERS
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
@@ -112,7 +113,8 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         flat |= any(fact.words["kind"] == "step" for fact in record.found_by("zero-slope"))
         unused = all("whole" in fact.words for fact in facts)
         mask = Advice("check the mask: does True keep or ignore?")
-        yield Finding("input-partly-ignored", act_if(suffers(record) and not flat and not unused),
+        harms = suffers(record) or record.wiring.input_matters < INPUT_MATTERS
+        yield Finding("input-partly-ignored", act_if(harms and not flat and not unused),
             f"No output depends on {listed([fact.place for fact in facts])} (shape "
             f"{facts[0].words['shape']}), neither before nor after training.",
             (Evidence("share of the parts", facts[0].numbers["share"], 0.0),),
