@@ -21,7 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adiv_monitor import AdivError, Monitor, StepReport
-from adiv_monitor.features import DenseFeatures, Rows, register_features
+from adiv_monitor.features import DenseFeatures, Features, Rows, register_features
 from adiv_monitor.sinks import MemorySink
 
 
@@ -277,11 +277,6 @@ class _OddScale(Features):
 
     def by_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return self.x @ weight.t()
-
-    def by_bias(self, bias: torch.Tensor) -> None: ...
-
-    def restrict(self, **_: bool) -> "_OddScale":
-        return self
 
     def joined(self, others: object) -> "_OddScale":
         return self
