@@ -114,7 +114,8 @@ class _Call:
         """Hold the module's inputs constant: no gradient passes through them in this context."""
         with ExitStack() as hooks, torch.enable_grad(), without_autocast(self.query):
             for tensor in self.inputs:
-                hooks.callback(tensor.register_hook(torch.zeros_like).remove)
+                handle = tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                hooks.callback(handle.remove)
             yield
 
     def move(self, tangents: Tangents) -> Move:

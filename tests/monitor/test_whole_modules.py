@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.whole_modules import without_rule
+from adiv_monitor import Monitor
 from adiv_monitor.features import uses
 
 EXACT = {"rel": 1e-9, "abs": 1e-12}
@@ -387,52 +386,6 @@ def test_every_measure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for measure, value in wanted.items():
         assert measures[measure] == pytest.approx(value, **EXACT), measure
     torch.testing.assert_close(found.d, found.near, rtol=1e-6, atol=1e-9)
-
-
-# --- the bounded number of samples ---------------------------------------------------------------
-
-SIZES: list[int] = []
-
-
-class Counted(nn.Module):
-    """A module that records the batch sizes with which it or a copy is run."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.power = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        SIZES.append(len(x))
-        return self.inner((x.abs() + 0.5) ** self.power)
-
-
-@pytest.mark.parametrize("inner", [nn.Tanh, lambda: nn.BatchNorm1d(4, affine=False), nn.Dropout])
-def test_only_elements_with_chosen_rows_run_again(
-    inner: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All elements are rerun only if they depend on each other or on random numbers."""
-    model, x = Counted(inner()).double(), data(40, 4)
-    target = torch.randn_like(x)
-
-    def measured() -> StepReport:
-        SIZES.clear()
-        torch.manual_seed(5)
-        return one_step(
-            copy.deepcopy(model), lambda m: (m(x) * target).sum().backward(), max_rows=7
-        )
-
-    few = measured()
-    alone = isinstance(model.inner, nn.Tanh)
-    tried = [7] if not isinstance(model.inner, nn.Dropout) else []
-    assert ([40, 7, 7, 7] if alone else [40, *tried, 40, 40, 40]) == SIZES
-    monkeypatch.setattr(without_rule, "_choices", lambda rows, still: [(None, rows)])
-    every = measured()
-    assert SIZES == [40, 40, 40, 40]
-    a, b = few.layers["power"], every.layers["power"]
-    assert (a.rows_seen, a.rows_total) == (7, 40)
-    assert a.measures() == pytest.approx(b.measures(), **EXACT)
-    assert a.standard_error["update_cosine"] > 0
 
 
 def test_calls_share_the_rows() -> None:

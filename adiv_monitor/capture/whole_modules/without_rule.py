@@ -3,11 +3,10 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -21,10 +20,12 @@ from adiv_monitor.capture.whole_modules.graph import leaves_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import JacobianFeatures
-from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
+from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance
 from adiv_monitor.rerun.twin import Arguments, Twin
+
+_ADVICE = "register_features adds a rule for its class"
 
 
 class ParametersWithoutRule:
@@ -126,9 +127,6 @@ class ParametersWithoutRule:
     ) -> JacobianFeatures:
         """Return how the chosen rows of z move with the parameters.
 
-        Only the batch elements with chosen rows are rerun, if each can be run without the others:
-        no random numbers are drawn, and the rows are reproduced. Otherwise all elements are rerun.
-
         Args:
             module: the module, whose forward has just run.
             names: the names of the parameters.
@@ -149,29 +147,25 @@ class ParametersWithoutRule:
         if world_size() > 1:
             raise Refused(
                 "no rule describes what it computes, and with several ranks it is not run again, "
-                "because it may wait for the other ranks; register_features adds a rule for its "
-                "class"
+                f"because it may wait for the other ranks; {_ADVICE}"
             )
-        reason = ""
-        for elements, own in _choices(rows, began.random.is_still(began.random.now())):
-            try:
-                held = tree_map(partial(_held, elements, rows.shape[0]), arguments)
-                twin = Twin(module, held, began.random, self._before)
-                run = partial(_run, twin, names, outputs, own)
-                again, _ = run(tried)
-            except Exception as error:
-                reason = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
-                continue
-            away = float(torch.linalg.vector_norm(again - expected))
-            if away <= tolerance(max(twin.precision, outputs.precision)) * length:
-                return JacobianFeatures(partial(_moved, run))
-            reason = (
+        try:
+            held = tree_map(_copied, arguments)
+            twin = Twin(module, held, began.random, self._before)
+            run = partial(_run, twin, names, outputs, rows)
+            again, _ = run(tried)
+        except Exception as error:
+            first_line = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
+            raise Refused(f"{first_line}; {_ADVICE}") from error
+        away = float(torch.linalg.vector_norm(again - expected))
+        if not away <= tolerance(max(twin.precision, outputs.precision)) * length:
+            raise Refused(
                 f"its forward, run again, returned another output (off by {away:.2g} of "
-                f"{length:.2g}): a hook changes it, or it changes its input, a frozen parameter or "
-                "a state that is no buffer, or draws random numbers from other generators than "
-                "torch's"
+                f"{length:.2g}): a hook changes it, or it changes its input, a buffer, a frozen "
+                "parameter or another state, or draws random numbers from other generators than "
+                f"torch's; {_ADVICE}"
             )
-        raise Refused(f"{reason}; register_features adds a rule for its class")
+        return JacobianFeatures(partial(_moved, run))
 
 
 def _run(
@@ -191,26 +185,12 @@ def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Te
     return run(vector)[1]
 
 
-def _held(elements: Tensor | None, batch: int, value: Any) -> Any:
-    """Return a copy of an input: of these elements alone, if it has a batch dimension."""
+def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        if elements is None or not value.dim() or len(value) != batch:
-            return value.detach().clone()
-        return value.detach().index_select(0, elements.to(value.device))
+        return value.detach().clone()
     try:
         return copy.deepcopy(value)
     except Exception as error:
         raise TypeError(
             f"its forward received a {type(value).__name__}, of which no copy can be made"
         ) from error
-
-
-def _choices(rows: Rows, still: bool) -> Iterator[tuple[Tensor | None, Rows]]:
-    """Yield batch elements to rerun, None for all, with the positions of the rows among them."""
-    if still and rows.chosen is not None:
-        elements, place = np.unique(rows.positions[0], return_inverse=True)
-        if len(elements) < rows.shape[0]:
-            shape = len(elements), *rows.shape[1:]
-            chosen = np.ravel_multi_index((place, *rows.positions[1:]), shape)
-            yield to_device(elements, rows.device), Rows(shape, chosen, rows.device)
-    yield None, rows

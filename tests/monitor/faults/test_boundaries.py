@@ -49,6 +49,11 @@ GUARDS = {
     # They pass their arguments to a guarded function.
     "capture/hook.py": {"__call__", "<lambda>", "hook"},
     "probe/batch.py": {"_guarded"},
+    # They end a context, or read a flag.
+    "alignment/passes.py": {"__exit__"},
+    "capture/second_pass.py": {"__exit__"},
+    "rerun/eager.py": {"__exit__"},
+    "rerun/surroundings.py": {"is_rerun"},
     "capture/loss_hook.py": {"_guarded"},
     "step/controller.py": {"release", "closure_then_read"},
     "step/armed.py": {"_ran"},
