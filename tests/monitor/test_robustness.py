@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
+from adiv_monitor.features.features import Features
 from adiv_monitor.sinks import MemorySink
 
 
@@ -277,11 +278,6 @@ class _OddScale(Features):
 
     def by_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return self.x @ weight.t()
-
-    def by_bias(self, bias: torch.Tensor) -> None: ...
-
-    def restrict(self, **_: bool) -> "_OddScale":
-        return self
 
     def joined(self, others: object) -> "_OddScale":
         return self
