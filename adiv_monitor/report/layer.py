@@ -25,10 +25,9 @@ class LayerReading:
         rows_total: rows that received a gradient in this step, over all micro-batches and calls.
         rows_without_gradient: examined rows whose gradient is exactly zero (padding, masked
             tokens): zero-gradient rows, which all measures but `idle_share` leave out.
-        gradient_factor: change of the gradient between the backward pass and the step:
-            ‖gradient the optimizer saw‖ / ‖gradient that backward left‖. 1 if unchanged; below 1
-            after clipping, 1/65536 after unscaling an AMP loss; NaN where it is unknown. Averaging
-            over ranks by DDP and FSDP is part of the backward pass.
+        gradient_factor: factor of the gradient that the optimizer saw, relative to that of the
+            rows. 1 if unchanged; below 1 after clipping, 1/65536 after unscaling an AMP loss; NaN
+            where it is unknown. Averaging over ranks is not included.
         features: number of features of a row that the weight multiplies, the fan-in; None where a
             row is not such a vector (a look-up, a module as a whole).
         non_finite: tensors of the layer with a value that is NaN, infinite, or too large to square:

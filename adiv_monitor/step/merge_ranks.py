@@ -5,7 +5,6 @@ selected it, and the rows with the smallest keys of all ranks are a uniform samp
 (`capture/sampling.py`). The measures are then those that one rank with all rows would find.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,13 +15,7 @@ from adiv_monitor.maths.attention_sums import AttentionSums, merge
 from adiv_monitor.maths.sums import Array, LayerSums
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import merge_rows
-from adiv_monitor.step.gradient_check import (
-    LARGEST_REST,
-    LIKENESS_TOLERANCE,
-    compared,
-    contributed,
-    since_backward,
-)
+from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 
 Generator = np.random.Generator
@@ -78,10 +71,10 @@ def merge_ranks(
             layer = _without_parameters(layer)
         layers[path] = layer
     missing = world > len(several)
+    layers = settled(layers, world=world, lost=layers if missing else lost)
     if missing and not refused and not _make_up_the_gradient(layers):
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
-    layers = _in_units(layers, first.facts.gradient_scale, world, lost, missing=missing)
     no_attention = {path: why for part in several for path, why in part.no_attention.items()}
     whole = replace(
         first,
@@ -91,6 +84,7 @@ def merge_ranks(
         misdescribed=misdescribed,
         rows_lost=tuple(lost),
         facts=_facts_together(several, layers),
+        is_settled=True,
         attention=_attention_together(several, no_attention),
         no_attention=no_attention,
     )
@@ -214,69 +208,9 @@ def _trains_with(first: RankContribution, other: RankContribution) -> bool:
 
 
 def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
-    """Whether the rows of the present ranks make up the gradient, by its sampled entries.
+    """Whether the rows of the present ranks make up the gradient.
 
     The other ranks then train something else, or have no rows in this step.
     """
-    every = compared([layer.evidence for layer in layers.values()])
-    known = [found.since.rest for found in every if not math.isnan(found.since.rest)]
-    return bool(known) and max(known) <= LARGEST_REST
-
-
-def _in_units(
-    layers: Mapping[str, LayerSums[Array]],
-    gradient_scale: float,
-    world: int,
-    lost: Collection[str],
-    *,
-    missing: bool,
-) -> dict[str, LayerSums[Array]]:
-    """Return the layers with rows in the units of the gradient that the optimizer saw.
-
-    The factor follows from some entries of the gradients that the backward passes left: their sum
-    over the ranks, times the factor, is the gradient that the optimizer saw, if no rows are
-    missing.
-    """
-    factors: dict[str, float] = {}
-    reasons: dict[str, str] = {}
-    every = compared([layer.evidence for layer in layers.values()])
-    for (path, layer), found in zip(layers.items(), every, strict=True):
-        seen = layer.evidence
-        if found.since.rest <= LARGEST_REST or not (missing or path in lost):
-            factors[path] = found.since.factor / gradient_scale
-            reason = contributed(seen, found, tolerance=LARGEST_REST)
-        else:
-            reason = "ranks"
-        reasons[path] = seen.reason or reason
-    known = [factor for factor in factors.values() if math.isfinite(factor)]
-    agreed = math.nan
-    if known and max(known) - min(known) <= LIKENESS_TOLERANCE * max(known):
-        agreed = known[0]
-    for path in layers:
-        if math.isnan(factors.get(path, math.nan)):
-            # Entries that are all zero give no factor: use the one that the other layers share.
-            factors[path] = 1 / world if missing and math.isnan(agreed) else agreed
-    averaged = _averaged(layers, factors, gradient_scale)
-    result = {}
-    for path, layer in layers.items():
-        moved = merge_rows.in_units(layer, factors[path])
-        seen = replace(moved.evidence, reason=reasons[path], averaged=averaged[path])
-        result[path] = replace(moved, evidence=seen)
-    return result
-
-
-def _averaged(
-    layers: Mapping[str, LayerSums[Array]], factors: Mapping[str, float], gradient_scale: float
-) -> dict[str, float]:
-    """Return the part of each factor by which the backward passes average over ranks.
-
-    It is no later change of the gradient. It is known for most layers, and is the same for the
-    others.
-    """
-    averaged = {
-        path: factors[path] * gradient_scale / (since_backward(layer.evidence) or math.nan)
-        for path, layer in layers.items()
-    }
-    known = [share for share in averaged.values() if math.isfinite(share)]
-    usual = (known or [1.0])[0]
-    return {p: share if math.isfinite(share) else usual for p, share in averaged.items()}
+    checked = [x.evidence for x in layers.values() if x.evidence.equations is not None]
+    return bool(checked) and not any(seen.reason for seen in checked)

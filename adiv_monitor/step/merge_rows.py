@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +32,6 @@ from adiv_monitor.maths.sums import (
     of_rows,
     pairs_of,
 )
-from adiv_monitor.step.gradient_check import multiples
 
 S = TypeVar("S")
 RankSums = LayerSums[Array]
@@ -61,12 +59,7 @@ def prepared(
         active = of_rows(layer, Vector.G, Vector.G) != 0
         squares = float((common.norms[active] ** 2).sum())
         common = replace(common, counted=Counted(int(active.sum()), len(active), squares))
-    evidence = layer.evidence
-    if evidence.since is not None:
-        now, then = evidence.since
-        since = multiples([(now, then, 0.0)])[0]
-        evidence = replace(evidence, since=np.array([(since.factor, since.rest)]))
-    layer = replace(layer, sampled=sampled, common=common, evidence=evidence)
+    layer = replace(layer, sampled=sampled, common=common)
     if max_rows is None or not total:
         return layer
     # One rank has more than this share of the sample only with low probability.
@@ -130,7 +123,7 @@ def merge(
         Sampled(sum(rows.seen for rows in seen), sum(rows.total for rows in seen)),
         first.vectors,
         products,
-        _evidence(parts, some),
+        _evidence([part.evidence for part in some]),
         _dots(parts),
         scale=_of_every((x.scale for x in some), np.concatenate),
         totals=_of_every((x.totals for x in some), lambda of: _totals(of, seen, generator)),
@@ -172,35 +165,20 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
     return found
 
 
-def _evidence(parts: Sequence[RankSums], some: Sequence[RankSums]) -> Evidence[Array]:
-    """Merge the evidence on a gradient.
-
-    Args:
-        parts: records of all ranks.
-        some: records of the ranks that have rows.
-    """
-    several = [part.evidence for part in some]
-    since = [e.since for part in parts if (e := part.evidence).since is not None]
-    foreign = [float(e.foreign) for e in several if e.foreign is not None]
-    then = _of_entries(e.then for e in several)
-    now = [_of_entries(of) for of in zip_longest(*(e.now for e in several))]
-    contributed = [_of_entries(of) for of in zip_longest(*(e.contributed for e in several))]
+def _evidence(several: Sequence[Evidence[Array]]) -> Evidence[Array]:
+    """Merge the evidence on a gradient, which is the same in all ranks; the sums h add up."""
+    every = [e.equations for e in several if e.equations is not None]
+    equations = None
+    if len(every) == len(several) and len({of.shape for of in every}) == 1:
+        equations = every[0].copy()
+        equations[1] = sum(of[1] for of in every)
     return Evidence(
         precision=max(e.precision for e in several),
         reason=next((e.reason for e in several if e.reason), ""),
         terms=sum(e.terms for e in several),
-        then=sum(then, np.zeros(1)) if then else None,
-        now=tuple(of[0] if of else None for of in now),
-        contributed=tuple(sum(of, np.zeros(1)) if of else None for of in contributed),
-        since=np.concatenate(since) if since else None,
-        foreign=np.array(sum(foreign)) if foreign else None,
+        equations=equations,
+        of_weight=several[0].of_weight,
     )
-
-
-def _of_entries(several: Iterable[Array | None]) -> list[Array]:
-    """Return the ranks' entries of a gradient; none if they are of different shapes."""
-    known = [entries for entries in several if entries is not None]
-    return known if len({entries.shape for entries in known}) == 1 else []
 
 
 def _totals(
@@ -320,8 +298,14 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
         factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
     """
     c = 1.0 if math.isnan(factor) else factor
+    seen = replace(layer.evidence, factor=factor)
+    if c == 1:
+        return replace(layer, evidence=seen)
     pairs = pairs_of(layer.vectors)
-    products = _scaled(layer.products, pairs, c)
+    if seen.e_by_rows:  # everything but z and d is linear in G
+        products = _scaled(layer.products, pairs, c, (Vector.G, Vector.OWN, Vector.E, Vector.REST))
+        return replace(layer, products=products, evidence=seen)
+    products = _scaled(layer.products, pairs, c, (Vector.G, Vector.OWN))
     if Vector.REST in layer.vectors:  # e − D G, which depends on the units
         e_e = of_rows(layer, Vector.E, Vector.E)
         if Vector.OWN in layer.vectors:
@@ -333,15 +317,11 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
             own_own = layer.scale**2 * of_rows(layer, Vector.G, Vector.G)
         rest = np.maximum(e_e - 2 * c * own_e + c**2 * own_own, 0.0)
         products[:, column_of(pairs, Vector.REST, Vector.REST)] = rest
-    return replace(
-        layer,
-        products=products,
-        evidence=replace(layer.evidence, factor=np.array(factor)),
-    )
+    return replace(layer, products=products, evidence=seen)
 
 
-def _scaled(products: Array, pairs: Pairs, factor: float) -> Array:
-    """Return the dot products of pairs, with G and what is linear in it multiplied by a factor."""
-    powers = [sum(vector in (Vector.G, Vector.OWN) for vector in pair) for pair in pairs]
+def _scaled(products: Array, pairs: Pairs, factor: float, of: Sequence[Vector]) -> Array:
+    """Return the dot products of pairs, with some vectors multiplied by a factor."""
+    powers = [sum(vector in of for vector in pair) for pair in pairs]
     found: Array = products * factor ** np.array(powers, dtype=np.float64)
     return found
