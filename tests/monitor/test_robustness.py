@@ -21,8 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adiv_monitor import AdivError, Monitor, StepReport
-from adiv_monitor.features import DenseFeatures, Rows, register_features
-from adiv_monitor.features.features import Features
+from adiv_monitor.features import DenseFeatures, Features, Rows, register_features
 from adiv_monitor.sinks import MemorySink
 
 
