@@ -244,7 +244,7 @@ class Monitor:
         On a single rank they include that of the last measured step: see `complete_report`.
         """
         self._check_attached()
-        if self._controller.is_alone:
+        if self._controller.assembly.is_alone:
             self.complete_report()
         return self._outlet.reports
 
@@ -336,7 +336,7 @@ class Monitor:
             self._optimizer.register_step_post_hook(self._hooks[1])
         if self._loss_hook is not None and self._loss_hook.stays:
             self._failures.safely(self._loss_hook.put_on)
-        self._failures.safely(self._controller.join, self._paths)
+        self._failures.safely(self._controller.assembly.join, self._paths)
         self._failures.safely(self._begin)
         self._failures.safely(self._controller.refer)
         self._failures.safely(self._controller.arm, self.step)
@@ -433,7 +433,7 @@ class Monitor:
                 "themselves"
             )
         try:
-            self._controller.gradient_is_complete()
+            self._controller.step_ends()
         except AlarmError:  # by the report of this very step, which was taken
             self.step += 1
             raise
@@ -533,7 +533,7 @@ class Monitor:
     def _ends_training(self, report: StepReport) -> bool:
         """Return whether alarms end the training; all ranks return the same."""
         is_asked = self._stops and self._state == "attached"
-        return is_asked and self._controller.all_stop(report.step)
+        return is_asked and self._controller.assembly.all_stop(report.step)
 
     def _stop(self, error: AlarmError) -> None:
         """End the training by an exception that is raised in a hook."""

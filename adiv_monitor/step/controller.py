@@ -114,6 +114,9 @@ class StepController:
         failures: handler of exceptions.
         report: called with every report, and whether this rank is to write it.
         losses: log of the losses of the steps so far.
+
+    Attributes:
+        assembly: makes the reports, with the other ranks.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class StepController:
             given = measures, asked.max_rows, generator, failures.tell
             self._probing = Probing(followed.model, asked.probe_loss(), *given)
         self._trace = Trace()
-        self._assembly = Assembly(asked.max_rows, generator, self._complete, report)
+        self.assembly = Assembly(asked.max_rows, generator, self._complete, report)
         self._checked: set[str] = set()  # layers whose rule has been verified
         self._compiled = False  # whether compiled code called the model in the last measured step
         self._number = 0  # number of the current step
@@ -146,11 +149,6 @@ class StepController:
         self._taken: Armed | None = None  # the step that was taken, until it is read
         self._alignment: Alignment | None = None
         self._reference: dict[str, Any] | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether reports wait for no other rank."""
-        return self._assembly.is_alone
 
     def unstepped(self) -> str:
         """Return why the armed step was not measured although layers were called, or ""."""
@@ -163,29 +161,17 @@ class StepController:
                 "give it the optimizer that trains the model"
             )
         passes = armed.capture.forward_passes()
-        what, why = "optimizer step", "were they too few for an accumulation, or all skipped?"
-        if armed.overtaken:
-            what = "step of the monitor's optimizer"
-            other = [*armed.others.writers][-1]
-            why = f"another optimizer, {other}, trains the model: monitor that one"
         seen = "1 forward pass" if passes == 1 else f"{passes} forward passes"
         return (
-            f"no {what} was taken while the monitor was on, so nothing was measured ({seen} with "
-            f"gradients; {why})"
+            "no step of the monitor's optimizer was taken while the monitor was on, so nothing was "
+            f"measured ({seen} with gradients; were they too few for an accumulation, all skipped, "
+            "or does another optimizer train the model?)"
         )
 
     def sees_loss(self, loss: Tensor) -> None:
         """Follow the backward passes of a loss, if the step is measured."""
         if self._armed is not None:
             self._armed.capture.passes.follow(loss)
-
-    def join(self, name: str) -> None:
-        """Join the monitors of other ranks, so that reports cover all ranks that have one.
-
-        Args:
-            name: name of the measured model, the same in all ranks.
-        """
-        self._assembly.join(name)
 
     def refer(self) -> None:
         """Make the present state the reference point of alignments."""
@@ -289,7 +275,7 @@ class StepController:
     def _agree(self, point: str) -> bool:
         """Whether all ranks, including this one, participate in this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
-        return self._assembly.agree(self._number, f"{attempt}/{point}")
+        return self.assembly.agree(self._number, f"{attempt}/{point}")
 
     def step_begins(
         self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -326,31 +312,22 @@ class StepController:
         return args, {**kwargs, "closure": closure_then_read}
 
     def step_ends(self) -> None:
-        """Handle the end of the optimizer's step."""
-        self._ends(self._stepped)
-
-    def gradient_is_complete(self) -> None:
-        """Complete a step without an optimizer, when its gradient is complete."""
-        self._ends(self._measure_gradient)
-
-    def _ends(self, measure: Callable[[Armed], None]) -> None:
+        """Handle the end of the optimizer's step; without one, the gradient is complete now."""
         armed = self._armed
         if armed is None:
             return
         try:
             if not armed.guard.broken:
-                self._failures.safely(measure, armed)
+                self._failures.safely(self._stepped, armed)
         finally:
             self.disarm()
 
-    def _measure_gradient(self, armed: Armed) -> None:
-        self._number = armed.number
-        armed.step.gradient_is_final(steps=False)
-        self._stepped(armed)
-        self.read()
-
     def _stepped(self, armed: Armed) -> None:
         """Measure the parameters' update; the rest waits until the next step begins."""
+        has_optimizer = self._followed.optimizer is not None
+        if not has_optimizer:
+            self._number = armed.number
+            armed.step.gradient_is_final(steps=False)
         self.disarm()
         armed.capture.tell(self._trace)
         if armed.attempts > 1:
@@ -365,7 +342,7 @@ class StepController:
             )
             self._failures.warn("closure", f"adiv_monitor: {self._failures.notes[-1]}")
             armed.step.discard()
-        elif self._followed.optimizer is not None:
+        elif has_optimizer:
             armed.step.updated()
         armed.alignment = self._failures.safely(self._aligned) or {}
         held = list(self._followed.trained())
@@ -376,7 +353,9 @@ class StepController:
             )
         armed.selection = armed.selection.stepped(held)
         self._taken = armed
-        if not self._compiled:  # a hook would become part of the compiled code
+        if not has_optimizer:
+            self.read()
+        elif not self._compiled:  # a hook would become part of the compiled code
             armed.await_batch()
 
     def disarm(self) -> None:
@@ -400,11 +379,7 @@ class StepController:
         part.report = replace(part.report, losses=self._losses.take(taken.number))
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
-        self._assembly.add(part)
-
-    def all_stop(self, number: int) -> bool:
-        """Whether all ranks stop because of this step's report; the same result in all ranks."""
-        return self._assembly.all_stop(number)
+        self.assembly.add(part)
 
     def end(self, patience: float | None = None) -> None:
         """Complete the report, as the monitor is closed.
@@ -412,8 +387,8 @@ class StepController:
         Args:
             patience: largest time to wait for other ranks, in seconds; None: the default.
         """
-        self._assembly.ends(patience)
-        call_all(self.read, self._assembly.leave, self._schedule.end)
+        self.assembly.ends(patience)
+        call_all(self.read, self.assembly.leave, self._schedule.end)
 
     def release(self) -> None:
         """Remove every hook and drop the current step and copies, whatever has failed before."""

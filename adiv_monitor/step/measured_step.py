@@ -167,7 +167,7 @@ class MeasuredStep:
         assert self._gradient is not None
         with _without_autocast(x.G for x in self._measured.values()):
             for block in self._gradient.blocks:
-                block.update(self._change, self._lose)
+                block.update(self._change, self._measured, self._lose)
         self._finish()  # first: the product with γ overwrites the difference
         self._flags.gradient_changed = self._steps.finish_update()
         if self._probe is not None:

@@ -215,9 +215,11 @@ class Block:
                         e /= scale
                 family.split(of)
 
-    def update(self, change: Callable[[Layer], Change], fail: Fail) -> None:
-        """Compute d from the changes of the layers' parameters."""
+    def update(self, change: Callable[[Layer], Change], kept: Container[str], fail: Fail) -> None:
+        """Compute d from the changes of the parameters, of layers that were not lost."""
         for family, of, _ in self._parts():
+            if not any(x.layer.path in kept for x in family.layers):
+                continue
             with losing(family.layers, fail):
                 d, by_bias, made = of[Vector.D], of.get(Vector.BIAS), family.layers[0].d
                 if made is not None:

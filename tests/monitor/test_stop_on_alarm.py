@@ -143,7 +143,7 @@ def climb(sink: MemorySink) -> None:
 
 
 def test_it_raises_where_the_report_is_complete_and_leaves_no_hook() -> None:
-    """The next forward pass raises the error, which leaves the `with` block and no hook."""
+    """The next optimizer step raises the error, which leaves the `with` block and no hook."""
     sink = MemorySink()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +173,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
-@pytest.mark.parametrize("place", ["forward", "complete_report", "end_step", "compiled"])
+@pytest.mark.parametrize("place", ["step", "complete_report", "latest", "end_step", "compiled"])
 def test_it_raises_wherever_a_report_is_completed(place: str, on_error: Any) -> None:
     model, optimizer = model_and_optimizer()
     rules = [lambda path, reading: path == "0"]
@@ -183,13 +183,17 @@ def test_it_raises_wherever_a_report_is_completed(place: str, on_error: Any) -> 
     monitor = Monitor(model, followed, **options)
     monitor.attach()
     take(called, followed)
+    if place in ("step", "compiled"):
+        take(called, None)  # up to the optimizer's step nothing is raised
     with pytest.raises(AlarmError):
         if place == "complete_report":
             monitor.complete_report()
+        elif place == "latest":
+            _ = monitor.latest
         elif place == "end_step":
             monitor.end_step()
         else:
-            take(called, optimizer)
+            optimizer.step()
     assert no_hooks(model, optimizer), "though nobody has closed it yet"
     assert monitor.step == 1 and len(monitor.reports) == 1
     take(model, optimizer)
@@ -234,7 +238,7 @@ def test_until_it_stops_the_run_is_bit_identical() -> None:
     seen: dict[str, int] = {}
 
     def third(path: str, reading: LayerReading) -> bool:
-        return seen["step"] == 4  # the fifth forward pass completes step 3's report
+        return seen["step"] == 4  # the fifth optimizer step completes step 3's report
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*never attached")
