@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths.sums import Pairs, Vector
 
 # The most entries of vectors that a CPU multiplies together: for more, new memory costs more.
@@ -41,18 +40,3 @@ def of_rows(
         found += ((vectors[a] * vectors[b]).sum(-1)[None],)
     # Contiguous, so that the transfer to the host copies no layer by itself.
     return torch.cat(found).movedim(0, -1).contiguous()
-
-
-def norms(tensor: Tensor) -> Float[Tensor, " parts"]:
-    """Return norms of parts of a tensor; their squares add up to the square of its norm."""
-    flat = to_compute_dtype(tensor)
-    if flat.dim() < 2:
-        flat = flat.reshape(1, -1)
-    found: Tensor = torch.linalg.vector_norm(flat.flatten(1), dim=1)
-    return found
-
-
-def norm(tensor: Tensor) -> Float[Tensor, ""]:
-    """Return ‖tensor‖, summed in two stages."""
-    found: Tensor = torch.linalg.vector_norm(norms(tensor))
-    return found
