@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.passes import Passes
-from adiv_monitor.maths.alike import raised
 
 
 def _nothing() -> None:
     pass
+
+
+def _raised(path: str, error: Exception) -> None:
+    raise error
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Context:
     """
 
     guard: Guard
-    fail: Callable[[str, Exception], None] = raised
+    fail: Callable[[str, Exception], None] = _raised
     switched_off: Collection[str] = ()
     checked: Collection[str] = ()
     begins: Callable[[], object] = _nothing

@@ -272,7 +272,7 @@ class Forwards:
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and track the running forward calls even after failures."""
-        if torch.compiler.is_compiling() or is_rerun() is not self._repeated:
+        if is_rerun() is not self._repeated:
             return
         try:
             if is_seen():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from adiv_monitor.report.written import read
+from adiv_monitor.report.written import plain, read
 
 # Kinds of layers that do not map features to features: gains and offsets of normalisations, and
 # look-up tables. Their scales and steps are not comparable with those of maps.
@@ -93,13 +93,13 @@ class LayerReading:
 
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Return the reading as plain data, without measures not taken; quantiles on request."""
-        record = {name: getattr(self, name) for name in _RECORD}
-        record |= {"module": self.module} if self.module else {}
-        record |= {} if self.features is None else {"features": self.features}
-        record |= {"non_finite": list(self.non_finite)} if self.non_finite else {}
-        record |= {"earlier_share": self.earlier_share} if self.earlier_share else {}
-        record |= {**self.measures(), "standard_error": dict(self.standard_error)}
-        return record | {n: list(getattr(self, n)) for n in _QUANTILES} if quantiles else record
+        record: dict[str, Any] = plain(self)
+        for name in ("module", "features", "non_finite", "earlier_share"):
+            if not record.get(name):
+                record.pop(name, None)
+        for name in () if quantiles else _QUANTILES:
+            del record[name]
+        return record
 
     def lean(self) -> "LayerReading":
         """Return the reading without its distributions over rows."""

@@ -17,7 +17,6 @@ from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
 from adiv_monitor.features.rows import Whole, joined
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
     About,
@@ -34,7 +33,7 @@ from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.row_moves import act, added, gram_is_less
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch_tensors
-from adiv_monitor.step.vectors import Block, LayerInProgress, blocks_of
+from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")

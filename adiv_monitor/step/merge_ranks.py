@@ -22,8 +22,8 @@ Generator = np.random.Generator
 
 
 def prepared(
-    part: RankContribution[Array], max_rows: int | None, world: int, generator: Generator
-) -> RankContribution[Array]:
+    part: RankContribution, max_rows: int | None, world: int, generator: Generator
+) -> RankContribution:
     """Return a rank's contribution for sending; see `merge_rows.prepared`."""
     layers = {
         path: merge_rows.prepared(layer, max_rows, world, generator)
@@ -34,11 +34,11 @@ def prepared(
 
 @np.errstate(all="ignore")  # as in `understand`
 def merge_ranks(
-    parts: Mapping[int, RankContribution[Array]],
+    parts: Mapping[int, RankContribution],
     world: int,
     max_rows: int | None,
     generator: Generator,
-) -> tuple[RankContribution[Array], list[int]]:
+) -> tuple[RankContribution, list[int]]:
     """Merge the contributions; return the result and the ranks that it covers.
 
     Ranks whose gradients differ from the first rank's train something else, and are left out.
@@ -92,7 +92,7 @@ def merge_ranks(
 
 
 def _attention_together(
-    several: Sequence[RankContribution[Array]], refused: Mapping[str, str]
+    several: Sequence[RankContribution], refused: Mapping[str, str]
 ) -> dict[str, AttentionSums[Array]]:
     """Return the records of attention of several ranks, whose probes together are one."""
     every: dict[str, list[AttentionSums[Array]]] = defaultdict(list)
@@ -104,7 +104,7 @@ def _attention_together(
 
 
 def _report_together(
-    several: Sequence[RankContribution[Array]],
+    several: Sequence[RankContribution],
     layers: Mapping[str, LayerSums[Array]],
     lost: Collection[str],
     notes: Sequence[str],
@@ -163,7 +163,7 @@ def _without_parameters(layer: LayerSums[Array]) -> LayerSums[Array]:
 
 
 def _facts_together(
-    several: Sequence[RankContribution[Array]], layers: Mapping[str, LayerSums[Array]]
+    several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]]
 ) -> Facts:
     """Merge the facts: those of one rank hold for all, unless each holds a part of parameters."""
     told = [part.facts for part in several if part.layers] or [several[0].facts]
@@ -178,7 +178,7 @@ def _facts_together(
     )
 
 
-def _with_applied(part: RankContribution[Array]) -> RankContribution[Array]:
+def _with_applied(part: RankContribution) -> RankContribution:
     """Set a = u in a contribution whose weights have not changed since the optimizer's step."""
     facts, layers = part.facts, {}
     if not facts.updated or facts.has_applied or facts.weights_changed:
@@ -190,7 +190,7 @@ def _with_applied(part: RankContribution[Array]) -> RankContribution[Array]:
     return replace(part, layers=layers, facts=replace(facts, has_applied=True))
 
 
-def _trains_with(first: RankContribution[Array], other: RankContribution[Array]) -> bool:
+def _trains_with(first: RankContribution, other: RankContribution) -> bool:
     """Whether the optimizers of two ranks get the same gradients of the same layers."""
     if first.report.turn != other.report.turn:
         return False

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
-from adiv_monitor.maths.records import R, joined, present
+from adiv_monitor.maths.records import R, joined
 from adiv_monitor.maths.sums import (
     Array,
     Blocks,
@@ -53,6 +53,7 @@ def prepared(
     """
     seen, total, common = layer.sampled.seen, layer.sampled.total, layer.common
     drawn = draw((total,), seen, np.inf, generator)
+    assert drawn.keys is not None
     sampled = replace(layer.sampled, keys=drawn.keys, bound=drawn.bound)
     if common is not None:
         active = of_rows(layer, Vector.G, Vector.G) != 0
@@ -81,7 +82,7 @@ def pick(layer: RankSums, kept: Index) -> RankSums:
             norms=blocks.norms[kept],
             largest=blocks.largest[kept],
             entries=blocks.entries[among],
-            entry_rows=np.searchsorted(kept, entry_rows[among]),
+            entry_rows=np.searchsorted(kept, entry_rows[among]).astype(np.float64),
         )
     if common is not None:
         common = replace(common, products=common.products[kept], norms=common.norms[kept])
@@ -117,7 +118,6 @@ def merge(
     first, products = some[0], np.concatenate([part.products for part in some])
     is_active = products[:, column_of(pairs_of(first.vectors), Vector.G, Vector.G)] != 0
     seen = [part.sampled for part in some]
-    totals = [part.totals for part in some if len({present(x.totals) for x in some}) == 1]
     return LayerSums(
         first.about,
         Sampled(sum(rows.seen for rows in seen), sum(rows.total for rows in seen)),
@@ -126,7 +126,7 @@ def merge(
         _evidence([part.evidence for part in some]),
         _dots(parts),
         scale=_of_every((x.scale for x in some), np.concatenate),
-        totals=_of_every(totals or [None], lambda of: _totals(of, seen, generator)),
+        totals=_of_every((x.totals for x in some), lambda of: _totals(of, seen, generator)),
         blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
         common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
         realised=_of_every((x.realised for x in some), _moved),
@@ -151,10 +151,11 @@ def _dots(parts: Sequence[RankSums]) -> Dots[float]:
     dots = parts[0].dots
     if not dots.partial:
         return dots
-    added = [
-        _of_every(x, sum) for x in zip(*(astuple(part.dots)[:-1] for part in parts), strict=True)
-    ]
-    return Dots(*added, partial=True)
+    added: dict[str, Any] = {
+        name: _of_every((getattr(part.dots, name) for part in parts), sum)
+        for name in ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
+    }
+    return replace(dots, **added)
 
 
 def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
@@ -183,19 +184,28 @@ def _evidence(several: Sequence[Evidence[Array]]) -> Evidence[Array]:
 def _totals(
     several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
 ) -> Totals[Array]:
-    """Merge the totals of the ranks' passes over all rows, which have the same fields."""
-    added = joined([replace(x, scales=None) for x in several], sum)
-    whole = np.where(added.G_G == 0, 1.0, added.G_G)
-    own = [x.concentration * (x.G_G / whole) ** 2 for x in several]
-    scales = None if several[0].scales is None else _scales(several, seen, generator)
-    return replace(added, concentration=sum(own, np.zeros(1)), scales=scales)
+    """Merge the totals of the ranks' passes over all rows."""
+    G_G = np.sum([x.G_G for x in several], axis=0)
+    whole = np.where(G_G == 0, 1.0, G_G)
+    return Totals(
+        active=np.sum([x.active for x in several], axis=0),
+        G_G=G_G,
+        concentration=np.sum([x.concentration * (x.G_G / whole) ** 2 for x in several], axis=0),
+        own_G=_of_every((x.own_G for x in several), sum),
+        own_own=_of_every((x.own_own for x in several), sum),
+        scales=_of_every(
+            (x.scales for x in several), lambda of: _scales(of, several, seen, generator)
+        ),
+    )
 
 
 def _scales(
-    several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
+    scales: Sequence[ScaleTotals[Array]],
+    several: Sequence[Totals[Array]],
+    seen: Sequence[Sampled[Array]],
+    generator: np.random.Generator,
 ) -> ScaleTotals[Array]:
     """Merge the sums over scales."""
-    scales = [x.scales for x in several if x.scales is not None]
     count, sums = np.concatenate([x.active for x in several]), np.array([x.sum[0] for x in scales])
     off = np.where(count > 0, sums / count - sums.sum() / count.sum(), 0.0)
     squares = np.concatenate([x.deviation for x in scales]) ** 2 + count * off**2

@@ -51,7 +51,7 @@ class Facts:
 
 
 @dataclass
-class RankContribution(Generic[T]):
+class Contribution(Generic[T]):
     """A rank's contribution to a report.
 
     Attributes:
@@ -81,6 +81,9 @@ class RankContribution(Generic[T]):
     attention: dict[str, AttentionSums[T]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
     is_settled: bool = False
+
+
+RankContribution = Contribution[Array]
 
 
 def make_contribution(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from setups import leaves
 from torch import Tensor
 
 from adiv_monitor.features.rows import squares
@@ -23,7 +24,6 @@ from adiv_monitor.maths.estimates import (
     share_error,
 )
 from adiv_monitor.maths.readings import Judged, measure
-from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import (
     REALISED,
     About,
