@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.backward_hooks import BackwardHooks
-from adiv_monitor.capture.check import of_gradient
+from adiv_monitor.capture.check import Equations, of_gradient
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import on_gradient
@@ -266,7 +266,7 @@ class Gathering:
             return False
         return stand_in.grad is not None or self._provenance.waiting(parameter)()
 
-    def _earlier(self, call: Call) -> Tensor | None:
+    def _earlier(self, call: Call) -> Equations | None:
         """Return γv of the gradient that is there before the layer's first pass."""
         layer = call.layer
         if any(map(is_shard, layer.parameters)) or call.products is None:

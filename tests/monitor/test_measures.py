@@ -283,7 +283,7 @@ def test_layers_measured_together_are_as_measured_alone(groups: int, known: str)
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
     def of(total: int, **others: Any) -> LayerSums[Tensor]:
-        evidence: Evidence[Tensor] = Evidence(1e-7, equations=torch.tensor([8.0]))
+        evidence: Evidence[Tensor] = Evidence(1e-7, of_bias=(torch.tensor([8.0]),))
         nothing = torch.empty(0)
         return LayerSums(About("x"), Sampled(1, total), (), nothing, evidence, **others)
 
@@ -322,7 +322,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert y.common is not None and (y.common.products.tolist(), y.common.sum) == ([5], None)
     assert x.blocks is not None and x.blocks.largest.tolist() == [4]
     assert y.realised is not None and y.realised.products.tolist() == [9]
-    assert x.evidence.equations is not None and x.evidence.equations.tolist() == [8]
+    assert [of.tolist() for of in x.evidence.of_bias] == [[8]]
     assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
     assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]
