@@ -134,7 +134,7 @@ class FinalGradient:
         # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
         now = of_gradient(features, *layer.change(self._gamma(layer, parts)), rows.v)
         if self._scale is not None:
-            now = tuple(None if x is None else x / self._scale for x in now)
+            now = _times(now, 1 / self._scale)
         sides = [now, *sums, *([] if rows.earlier is None else [rows.earlier])]
         of_weight, of_bias = (
             tuple(x for x in of if x is not None) for of in zip(*sides, strict=True)
@@ -166,7 +166,12 @@ class FinalGradient:
         reason = _why_from_rows(features, shared=rows.is_shared)
         evidence = _evidence(rows, calls, reason)
         if of_passes is not None and not rows.is_shared:
-            h = summed([_times(of, factors.get(task, 1.0)) for task, of in of_passes.items()])
+            h = summed(
+                [
+                    _times(of, factors[task]) if factors.get(task, 1.0) != 1 else of
+                    for task, of in of_passes.items()
+                ]
+            )
             of_weight, of_bias = self._equations(layer, rows, parts, [h])
             evidence = replaced(evidence, of_weight=of_weight, of_bias=of_bias)
         attainable, ceiling = self._of_ceiling(layer, rows)
@@ -234,8 +239,8 @@ class FinalGradient:
             self._all_rows[path] = of_calls
 
 
-def _times(side: Equations, factor: float) -> Equations:
-    of_weight, of_bias = (x if x is None or factor == 1 else x * factor for x in side)
+def _times(side: Equations, factor: float | Tensor) -> Equations:
+    of_weight, of_bias = (None if x is None else x * factor for x in side)
     return of_weight, of_bias
 
 

@@ -168,7 +168,9 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
 def _evidence(several: Sequence[Evidence[Array]]) -> Evidence[Array]:
     """Merge the evidence on a gradient, which is the same in all ranks; the sums h add up."""
     of_weight, of_bias = (
-        (parts[0][0], sum(of[1] for of in parts), *parts[0][2:]) if all(parts) else ()
+        (parts[0][0], sum([of[1] for of in parts], np.zeros(1)), *parts[0][2:])
+        if all(parts)
+        else ()
         for parts in ([e.of_weight for e in several], [e.of_bias for e in several])
     )
     return Evidence(
