@@ -7,9 +7,9 @@ output from the bias alone, where h = Σ_r g_r φ_b. `step/gradient_check.py` so
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ _EQUATIONS = 16
 _MOST = 2**22
 
 
+# One side of the equations of weight and bias, each a vector; None: there are none.
+Equations = tuple[Tensor | None, Tensor | None]
+
+
 @dataclass(slots=True, eq=False)
 class Products:
     """The products φ_r·v of all rows of one call.
@@ -47,18 +51,19 @@ class Products:
     of_weight: Tensor | None
     of_bias: Tensor | float | None
 
-    def contracted(self, gradient: Float[Tensor, "*rows channels"]) -> Tensor:
-        """Return h of a pass, the weight's equations first."""
-        parts = []
+    def contracted(self, gradient: Float[Tensor, "*rows channels"]) -> Equations:
+        """Return h of a pass."""
+        of_weight = of_bias = None
         if self.of_weight is not None:
-            parts.append(contracted(self.of_weight, gradient).flatten())
+            of_weight = contracted(self.of_weight, gradient).flatten()
         if isinstance(self.of_bias, Tensor):
-            parts.append(contracted(self.of_bias, gradient).flatten())
+            of_bias = contracted(self.of_bias, gradient).flatten()
         elif self.of_bias is not None:
             rows = tuple(range(gradient.dim() - 1))
-            total = gradient.sum(rows, dtype=compute_dtype(gradient)) if rows else gradient
-            parts.append(to_compute_dtype(total) * self.of_bias)
-        return torch.cat(parts)
+            total = gradient.sum(rows, dtype=compute_dtype(gradient)) if rows else gradient.clone()
+            of_bias = to_compute_dtype(total)
+            of_bias = of_bias if self.of_bias == 1 else of_bias * self.of_bias
+        return of_weight, of_bias
 
 
 def _all() -> None:
@@ -166,12 +171,21 @@ def _parts(use: Use, features: Features, rows: Rows) -> Iterable[Features]:
 
 def of_gradient(
     features: Features, weight: Tensor | None, bias: Tensor | None, v: Tensor | None
-) -> Tensor:
-    """Return γv in the order of `Products.contracted`, for γ of weight and bias."""
-    parts = []
+) -> Equations:
+    """Return γv as `Products.contracted` returns h, for γ of weight and bias."""
+    of_weight = None
     if v is not None:
         assert weight is not None
-        parts.append(features.weight_times(weight, v).flatten())
-    if bias is not None:
-        parts.append(to_compute_dtype(bias).flatten())
-    return torch.cat(parts)
+        of_weight = features.weight_times(weight, v).flatten()
+    return of_weight, None if bias is None else to_compute_dtype(bias.clone()).flatten()
+
+
+def added(several: Sequence[Equations]) -> Equations:
+    """Return the sum of the sides of equations."""
+    of_weight, of_bias = ([x for x in each if x is not None] for each in zip(*several, strict=True))
+    return sum_of(of_weight), sum_of(of_bias)
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the sum of tensors; None if there are none."""
+    return reduce(torch.add, tensors) if tensors else None

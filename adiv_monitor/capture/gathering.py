@@ -12,16 +12,15 @@ called several times and checkpointing therefore all work:
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.backward_hooks import BackwardHooks
-from adiv_monitor.capture.check import of_gradient
+from adiv_monitor.capture.check import Equations, of_gradient
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import on_gradient
@@ -91,7 +90,6 @@ class Gathering:
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Gather rows of a use and put a hook on its output; `_on_gradient` receives its G."""
         layer = self._layers.of(use, known)
@@ -121,7 +119,6 @@ class Gathering:
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
         random: Randomness | None,
-        inputs: Collection[Any],
     ) -> list[Tensor]:
         """Choose rows of the maps in a recurrent call and put hooks on its outputs."""
         if made.refusal is not None:
@@ -156,7 +153,6 @@ class Gathering:
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
-        inputs: Collection[Any],
     ) -> None:
         """Gather rows of a module that is measured as a whole and hook its output."""
         if not any(x.numel() for x in tensors):  # of an empty batch
@@ -270,7 +266,7 @@ class Gathering:
             return False
         return stand_in.grad is not None or self._provenance.waiting(parameter)()
 
-    def _earlier(self, call: Call) -> Tensor | None:
+    def _earlier(self, call: Call) -> Equations | None:
         """Return γv of the gradient that is there before the layer's first pass."""
         layer = call.layer
         if any(map(is_shard, layer.parameters)) or call.products is None:

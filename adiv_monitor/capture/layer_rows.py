@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.check import Products
+from adiv_monitor.capture.check import Equations, Products, added
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
@@ -35,7 +35,7 @@ class Arrived:
 
     gradient: Tensor
     norms: Tensor
-    sums: Tensor | None
+    sums: Equations | None
     counts: bool
 
 
@@ -168,7 +168,7 @@ class LayerRows:
         self.linear: Tensor | None = None
         self.task = -1
         self.at: dict[int, tuple[int, int]] = {}
-        self.earlier: Tensor | None = None
+        self.earlier: Equations | None = None
         self.versions: list[int] = []
         self.v: Tensor | None = None
         self.is_shared = False
@@ -265,14 +265,14 @@ class LayerRows:
             self.forget([task for task, counts in tasks.items() if not counts])
         return [call for call in self.calls if call.arrived]
 
-    def sums(self) -> dict[int, Tensor] | None:
+    def sums(self) -> dict[int, Equations] | None:
         """Return h of each pass, over all calls; None if it is not known for one."""
-        found: dict[int, Tensor] = {}
+        found: dict[int, Equations] = {}
         for call in self.calls:
             for task, of in call.arrived.items():
                 if of.sums is None:
                     return None
-                found[task] = found[task] + of.sums if task in found else of.sums
+                found[task] = added([found[task], of.sums]) if task in found else of.sums
         return found or None
 
     def finish(self, factors: Mapping[int, float]) -> list[Call]:

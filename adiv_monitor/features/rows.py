@@ -124,14 +124,16 @@ def contracted(
     elif groups == 1:
         gradient, products = gradient.flatten(1, -2), products.reshape(shape[0], -1, m)
     else:
-        gradient = gradient.unflatten(-1, (groups, -1))
+        gradient = gradient.reshape(*shape[:-1], groups, shape[-1] // groups)
         products = products.reshape(*shape[:-1], groups, m)
+    if groups == 1 and len(gradient) == 1 and gradient.dtype == products.dtype:
+        return gradient.mT @ products
     dim, size = (1, shape[-1]) if groups == 1 and len(gradient) == 1 else (0, shape[1:].numel())
     found = products.new_zeros(groups, shape[-1] // groups, m)
     most = gradient.shape[dim]
     if gradient.dtype != products.dtype or groups > 1:  # casts and products part by part
         most = max(1, (_MOST if gradient.is_cuda else CHUNK) // max(1, size))
-    pairs = zip(gradient.split(most, dim), products.split(most, dim), strict=True)
+    pairs = zip(torch.split(gradient, most, dim), torch.split(products, most, dim), strict=True)
     for g, y in pairs if gradient.numel() else ():
         g = g.to(y.dtype)
         if groups == 1:

@@ -297,9 +297,9 @@ class Evidence(Generic[T]):
             passes left, as far as the rows determine it.
         factor: c; NaN if unknown, None before it is determined.
         averaged: the part of the factor by which the backward passes average over ranks.
-        equations: γv, h of the rows, and γv of the gradient that was there before them, if any,
-            (2 or 3, equations); see `capture/check.py`. None: not checked.
-        of_weight: number of the equations that come from the weight.
+        of_weight: γv, h of the rows, and γv of the gradient that was there before them, if any, for
+            the weight; see `capture/check.py`. Empty: not checked.
+        of_bias: the same for the bias.
         e_by_rows: e is ΦΦᵀG, in the units of G.
         rule_error: relative difference of the layer's output from the output by its rule.
         replay_error: relative difference of a rerun call's output from the original.
@@ -310,11 +310,16 @@ class Evidence(Generic[T]):
     terms: float = 0.0
     factor: float | None = None
     averaged: float = 1.0
-    equations: T | None = None
-    of_weight: int = 0
+    of_weight: tuple[T, ...] = ()
+    of_bias: tuple[T, ...] = ()
     e_by_rows: bool = False
     rule_error: T | None = None
     replay_error: T | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether there are equations."""
+        return bool(self.of_weight or self.of_bias)
 
     @property
     def tolerance(self) -> float:

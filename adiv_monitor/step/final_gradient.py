@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.check import of_gradient
+from adiv_monitor.capture.check import Equations, of_gradient
+from adiv_monitor.capture.check import added as summed
 from adiv_monitor.capture.layer_rows import Call, LayerRows, versions
 from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.passes import Passes
@@ -112,7 +113,8 @@ class FinalGradient:
             sums = rows.sums()
             if sums and not rows.is_shared and not any(map(is_shard, layer.parameters)):
                 told[layer.path] = PassesOfLayer([*sums], np.empty(0))
-                sent.append(torch.stack(self._equations(layer, rows, {}, [*sums.values()])))
+                of_weight, of_bias = self._equations(layer, rows, {}, [*sums.values()])
+                sent.append(torch.cat([torch.stack(x) for x in (of_weight, of_bias) if x], dim=1))
         for path, equations in zip(told, fetch_tensors(sent), strict=True):
             told[path] = told[path]._replace(equations=equations)
         others = {x.path: [*rows.tasks] for x, rows in several.items() if x.path not in told}
@@ -125,13 +127,19 @@ class FinalGradient:
         return found
 
     def _equations(
-        self, layer: Layer, rows: LayerRows, parts: Parts, sums: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return γv, h and γv of the gradient that was there before; see `Evidence.equations`."""
+        self, layer: Layer, rows: LayerRows, parts: Parts, sums: Sequence[Equations]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return γv, h and γv of the gradient that was there before; see `Evidence`."""
         features = next(call.features for call in rows.calls if call.arrived)
+        # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
         now = of_gradient(features, *layer.change(self._gamma(layer, parts)), rows.v)
-        found = [now if self._scale is None else now / self._scale, *sums]
-        return found if rows.earlier is None else [*found, rows.earlier]
+        if self._scale is not None:
+            now = _times(now, 1 / self._scale)
+        sides = [now, *sums, *([] if rows.earlier is None else [rows.earlier])]
+        of_weight, of_bias = (
+            tuple(x for x in of if x is not None) for of in zip(*sides, strict=True)
+        )
+        return of_weight, of_bias
 
     def _gamma(self, layer: Layer, parts: Parts) -> Parts:
         """Return γ of the layer's pieces, as `.grad` holds it."""
@@ -158,10 +166,14 @@ class FinalGradient:
         reason = _why_from_rows(features, shared=rows.is_shared)
         evidence = _evidence(rows, calls, reason)
         if of_passes is not None and not rows.is_shared:
-            h = torch.stack([of * factors.get(task, 1.0) for task, of in of_passes.items()]).sum(0)
-            equations = torch.stack(self._equations(layer, rows, parts, [h]))
-            of_weight = equations.shape[1] - (0 if layer.bias is None else G.shape[1])
-            evidence = replaced(evidence, equations=equations, of_weight=of_weight)
+            h = summed(
+                [
+                    _times(of, factors[task]) if factors.get(task, 1.0) != 1 else of
+                    for task, of in of_passes.items()
+                ]
+            )
+            of_weight, of_bias = self._equations(layer, rows, parts, [h])
+            evidence = replaced(evidence, of_weight=of_weight, of_bias=of_bias)
         attainable, ceiling = self._of_ceiling(layer, rows)
         self._keep_all_rows(layer.path, calls)
         change, e = layer.change(self._gamma(layer, parts)), None
@@ -225,6 +237,11 @@ class FinalGradient:
         of_calls = [_all_rows(call.whole, call.norms) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
             self._all_rows[path] = of_calls
+
+
+def _times(side: Equations, factor: float | Tensor) -> Equations:
+    of_weight, of_bias = (None if x is None else x * factor for x in side)
+    return of_weight, of_bias
 
 
 def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:

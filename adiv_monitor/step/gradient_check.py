@@ -55,7 +55,7 @@ def fitted(equations: Array, factor: float | None = None) -> Fit:
     """Solve the equations of a layer by least squares.
 
     Args:
-        equations: see `Evidence.equations`.
+        equations: γv, h, and γv of what was there before, if any.
         factor: c, if it is known.
     """
     now, *columns = equations
@@ -95,7 +95,7 @@ def settled(
     fits = {
         path: fitted(equations)
         for path, layer in layers.items()
-        if (equations := layer.evidence.equations) is not None
+        if (equations := _equations(layer.evidence)) is not None
     }
     usual, is_told = _usual(layers)
     averaged = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
@@ -127,9 +127,10 @@ def was_zeroed(layer: LayerSums[Array]) -> bool:
 def tells(layer: LayerSums[Array]) -> bool:
     """Return whether a layer's gradient was checked and is far above rounding."""
     seen = layer.evidence
-    if seen.equations is None or seen.equations.shape[1] < _EQUATIONS or seen.reason:
+    equations = _equations(seen)
+    if equations is None or equations.shape[1] < _EQUATIONS or seen.reason:
         return False
-    return fitted(seen.equations).rows > 100 * _noise(seen)
+    return fitted(equations).rows > 100 * _noise(seen)
 
 
 def _usual(layers: Mapping[str, LayerSums[Array]]) -> tuple[float, bool]:
@@ -149,11 +150,13 @@ def _usual(layers: Mapping[str, LayerSums[Array]]) -> tuple[float, bool]:
 
 
 def _parts(seen: Evidence[Array]) -> list[Array]:
-    """Return the equations of the weight and those of the bias."""
-    if seen.equations is None:
-        return []
-    parts = seen.equations[:, : seen.of_weight], seen.equations[:, seen.of_weight :]
-    return [part for part in parts if part.shape[1]]
+    """Return the equations of the weight and those of the bias, (2 or 3, equations) each."""
+    return [np.stack(sides) for sides in (seen.of_weight, seen.of_bias) if sides]
+
+
+def _equations(seen: Evidence[Array]) -> Array | None:
+    """Return all equations of a layer."""
+    return np.concatenate(_parts(seen), axis=1) if seen.is_checked else None
 
 
 def _noise(seen: Evidence[Array]) -> float:
@@ -198,9 +201,10 @@ def _from_rows(layers: Mapping[str, LayerSums[Array]]) -> float:
 
 def earlier_share(seen: Evidence[Array]) -> float:
     """Return ‖gradient before the rows'‖ / ‖γ‖, in the units of γ; 0 if rounding explains it."""
-    if seen.reason != "earlier" or seen.equations is None:
+    equations = _equations(seen)
+    if seen.reason != "earlier" or equations is None:
         return 0.0
-    fit = fitted(seen.equations, seen.factor)
+    fit = fitted(equations, seen.factor)
     return fit.earlier / fit.now
 
 

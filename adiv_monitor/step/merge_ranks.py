@@ -212,5 +212,5 @@ def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
 
     The other ranks then train something else, or have no rows in this step.
     """
-    checked = [x.evidence for x in layers.values() if x.evidence.equations is not None]
+    checked = [x.evidence for x in layers.values() if x.evidence.is_checked]
     return bool(checked) and not any(seen.reason for seen in checked)

@@ -167,17 +167,18 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
 
 def _evidence(several: Sequence[Evidence[Array]]) -> Evidence[Array]:
     """Merge the evidence on a gradient, which is the same in all ranks; the sums h add up."""
-    every = [e.equations for e in several if e.equations is not None]
-    equations = None
-    if len(every) == len(several) and len({of.shape for of in every}) == 1:
-        equations = every[0].copy()
-        equations[1] = sum(of[1] for of in every)
+    of_weight, of_bias = (
+        (parts[0][0], sum([of[1] for of in parts], np.zeros(1)), *parts[0][2:])
+        if all(parts)
+        else ()
+        for parts in ([e.of_weight for e in several], [e.of_bias for e in several])
+    )
     return Evidence(
         precision=max(e.precision for e in several),
         reason=next((e.reason for e in several if e.reason), ""),
         terms=sum(e.terms for e in several),
-        equations=equations,
-        of_weight=several[0].of_weight,
+        of_weight=of_weight,
+        of_bias=of_bias,
     )
 
 

@@ -97,8 +97,7 @@ def _judged(layer: LayerSums[Array], facts: Facts) -> Judged:
     if seen.reason in _NOT_THE_LOSSES:
         own_w = math.nan  # −⟨γ, ΔΘ⟩ is not the descent of the loss, which only the rows know
     exact = not seen.reason and not facts.gradient_lost
-    is_checked = seen.equations is not None
-    return Judged(layer, exact, is_checked, own_gamma, own_w)
+    return Judged(layer, exact, seen.is_checked, own_gamma, own_w)
 
 
 def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:

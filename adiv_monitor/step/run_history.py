@@ -111,7 +111,7 @@ class RunHistory:
             doubted: the sampled rows speak against a gradient that was not checked.
         """
         is_sound = not any(reasons[path] not in _FORESEEN for path in layers)
-        told = [path for path, layer in layers.items() if layer.evidence.equations is not None]
+        told = [path for path, layer in layers.items() if layer.evidence.is_checked]
         is_whole = told != [self.telling]
         is_sound &= is_whole or not doubted
         is_sound &= len({factor_of(layer) for layer in layers.values()}) == 1
