@@ -136,7 +136,7 @@ class Watching(Watcher):
             call = FunctionCall(output, lambda value: id(value) not in inputs)
             if output.is_nested:
                 raise Refused(NESTED)
-            found = uses_in(known.function, call, given.args, given.kwargs)
+            found = uses_in(known.function, call, tuple(given.args), given.kwargs)
             if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return
