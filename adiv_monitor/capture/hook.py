@@ -160,7 +160,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
     call_all(*[handle.remove for handle in handles])
     for handle in handles:
         _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it
-    _expect(is_on=_has_any_global_hook())
+    _expect(is_on=_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def _expect(*, is_on: bool) -> None:

@@ -7,7 +7,7 @@ from the arguments of a hook on the module, so that later steps need not watch f
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -135,11 +135,12 @@ class Called:
         if versions(self.args, self.kwargs, self.result) != self.versions:
             return None  # a hook would run too late
         held = (*module._parameters.items(), *module._buffers.items())
-        taken = {id(x): ("own", name) for name, x in held if x is not None}
-        given: list[tuple[ArgumentKey, object]] = [*enumerate(args), *kwargs.items()]
-        taken |= {id(x): ("given", place) for place, x in given if isinstance(x, Tensor)}
+        taken: dict[int, tuple[str, Any]] = {
+            **{id(x): ("own", name) for name, x in held if x is not None},
+            **{id(x): ("given", at) for at, x in _by_place(args, kwargs) if isinstance(x, Tensor)},
+        }
         arguments: dict[ArgumentKey, tuple[str, Any]] = {}
-        for place, value in (*enumerate(self.args), *self.kwargs.items()):
+        for place, value in _by_place(self.args, self.kwargs):
             if isinstance(value, Tensor) and id(value) in taken:
                 arguments[place] = taken[id(value)]
             elif _is_constant(value):
@@ -147,6 +148,13 @@ class Called:
             else:
                 return None
         return _known(module, self.function, arguments, self.layers)
+
+
+def _by_place(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[ArgumentKey, object]]:
+    yield from enumerate(args)
+    yield from kwargs.items()
 
 
 def _known(

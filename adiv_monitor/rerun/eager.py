@@ -83,7 +83,7 @@ def _compiling() -> Iterator[None]:
             eval_frame._set_stance(eager)
 
 
-_USERS = [  # older torch imports it by name
+_USERS: list[Any] = [  # older torch imports it by name
     module
     for name, module in sys.modules.items()
     if name.startswith("torch._higher_order_ops.") and "_set_compilation_env" in vars(module)
