@@ -3,13 +3,17 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.passes import Passes
-from adiv_monitor.maths.alike import raised
 
 
 def _nothing() -> None:
     pass
+
+
+def _raised(path: str, error: Exception) -> None:
+    raise error
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,15 @@ class Context:
         checked: paths of the layers whose module's rule was already checked against the output.
         begins: called when the first layer's forward pass with gradients begins.
         passes: follows the backward passes.
+        check: checks gradients; None: this step has no check.
         attainable: whether to gather all rows as well, for the ceiling.
     """
 
     guard: Guard
-    fail: Callable[[str, Exception], None] = raised
+    fail: Callable[[str, Exception], None] = _raised
     switched_off: Collection[str] = ()
     checked: Collection[str] = ()
     begins: Callable[[], object] = _nothing
     passes: Passes = field(default_factory=Passes)
+    check: Check | None = None
     attainable: bool = False

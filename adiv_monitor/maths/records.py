@@ -4,13 +4,13 @@ A field holds numbers if its annotation names the type variable. It may hold one
 a tuple or dict, records of numbers, or None.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-__all__ = ["R", "joined", "leaves", "numbers_of", "present", "replaced", "split", "with_numbers"]
+__all__ = ["R", "joined", "numbers_of", "replaced", "with_numbers"]
 
 R = TypeVar("R")
 
@@ -110,42 +110,7 @@ else:
         return type(record)(*every)
 
 
-def leaves(record: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the numbers of a record, each with the dotted names of the fields that hold it."""
-    kind = _kind_of(type(record))
-    if kind is not None:
-        names = list(kind.places)
-        for place in kind.numbers:
-            inner = names[place]
-            yield from leaves(getattr(record, inner), f"{name}.{inner}" if name else inner)
-    elif isinstance(record, dict | tuple):
-        for part in record.values() if isinstance(record, dict) else record:
-            yield from leaves(part, name)
-    elif record is not None:
-        yield name, record
-
-
-def present(record: object) -> tuple[object, ...]:
-    """Return a key that is equal for records in which the same numbers are present."""
-    kind = _kind_of(type(record))
-    if kind is None:
-        return (record is None,)
-    values = kind.values(record)
-    return tuple(
-        [
-            part is None if _kind_of(type(part)) is None else present(part)
-            for part in [values[place] for place in kind.numbers]
-        ]
-    )
-
-
 def joined(records: Sequence[R], of: Callable[[list[Any]], Any]) -> R:
     """Combine records of the same structure: apply a function to the list of each number."""
     several = zip(*map(numbers_of, records), strict=True)
     return with_numbers(records[0], [of(list(numbers)) for numbers in several])
-
-
-def split(record: R, count: int, of: Callable[[Any], Sequence[Any]]) -> list[R]:
-    """Split a record into `count` records: a function splits each of its numbers."""
-    parts = [of(number) for number in numbers_of(record)]
-    return [with_numbers(record, [part[i] for part in parts]) for i in range(count)]

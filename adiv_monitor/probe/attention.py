@@ -19,7 +19,7 @@ import torch
 from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
@@ -71,9 +71,8 @@ class _Call:
         scores: the call on the chosen samples, without a graph.
         samples: the chosen samples, (chosen,) int64.
         uses: the uses of parameters before the call.
-        edge: of O or, where the scores are explicit, of scale·Y + mask; None: without a graph.
-        is_output: whether `edge` is that of O.
-        gradient: the gradient of that.
+        is_output: whether `gradient` is that of O; else it is that of scale·Y + mask.
+        gradient: ∂L/∂O or ∂L/∂(scale·Y + mask); None: not known.
         keys: for every sample, head and query, the keys of the scores whose scale is computed.
         D: their scale; None: it is not known.
         no_scale: why it is not known.
@@ -87,7 +86,6 @@ class _Call:
     scores: Attention
     samples: Tensor
     uses: Sequence[ScaledUse]
-    edge: GradientEdge | None
     is_output: bool
     gradient: Tensor | None = None
     keys: np.ndarray = field(init=False)
@@ -95,6 +93,10 @@ class _Call:
     no_scale: str = ""
     inputs: Sequence[Tensor] = ()
     sums: AttentionSums[Tensor] = field(init=False)
+
+    def arrive(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradient."""
+        [self.gradient] = gradients
 
     @property
     def score_gradient(self) -> Callable[[slice], Tensor] | None:
@@ -148,7 +150,10 @@ class Attentions:
         calls: the calls that were seen, by path.
         refused: path → the reason why an attention is not measured.
         saw_any: whether any was seen.
+        ask: called with tensors and a function that gets their gradients, if the loss is known.
     """
+
+    ask: Callable[[Sequence[Tensor], Callable[[Sequence[Tensor | None]], None]], None]
 
     def __init__(
         self,
@@ -246,12 +251,12 @@ class Attentions:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES, len(q))
             chosen = np.sort(self._generator.choice(len(q), most, replace=False))
             samples = to_device(chosen, q.device)
-            edge = get_gradient_edge(asks) if asks.requires_grad else None
             with torch.no_grad():
                 of_samples = made(samples)
             k = of_heads(k, q.shape[1]).expand(len(q), -1, -1, -1)
             held, uses = self._held[forward.module], list(progress.uses)
-            call = _Call(held, q, k, of_samples, samples, uses, edge, is_output)
+            call = _Call(held, q, k, of_samples, samples, uses, is_output)
+            self.ask([asks], call.arrive)
             self.calls[path].append(call)
             progress.calls.append(call)
 
@@ -261,26 +266,13 @@ class Attentions:
         first = next((key for key in held if key in self._places), None)
         return self._due is None or first in self._due
 
-    @property
-    def edges(self) -> list[GradientEdge]:
-        """What the loss is to be differentiated by."""
-        return [edge for call in self._all() if (edge := call.edge) is not None]
-
-    def arrive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients by `edges`."""
-        asked = [call for call in self._all() if call.edge is not None]
-        for call, gradient in zip(asked, gradients, strict=True):
-            call.edge, call.gradient = None, gradient
-
-    def _all(self) -> Iterator[_Call]:
-        return (call for calls in self.calls.values() for call in calls)
-
     # --- afterwards ------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose change moves the scores."""
-        return list(dict.fromkeys(p for call in self._all() for p in call.held))
+        every = (call for calls in self.calls.values() for call in calls)
+        return list(dict.fromkeys(p for call in every for p in call.held))
 
     def begin(self, *, knows_loss: bool) -> None:
         """Compute the scales, and the sums of a plain gradient step."""

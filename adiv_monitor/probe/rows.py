@@ -142,6 +142,8 @@ class ProbeRows(SecondPass):
         self.layers.found = first.layers.found
         assert isinstance(self.watching, _Looking)
         self._attentions = self.watching.attentions = attentions
+        if attentions is not None:
+            attentions.ask = self._ask
         self._chooser = chooser
         self._known = known
         self._calls: dict[str, list[_Call]] = defaultdict(list)
@@ -151,18 +153,13 @@ class ProbeRows(SecondPass):
 
     def differentiate(self, loss: Tensor) -> None:
         """Take G of the rows: the gradient of a loss. The graph stays for attentions."""
-        attentions = self._attentions
         edges = [edge for several, _ in self._asked for edge in several]
-        edges += [] if attentions is None else attentions.edges
-        if not edges or not loss.requires_grad:
-            return
-        keeps = attentions is not None
-        found = iter(torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True))
-        with torch.no_grad():
-            for several, take in self._asked:
-                take([next(found) for _ in several])
-            if attentions is not None:
-                attentions.arrive([*found])
+        if edges and loss.requires_grad:
+            keeps = self._attentions is not None
+            found = iter(torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True))
+            with torch.no_grad():
+                for several, take in self._asked:
+                    take([next(found) for _ in several])
 
     def of_layers(self, max_rows: int | None) -> dict[str, LayerOnProbe]:
         """Return the rows of all layers that were called."""

@@ -120,7 +120,12 @@ class MeasuredStep:
                 new=not self._history.knows({layer.path for layer in reached}),
             )
             found = self._gradient = FinalGradient(
-                reached, self._history, self._unsharded, self._steps, scale, self._generator
+                reached,
+                self._history,
+                self._steps,
+                scale,
+                self._generator,
+                self._capture.passes,
             )
             made = self._unsharded.of_gradients if all_participate else None
             self._measure(tuple(reached), found.begin, made)

@@ -1,5 +1,6 @@
 """Sums over all rows, computed for similar layers together, are correct for each layer."""
 
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,6 @@ from adiv_monitor import Monitor
 from adiv_monitor.features.functions.conv import Geometry, patch_squares, patches
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.records import leaves
-from adiv_monitor.maths.sums import Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 from adiv_monitor.report import MEASURES, LayerReading
 
@@ -57,7 +56,7 @@ def by_hand(rows: AllRows) -> dict[str, float]:
     }
 
 
-def sums_of(layers: dict[str, AllRows], generator: np.random.Generator) -> dict[str, Totals[Any]]:
+def sums_of(layers: dict[str, AllRows], generator: np.random.Generator) -> dict[str, Any]:
     found: Any = totals.sums({path: [rows] for path, rows in layers.items()}, generator)
     return totals.by_layer(found, {path: len(rows.gradient) for path, rows in layers.items()})
 
@@ -69,12 +68,12 @@ def test_every_layer_gets_its_own(bias: float | None) -> None:
     layers["another"] = layer(9, 7, bias=bias)
     found = sums_of(layers, np.random.default_rng(0))
     for path, rows in layers.items():
-        told = dict(leaves(found[path]))
-        entries = told.pop("scales.entries", None)
-        assert {name: value.item() for name, value in told.items()} == pytest.approx(by_hand(rows))
-        if entries is not None:
-            expected = torch.where(rows.gradient != 0, scale_of(rows), torch.nan)
-            torch.testing.assert_close(entries, expected, equal_nan=True)
+        for name, expected in by_hand(rows).items():
+            assert attrgetter(name)(found[path]).item() == pytest.approx(expected), name
+        assert (found[path].scales is None) == (rows.weight is None)
+        if rows.weight is not None:
+            scales = torch.where(rows.gradient != 0, scale_of(rows), torch.nan)
+            torch.testing.assert_close(found[path].scales.entries, scales, equal_nan=True)
 
 
 def test_some_of_very_many_scales_are_kept() -> None:
@@ -82,8 +81,7 @@ def test_some_of_very_many_scales_are_kept() -> None:
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
     first, second = (
-        dict(leaves(sums_of({"": rows}, generator)[""]))["scales.entries"].nan_to_num(-1)
-        for _ in range(2)
+        sums_of({"": rows}, generator)[""].scales.entries.nan_to_num(-1) for _ in range(2)
     )
     for entries in (first, second):
         active = entries[entries > 0]

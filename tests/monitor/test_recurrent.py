@@ -38,7 +38,7 @@ OPTIMIZERS = {
 SAMPLED = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
-    *("bias_share", "update_ratio"),
+    *("bias_share", "update_ratio", "common_share"),
 }
 
 

@@ -278,11 +278,6 @@ class _OddScale(Features):
     def by_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return self.x @ weight.t()
 
-    def by_bias(self, bias: torch.Tensor) -> None: ...
-
-    def restrict(self, **_: bool) -> "_OddScale":
-        return self
-
     def joined(self, others: object) -> "_OddScale":
         return self
 

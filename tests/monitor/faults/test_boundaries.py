@@ -28,7 +28,7 @@ ROOMS = (
 )
 ELSEWHERE = {
     *("merge_ranks.py", "merge_rows.py", "ranks.py", "unsharded.py"),
-    *("messages.py", "shard_accumulation.py"),
+    "messages.py",
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions
 }
