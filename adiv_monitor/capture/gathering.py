@@ -12,9 +12,8 @@ called several times and checkpointing therefore all work:
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +90,6 @@ class Gathering:
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Gather rows of a use and put a hook on its output; `_on_gradient` receives its G."""
         layer = self._layers.of(use, known)
@@ -121,7 +119,6 @@ class Gathering:
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
         random: Randomness | None,
-        inputs: Collection[Any],
     ) -> list[Tensor]:
         """Choose rows of the maps in a recurrent call and put hooks on its outputs."""
         if made.refusal is not None:
@@ -156,7 +153,6 @@ class Gathering:
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
-        inputs: Collection[Any],
     ) -> None:
         """Gather rows of a module that is measured as a whole and hook its output."""
         if not any(x.numel() for x in tensors):  # of an empty batch

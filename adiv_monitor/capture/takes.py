@@ -1,7 +1,6 @@
 """What a watched forward pass hands its uses to."""
 
-from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -24,7 +23,6 @@ class Takes(Protocol):
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Take a use and the function's result; return the call if the layer is watched.
 
@@ -33,8 +31,6 @@ class Takes(Protocol):
             output: the result of the function.
             known: the layer or its path, if already known.
             checked: whether the use is certain to describe the output.
-            inputs: the autograd nodes that produced the function's inputs other than weights; None:
-                not known.
         """
         ...
 
@@ -43,7 +39,6 @@ class Takes(Protocol):
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
         random: Randomness | None,
-        inputs: Collection[Any],
     ) -> list[Tensor]:
         """Take a recurrent call and return the weights that its uses account for; see `use`."""
         ...
@@ -55,7 +50,6 @@ class Takes(Protocol):
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
-        inputs: Collection[Any],
     ) -> None:
         """Take a module that has run and is to be measured as a whole.
 
@@ -65,6 +59,5 @@ class Takes(Protocol):
             arguments: the arguments of its forward.
             outputs: determines which tensors of the output are z.
             tensors: these tensors.
-            inputs: see `use`.
         """
         ...

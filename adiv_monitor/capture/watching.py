@@ -1,6 +1,6 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,10 +140,9 @@ class Watching(Watcher):
             if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return
-            made = _made(given.inputs)
             for use, layer in zip(found, known.layers, strict=True):
                 same = False not in [p.requires_grad for p in layer.parameters]
-                self._takes.use(use, output, layer if same else layer.path, inputs=made)
+                self._takes.use(use, output, layer if same else layer.path)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -179,8 +178,7 @@ class Watching(Watcher):
                 )
             if output.requires_grad:
                 use = use_of(rule, module, args, kwargs)
-                given = _made(tensors_in(*args, *kwargs.values()))
-                self._takes.use(use, output, path, checked=False, inputs=given)
+                self._takes.use(use, output, path, checked=False)
 
     def _look_at_whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -198,8 +196,7 @@ class Watching(Watcher):
             names = self._without_rule.claim(module, tensors, inputs) if tensors else []
             if names:
                 self.record.others.update(module.modules())
-                given = _made(inputs)
-                self._takes.whole(module, names, (args, kwargs), outputs, tensors, given)
+                self._takes.whole(module, names, (args, kwargs), outputs, tensors)
 
     # --- functions -------------------------------------------------------------------------------
 
@@ -254,12 +251,9 @@ class Watching(Watcher):
         if gradients and function in RECURRENT:
             self._is_special()
             return self._recurrent(to_call, trained, data)
-        provenance, inputs = self._provenance, set[Any]()
+        provenance = self._provenance
         # Changes cannot be tracked through a view that reads memory as another dtype.
         is_data = bool(data) or any(map(_is_retyped, trained))
-        if is_data and gradients and has_data(trained[0]):
-            with self._noting(trained):
-                inputs = _made(data)
         kept = args
         if name in _OVERWRITE and not provenance.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
@@ -270,7 +264,7 @@ class Watching(Watcher):
         used: list[Tensor] = []
         if gradients and isinstance(made, Tensor):
             call = FunctionCall(made, provenance.of_model, self._forwards.inside)
-            used = self._uses(name_of(function), call, kept, kwargs, trained, inputs)
+            used = self._uses(name_of(function), call, kept, kwargs, trained)
         if (gradients and not used) or kept is not args:
             self._is_special()
         if is_data or used:
@@ -288,7 +282,6 @@ class Watching(Watcher):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
-        inputs: Collection[Any],
     ) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
         if self._is_off(trained):
@@ -301,7 +294,7 @@ class Watching(Watcher):
             taken: list[Call | None] = []
             for use in found:
                 try:
-                    taken.append(self._takes.use(use, call.result, inputs=inputs))
+                    taken.append(self._takes.use(use, call.result))
                 except NotFollowed:  # left to the module around it
                     continue
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
@@ -321,10 +314,9 @@ class Watching(Watcher):
     def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor], data: list[Tensor]) -> Any:
         """Call a recurrent function and pass on the linear maps inside it."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        is_off, call, random, inputs = self._is_off(trained), None, None, set[Any]()
+        is_off, call, random = self._is_off(trained), None, None
         if not is_off:
             with self._noting(trained):
-                inputs = _made(data)
                 call = read_call(function, args, kwargs)
                 if call.draws and call.refusal is None:
                     random = Randomness([call.input.device])
@@ -332,7 +324,7 @@ class Watching(Watcher):
         outputs, used = tuple(tensors_in(result)), trained
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
-                used += self._takes.maps(call, outputs, random, inputs)
+                used += self._takes.maps(call, outputs, random)
         self._explain(function.__name__, trained, used, outputs)
         return result
 
@@ -378,16 +370,6 @@ class Watching(Watcher):
                 is_own = isinstance(whole_of(tensor), nn.Parameter)
                 of = "" if is_own else " (with a weight that is computed from it)"
                 self._without_rule.leave(keys, f"torch's {name}{of}", tensors_in(made))
-
-
-def _made(tensors: Iterable[Tensor]) -> set[Any]:
-    """Return the autograd nodes that produced the tensors or the tensors that they view."""
-    nodes = set()
-    for tensor in tensors:
-        nodes.add(tensor.grad_fn)
-        if tensor._base is not None:
-            nodes.add(tensor._base.grad_fn)
-    return nodes
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

@@ -177,7 +177,6 @@ class ProbeRows(SecondPass):
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        inputs: object = None,
     ) -> None:
         """Take the rows of a use."""
         if self._attentions is not None:
@@ -197,7 +196,6 @@ class ProbeRows(SecondPass):
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
         random: Randomness | None,
-        inputs: object,
     ) -> list[Tensor]:
         """Take the rows of the maps in a recurrent call."""
         if made.refusal is not None:  # it was refused in the step, too
@@ -229,7 +227,6 @@ class ProbeRows(SecondPass):
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
-        inputs: object,
     ) -> None:
         """Take the rows of a module that is measured as a whole."""
         left = {module.get_parameter(name) for name in names}

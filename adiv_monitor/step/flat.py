@@ -123,18 +123,6 @@ class Entries:
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
         kinds = _sampled(tensors)
         self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
-        self._places: dict[int, tuple[object, int, int]] = {}  # kind, start and length
-        for kind, parts in kinds.items():
-            end = 0
-            for key, part in parts.items():
-                length = part.shape[0]
-                self._places[key] = kind, end, length
-                end += length
-
-    def of(self, key: int) -> Tensor:
-        """Return the entries of one tensor."""
-        kind, start, length = self._places[key]
-        return self._flat[kind].narrow(0, start, length).flatten()
 
     def differ(self, tensors: Mapping[int, Tensor]) -> Tensor:
         """Return whether any of these entries of the same tensors differs now, bit by bit."""

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.pieces import Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
-from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
-from adiv_monitor.maths import dots
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths.sums import T
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.flat import Entries, Flat
@@ -85,8 +84,6 @@ class ParameterSteps:
         self._given, self._gamma = self._gamma, flat.views
         squares = flat.squares()
         self.products: PieceNumbers[Tensor] = PieceNumbers(tuple(flat.keys), squares)
-        norms = [x.sqrt().to(compute_dtype(b)) for x, b in zip(squares, flat.buffers, strict=True)]
-        self._norms = dict(zip(flat.keys, (x for n in norms for x in n.unbind()), strict=True))
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -127,18 +124,6 @@ class ParameterSteps:
     def gamma(self, piece: Piece) -> Tensor:
         """Return γ of a piece."""
         return self._gamma[piece.key]
-
-    def gamma_norms(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return tensors with the norms of the parameters' gradients."""
-        keys = [self._whole.get(id(p)) for p in parameters]
-        return [
-            dots.norms(self._gradients[id(p)]) if key is None else self._norms[key]
-            for p, key in zip(parameters, keys, strict=True)  # None: only pieces are measured
-        ]
-
-    def entries_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the `sampled_entries` of the parameter's gradient, or of this rank's part."""
-        return self._seen.of(id(parameter))
 
     def stepped(self) -> None:
         """Take the updates after the optimizer's step."""
