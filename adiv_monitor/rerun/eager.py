@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils as operators
 
-from adiv_monitor.rerun.thread import surely
 
 # Monitors may live in several threads, and may be dropped without being closed.
 _holders: set[weakref.ref["forced_eager"]] = set()
@@ -35,7 +34,7 @@ class forced_eager:
             raise
 
     def __exit__(self, *error: object) -> None:
-        surely(self.leave)
+        self.leave()
 
     def leave(self) -> None:
         """Leave the context, if it was entered."""
