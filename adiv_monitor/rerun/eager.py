@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils as operators
 
-
 # Monitors may live in several threads, and may be dropped without being closed.
 _holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance before the first holder; None while there is no holder
