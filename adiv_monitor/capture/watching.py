@@ -329,12 +329,12 @@ class Watching(Watcher):
         return result
 
     @contextmanager
-    def _noting(self, trained: Sequence[Tensor], path: str = "") -> Iterator[list[Tensor]]:
+    def _noting(self, trained: Sequence[Tensor], path: str | None = None) -> Iterator[list[Tensor]]:
         """Collect accounted tensors without gradients, and all of them if the body fails.
 
         Args:
             trained: the tensors that the body looks at.
-            path: the layer that fails with it; "": that of the first tensor.
+            path: the layer that fails with it; None: that of the first tensor.
         """
         used: list[Tensor] = []
         try:
@@ -348,7 +348,8 @@ class Watching(Watcher):
             used += trained
         except Exception as error:
             self._is_special()
-            self._layers.failed(path or self._place(trained[0]).full_name, error)
+            place = self._place(trained[0]).full_name if path is None else path
+            self._layers.failed(place, error)
             used += trained
 
     def _is_off(self, trained: list[Tensor]) -> bool:
