@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.alarms import Rules
 from adiv_monitor.alignment.probe import Probe
@@ -28,7 +29,7 @@ from adiv_monitor.arguments import (
     held_parameters,
 )
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import Hook, take_off
+from adiv_monitor.capture.hook import Hook
 from adiv_monitor.capture.loss_hook import LossHook, LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure
 from adiv_monitor.errors import AdivError, AlarmError
@@ -208,7 +209,7 @@ class Monitor:
         )
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._is_alone = True  # no other monitor was attached at the same time
-        self._hooks: list[Hook] = []  # on the optimizer
+        self._hooks: list[RemovableHandle] = []  # on the optimizer
         self._selected: tuple[object, Selection] | None = None  # of which structure
         self.step = 0
         selection = self._select()
@@ -331,9 +332,9 @@ class Monitor:
         if self._optimizer is not None:
             # A compiled optimizer step must not trace them.
             bodies = self._before_step, self._after_step
-            self._hooks = [Hook(body) for body in map(torch.compiler.disable, bodies)]
-            self._optimizer.register_step_pre_hook(self._hooks[0])
-            self._optimizer.register_step_post_hook(self._hooks[1])
+            before, after = (Hook(body) for body in map(torch.compiler.disable, bodies))
+            self._hooks.append(self._optimizer.register_step_pre_hook(before))
+            self._hooks.append(self._optimizer.register_step_post_hook(after))
         if self._loss_hook is not None and self._loss_hook.stays:
             self._failures.safely(self._loss_hook.put_on)
         self._failures.safely(self._controller.assembly.join, self._paths)
@@ -379,9 +380,8 @@ class Monitor:
 
     def _take_off(self) -> None:
         """Remove every hook that is set; it can be called again if it was interrupted."""
-        hooks = (partial(take_off, self._optimizer, hook) for hook in self._hooks)
         seen = () if self._loss_hook is None else (self._loss_hook.remove,)
-        call_all(self._controller.release, *seen, *hooks)
+        call_all(self._controller.release, *seen, *[hook.remove for hook in self._hooks])
 
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run an action within the training; an exception that leaves it removes all hooks."""

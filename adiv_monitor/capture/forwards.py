@@ -227,12 +227,6 @@ class Forwards:
         return self.forward.module if plain is None else plain
 
     @property
-    def number(self) -> int:
-        """The number of the innermost forward call; 0 outside of watched forward calls."""
-        forwards = self._running.forwards
-        return forwards[-1].number if forwards else 0
-
-    @property
     def forward(self) -> Forward:
         """The innermost forward call."""
         return self._running.forwards[-1]

@@ -12,7 +12,7 @@ called several times and checkpointing therefore all work:
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -43,10 +43,6 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.rerun.twin import Arguments
 
-_TWICE = (
-    "functions with and without a rule use it in one module: only the uses with a rule are measured"
-)
-
 
 class Gathering:
     """Chooses rows of uses and puts hooks on their outputs. See `Takes`.
@@ -72,7 +68,6 @@ class Gathering:
         self._attainable = layers.context.attainable
         self._hooks: list[RemovableHandle] = []  # on nodes of the graph
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
-        self._used: dict[Layer, int] = {}  # the number of the last forward call in which it was
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -95,7 +90,6 @@ class Gathering:
         layer = self._layers.of(use, known)
         if layer is None:
             return None
-        self._used[layer] = self._forwards.number
         if layer.path not in self._layers.rows:
             return None
         z = use.layout(part_of(output))
@@ -130,7 +124,6 @@ class Gathering:
             layer = self._layers.of(use)
             if layer is None:
                 continue
-            self._used[layer] = self._forwards.number
             if layer.path in self._layers.rows:
                 calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
         if not calls:
@@ -162,15 +155,9 @@ class Gathering:
         if any(x.is_nested for x in (*tensors, *given)):
             self._without_rule.refuse(left, NESTED)
             return
-        # When the module is rerun, a changed parameter acts in all of its uses there.
-        twice = self._used_inside(left)
-        self._without_rule.refuse(twice, _TWICE)
-        names = [name for name, p in zip(names, left, strict=True) if p not in set(twice)]
-        left = [module.get_parameter(name) for name in names]
-        layer = self._layers.of_whole(module, left) if left else None
+        layer = self._layers.of_whole(module, left)
         if layer is None:
             return
-        self._used[layer] = self._forwards.number
         if layer.path not in self._layers.rows:
             return
         rows_of_layer = self._layers.rows[layer.path]
@@ -191,12 +178,6 @@ class Gathering:
         call.look(features, taken, None)
         rows_of_layer.add(call)
         outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.context.guard)
-
-    def _used_inside(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of the parameters that layers used since the running forward began."""
-        last = self._forwards.number
-        inside = {p for x, number in self._used.items() if number >= last for p in x.parameters}
-        return [p for p in parameters if p in inside]
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         return self._layers.new_call(layer, shape, device)

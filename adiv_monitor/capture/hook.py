@@ -3,7 +3,7 @@
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,30 +46,6 @@ def _nothing() -> Callable[..., None]:
 
 
 def _idle(*_: object) -> None: ...
-
-
-# The tables in which torch keeps hooks by number.
-ON_GRADIENT = ("_backward_hooks",)
-ON_ACCUMULATION = ("_post_accumulate_grad_hooks",)
-_TABLES = (
-    *(ON_GRADIENT, ON_ACCUMULATION),
-    *(("_optimizer_step_pre_hooks",), ("_optimizer_step_post_hooks",)),
-    *(("_global_optimizer_pre_hooks",), ("_global_optimizer_post_hooks",)),  # of all optimizers
-)
-
-
-def take_off(owner: object, hook: object, *where: Sequence[str]) -> None:
-    """Remove a hook from a tensor or optimizer, found by its identity in torch's tables.
-
-    Args:
-        owner: the object with the hook.
-        hook: the hook.
-        where: the tables that may contain it; none: all tables.
-    """
-    for (name,) in where or _TABLES:
-        hooks = getattr(owner, name, None) or {}
-        for number in [number for number, other in hooks.items() if other is hook]:
-            hooks.pop(number, None)
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -160,7 +136,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
     call_all(*[handle.remove for handle in handles])
     for handle in handles:
         _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it
-    _expect(is_on=_has_any_global_hook())
+    _expect(is_on=_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def _expect(*, is_on: bool) -> None:

@@ -7,7 +7,7 @@ from the arguments of a hook on the module, so that later steps need not watch f
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Given(NamedTuple):
         trained: the parameters of the module among them that require a gradient.
     """
 
-    args: tuple[Any, ...]
+    args: list[Any]
     kwargs: dict[str, Any]
     inputs: list[Tensor]
     trained: list[Tensor]
@@ -58,10 +58,9 @@ class Known:
         forward: a `forward` in the module's own attributes; None: there is none.
         settings: its own plain attributes, such as its mode or its stride, by name.
         function: the name of the function that takes its parameters; "": its class has a rule.
-        constants: the function's arguments by place, those by position first; None for tensors.
-        names: the names of the function's keyword arguments.
-        inputs: by place of such a tensor, its place among the arguments of the module's forward.
-        own: by place of such a tensor, its name among the module's parameters and buffers.
+        arguments: by place, those by position first, whence the function's arguments come: "own"
+            with a name among the module's parameters and buffers, "given" with a place among the
+            arguments of its forward, or "constant" with the value.
         layers: the layers of its uses, in order.
     """
 
@@ -70,10 +69,7 @@ class Known:
     forward: object
     settings: Mapping[str, object]
     function: str
-    constants: Mapping[ArgumentKey, object]
-    names: Sequence[str]
-    inputs: Mapping[ArgumentKey, ArgumentKey]
-    own: Mapping[ArgumentKey, str]
+    arguments: Mapping[ArgumentKey, tuple[str, Any]]
     layers: Sequence[Layer]
 
     @property
@@ -89,22 +85,25 @@ class Known:
         if not self.holds:
             return None
         parameters, buffers = self.module._parameters, self.module._buffers
-        values: dict[ArgumentKey, Any] = {**self.constants}
-        inputs: list[Tensor] = []
-        trained: list[Tensor] = []
+        found = Given([], {}, [], [])
         try:
-            for place, name in self.own.items():
-                held = parameters.get(name)
-                if held is not None and held.requires_grad:
-                    trained += (held,)
-                values[place] = buffers[name] if held is None else held
-            for place, at in self.inputs.items():
-                values[place] = value = args[at] if isinstance(at, int) else kwargs[at]
-                inputs += (value,)
+            for place, (whence, value) in self.arguments.items():
+                if whence == "given":
+                    value = args[value] if isinstance(value, int) else kwargs[value]
+                    found.inputs.append(value)
+                elif whence == "own":
+                    name, value = value, parameters.get(value)
+                    if value is None:
+                        value = buffers[name]
+                    elif value.requires_grad:
+                        found.trained.append(value)
+                if isinstance(place, int):
+                    found.args.append(value)
+                else:
+                    found.kwargs[place] = value
         except (IndexError, KeyError):
             return None
-        named = {name: values.pop(name) for name in self.names}
-        return Given(tuple(values.values()), named, inputs, trained)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,48 +135,40 @@ class Called:
         if versions(self.args, self.kwargs, self.result) != self.versions:
             return None  # a hook would run too late
         held = (*module._parameters.items(), *module._buffers.items())
-        names = {id(tensor): name for name, tensor in held if tensor is not None}
-        given: list[tuple[ArgumentKey, object]] = [*enumerate(args), *kwargs.items()]
-        places = {id(value): place for place, value in given if isinstance(value, Tensor)}
-        constants: dict[ArgumentKey, object] = {}
-        inputs: dict[ArgumentKey, ArgumentKey] = {}
-        own: dict[ArgumentKey, str] = {}
-        taken: list[tuple[ArgumentKey, object]] = [*enumerate(self.args), *self.kwargs.items()]
-        for place, value in taken:
-            if isinstance(value, Tensor) and id(value) in places:
-                inputs[place] = places[id(value)]
-            elif isinstance(value, Tensor) and id(value) in names:
-                own[place] = names[id(value)]
-            elif not _is_constant(value):
+        taken: dict[int, tuple[str, Any]] = {
+            **{id(x): ("own", name) for name, x in held if x is not None},
+            **{id(x): ("given", at) for at, x in _by_place(args, kwargs) if isinstance(x, Tensor)},
+        }
+        arguments: dict[ArgumentKey, tuple[str, Any]] = {}
+        for place, value in _by_place(self.args, self.kwargs):
+            if isinstance(value, Tensor) and id(value) in taken:
+                arguments[place] = taken[id(value)]
+            elif _is_constant(value):
+                arguments[place] = "constant", deepcopy(value)
+            else:
                 return None
-            constants[place] = None if isinstance(value, Tensor) else deepcopy(value)
-        return _known(module, self.function, constants, inputs, own, self.layers)
+        return _known(module, self.function, arguments, self.layers)
+
+
+def _by_place(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[ArgumentKey, object]]:
+    yield from enumerate(args)
+    yield from kwargs.items()
 
 
 def _known(
     module: nn.Module,
     function: str,
-    constants: Mapping[ArgumentKey, object],
-    inputs: Mapping[ArgumentKey, ArgumentKey],
-    own: Mapping[ArgumentKey, str],
+    arguments: Mapping[ArgumentKey, tuple[str, Any]],
     layers: Sequence[Layer],
 ) -> Known:
     """Return the record of the module in its present state."""
     held = vars(module)
     constant = {name: value for name, value in held.items() if _is_constant(value)}
     constant.pop(_HOOKED, None)
-    return Known(
-        module=module,
-        kind=type(module),
-        forward=held.get("forward"),
-        settings=deepcopy(constant),
-        function=function,
-        constants=constants,
-        names=[place for place in constants if isinstance(place, str)],
-        inputs=inputs,
-        own=own,
-        layers=layers,
-    )
+    kind, forward = type(module), held.get("forward")
+    return Known(module, kind, forward, deepcopy(constant), function, arguments, layers)
 
 
 def _is_constant(value: object) -> bool:
@@ -210,7 +201,7 @@ class Record:
     def ruled(self, module: nn.Module) -> None:
         """Record a forward of a module whose class has a rule."""
         self.calls[module] += 1
-        self.found[module] = _known(module, "", {}, {}, {}, [])
+        self.found[module] = _known(module, "", {}, [])
 
     def ended(
         self,
@@ -231,7 +222,7 @@ class Record:
 def _alike(one: Known | None, other: Known | None) -> bool:
     if one is None or other is None:
         return one is other
-    names = ("settings", "function", "constants", "inputs", "own", "layers")
+    names = ("settings", "function", "arguments", "layers")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 

@@ -136,7 +136,7 @@ class Watching(Watcher):
             call = FunctionCall(output, lambda value: id(value) not in inputs)
             if output.is_nested:
                 raise Refused(NESTED)
-            found = uses_in(known.function, call, given.args, given.kwargs)
+            found = uses_in(known.function, call, tuple(given.args), given.kwargs)
             if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return
@@ -329,16 +329,16 @@ class Watching(Watcher):
         return result
 
     @contextmanager
-    def _noting(self, trained: Sequence[Tensor], path: str = "") -> Iterator[list[Tensor]]:
+    def _noting(self, trained: Sequence[Tensor], path: str | None = None) -> Iterator[list[Tensor]]:
         """Collect accounted tensors without gradients, and all of them if the body fails.
 
         Args:
             trained: the tensors that the body looks at.
-            path: the layer that fails with it; "": that of the first tensor.
+            path: the layer that fails with it; None: that of the first tensor.
         """
         used: list[Tensor] = []
         try:
-            with apart(), torch.no_grad():
+            with apart(), torch.no_grad(), torch._C.DisableTorchFunction():
                 yield used
         except Refused as refusal:
             self._is_special()
@@ -348,7 +348,8 @@ class Watching(Watcher):
             used += trained
         except Exception as error:
             self._is_special()
-            self._layers.failed(path or self._place(trained[0]).full_name, error)
+            place = self._place(trained[0]).full_name if path is None else path
+            self._layers.failed(place, error)
             used += trained
 
     def _is_off(self, trained: list[Tensor]) -> bool:

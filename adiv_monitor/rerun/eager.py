@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils as operators
 
-from adiv_monitor.rerun.thread import surely
-
 # Monitors may live in several threads, and may be dropped without being closed.
 _holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance before the first holder; None while there is no holder
@@ -35,7 +33,7 @@ class forced_eager:
             raise
 
     def __exit__(self, *error: object) -> None:
-        surely(self.leave)
+        self.leave()
 
     def leave(self) -> None:
         """Leave the context, if it was entered."""
@@ -83,7 +81,7 @@ def _compiling() -> Iterator[None]:
             eval_frame._set_stance(eager)
 
 
-_USERS = [  # older torch imports it by name
+_USERS: list[Any] = [  # older torch imports it by name
     module
     for name, module in sys.modules.items()
     if name.startswith("torch._higher_order_ops.") and "_set_compilation_env" in vars(module)

@@ -22,7 +22,6 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import AlarmError, Monitor
-from adiv_monitor.capture.hook import take_off
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly, ranks, times
@@ -315,7 +314,7 @@ def monitor_that_falls_silent(rank: int) -> list[tuple[str, ...]]:
     monitor.complete_report()
     if rank == 1:
         for hook in monitor._hooks:
-            take_off(optimizer, hook)
+            hook.remove()
         monitor._controller.disarm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "PATIENCE", 0.5)

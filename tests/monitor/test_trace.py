@@ -92,7 +92,7 @@ def test_surveys_that_change_nothing_end(watched: list[list[str] | None]) -> Non
         for number in range(12):
             y = model[0](torch.randn(7, 12).double())
             if number % 2:
-                y = functional.linear(y, model[1].weight, model[1].bias)
+                y = functional.linear(y, *model[1].parameters())
             y.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -12,7 +12,6 @@ from adiv_monitor.capture.weights.computed import NotFollowed, computed, paramet
 from adiv_monitor.capture.weights.computed import part_of as computed_part
 from adiv_monitor.capture.weights.pieces import Pieces, Source, whole_of
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
-from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
@@ -66,7 +65,6 @@ class Provenance:
 
     Attributes:
         pieces: the pieces of the parameters.
-        any_apart: whether parameters may be partitioned across ranks.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class Provenance:
         self._model = model
         self._is_asked = is_asked
         self._trained = {id(p): p for p in trained}
-        self.any_apart = world_size() > 1 or any(map(is_shard, self._trained.values()))
         self.pieces = Pieces() if pieces is None else pieces
         self.start()
 
@@ -107,11 +104,6 @@ class Provenance:
     def waiting(self, parameter: nn.Parameter) -> Callable[[], bool]:
         """Return a check for gradients that are pending; see `shards.waiting`."""
         return waiting(self._model, parameter)
-
-    @property
-    def sharded(self) -> Iterable[nn.Parameter]:
-        """The sharded parameters with an unsharded one in their place."""
-        return [self._trained[key] for key in self._stand_ins]
 
     def of_model(self, value: object) -> bool:
         """Return whether a value is no data: it depends on the model and constants alone."""
