@@ -1,6 +1,8 @@
 """One measured step of a small model, the comparison of readings, and a free port."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -49,3 +51,15 @@ def mlp() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 def cosine(a: Tensor, b: Tensor) -> float:
     return ((a * b).sum() / a.norm() / b.norm()).item()
+
+
+def leaves(record: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the arrays in a record of numbers, each with the dotted names of its fields."""
+    if is_dataclass(record):
+        for f in fields(record):
+            yield from leaves(getattr(record, f.name), f"{name}.{f.name}" if name else f.name)
+    elif isinstance(record, dict | tuple):
+        for part in record.values() if isinstance(record, dict) else record:
+            yield from leaves(part, name)
+    elif hasattr(record, "dtype"):
+        yield name, record

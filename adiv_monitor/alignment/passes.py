@@ -20,18 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.seen import Seen
-from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.forwards import Forwards
-from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.layer_rows import Chooser
-from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.names import Names
+from adiv_monitor.capture.second_pass import SecondPass
 from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
-from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.shards import is_parallel, is_shard
 from adiv_monitor.capture.whole_modules.outputs import Outputs
-from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.errors import AdivError
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, maps_of, uses_of
@@ -80,7 +72,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
                     p.requires_grad_()
             # The model may change its arguments in place.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, probe.arguments)
-            with _Uses(model, probe) as uses:
+            with (uses := _Uses(model, probe)):
                 inside_wrappers(model)(*args, **kwargs)
             return uses
 
@@ -95,7 +87,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
     return uses.seen, uses.refused
 
 
-class _Uses:
+class _Uses(SecondPass):
     """Takes the uses of weights in a forward pass. See `Takes`.
 
     Args:
@@ -117,23 +109,13 @@ class _Uses:
         self._made: dict[Any, Collection[str]] = {}
         self._tables = set[str]()
         self._acting: dict[str, dict[nn.Parameter, None]] = defaultdict(dict)
-        selection, guard = select(model, None, None), Guard()
-        provenance, self._parameters = Provenance(model, selection.parameters), selection.names
-        self._forwards = Forwards.of(selection, guard, repeated=True)
-        self._names = Names(model, selection, self._forwards)
-        chooser = Chooser(None, np.random.default_rng(0))
-        self._layers = Layers(self._names, provenance, chooser, Context(guard))
-        self._without_rule = ParametersWithoutRule(selection, guard)
-        given = selection, self._forwards, self._layers, self._without_rule, self
-        self._watching = Watching(*given, repeated=True)
-
-    def __enter__(self) -> "_Uses":
-        self._forwards.watch(self._watching)
-        return self
+        selection = select(model, None, None)
+        self._parameters = selection.names
+        super().__init__(model, selection)
 
     def __exit__(self, *error: object) -> None:
-        call_all(self._watching.detach, self._without_rule.release, self._forwards.remove)
-        for key, reason in self._watching.refused.items():
+        super().__exit__(*error)
+        for key, reason in self.watching.refused.items():
             self.refused.setdefault(self._parameters[key], reason)
         for path, layer in self.seen.items():
             layer.entrywise = tuple(self._acting[path])
@@ -149,7 +131,7 @@ class _Uses:
         inputs: object = None,
     ) -> None:
         """Take a use of weights."""
-        layer = self._layers.of(use, known)
+        layer = self.layers.of(use, known)
         if layer is None:
             return
         sources = self._sources(output)
@@ -172,7 +154,7 @@ class _Uses:
         inputs: object,
     ) -> list[Tensor]:
         """Take the linear maps in a recurrent call."""
-        layers = {use.part: self._layers.of(use) for use in uses_of(made)}
+        layers = {use.part: self.layers.of(use) for use in uses_of(made)}
         if made.draws or not all(layer and layer.weight for layer in layers.values()):
             raise Refused("it draws random numbers, or some weights are not known")
         rows, sources = maps_of(made, outputs[0].dtype), self._sources(outputs[0])
@@ -221,7 +203,7 @@ class _Uses:
             return
         assert layer.weight is not None and use.weight is not None
         if path not in self.seen:
-            place = self._names.place(id(layer.weight.pieces[0].parameter))
+            place = self.layers.names.place(id(layer.weight.pieces[0].parameter))
             self.seen[path] = Seen(layer, use, place, len(self.seen))
         seen = self.seen[path]
         # The choice of rows depends only on the layer's number and the number of the call.

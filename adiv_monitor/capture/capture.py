@@ -14,12 +14,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from adiv_monitor.capture.batch import sums_of
-from adiv_monitor.capture.captured_layer import CapturedLayer
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.layer_rows import Call, Chooser
+from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import FROZEN, Layer, Selection, listed, named_modules
@@ -146,7 +145,7 @@ class Capture:
         """Take the same sums of the arguments with which `first` runs in the next step."""
         self.next_batch = sums_of(args, kwargs)
 
-    def finish(self) -> dict[Layer, CapturedLayer]:
+    def finish(self) -> dict[Layer, LayerRows]:
         """Hand over the layers that a gradient reached; the gradients are those of the step.
 
         Afterwards `unreached` names the others, and `evaluated` is set.
@@ -161,7 +160,7 @@ class Capture:
             rows = self.rows.get(layer.path)
             if rows is None:
                 continue
-            calls = rows.finish()
+            calls = rows.settle()
             lead = layer.parameters[0]  # looked at first: it has a gradient nearly always
             is_removed = bool(calls) and lead.grad is None and _has_none(layer)
             if is_removed:
@@ -182,20 +181,10 @@ class Capture:
         modes = {call.evaluates for calls in reached.values() for call in calls}
         self.evaluated = tuple(_evaluated(self._model)) if modes == {True} else ()
         shared = self.layers.shared(reached, self._without_rule.unmeasured)
-        found: dict[Layer, CapturedLayer] = {}
-        for layer, calls in reached.items():
-            try:
-                found[layer] = self._gathering.captured(
-                    layer, calls, is_shared=layer.path in shared
-                )
-            except Exception as error:
-                self.layers.failed(layer.path, error)
-        if is_alone:
-            self.passes.meant = (
-                self._watching.differentiates_inputs
-                or any(x.accumulation.is_assigned for x in found.values())
-                or any(rows.again for rows in self.rows.values())
-            )
+        self.passes.meant = is_alone and self._watching.differentiates_inputs
+        found = {layer: self.rows[layer.path] for layer in reached}
+        for layer, rows in found.items():
+            rows.is_shared = layer.path in shared
         return found
 
     def cut_off(self) -> list[nn.Parameter] | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.passes import Passes
 
@@ -28,6 +29,7 @@ class Context:
         checked: paths of the layers whose module's rule was already checked against the output.
         begins: called when the first layer's forward pass with gradients begins.
         passes: follows the backward passes.
+        check: checks gradients; None: this step has no check.
         attainable: whether to gather all rows as well, for the ceiling.
     """
 
@@ -37,4 +39,5 @@ class Context:
     checked: Collection[str] = ()
     begins: Callable[[], object] = _nothing
     passes: Passes = field(default_factory=Passes)
+    check: Check | None = None
     attainable: bool = False

@@ -26,15 +26,6 @@ def sampled_entries(tensor: Tensor) -> Tensor:
     return flat.as_strided((_RANGES, _RANGE), (count // _RANGES, 1), flat.storage_offset())
 
 
-def lies_as(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether the entries of two tensors of one shape have the same memory order."""
-    mine, others = tensor.stride(), other.stride()
-    if mine == others:
-        return True
-    strides = zip(tensor.shape, mine, others, strict=True)
-    return all(a == b for size, a, b in strides if size > 1)
-
-
 def _flat_in_memory(tensor: Tensor) -> Tensor:
     """Return all entries in memory order."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

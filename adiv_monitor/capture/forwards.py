@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.guard import Guard, call_all
@@ -21,7 +21,6 @@ from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.runs import Runs
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
-from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import function_modes, is_seen, run_apart, set_function_modes
@@ -94,7 +93,6 @@ class Forward:
         random: the state of the random numbers.
         number: increases with every forward call that begins.
         is_open: whether the functions in it are watched.
-        inputs: the tensors among its arguments that require a gradient, when it has ended.
         called: the calls in it that take trained parameters, without those in nested forwards.
     """
 
@@ -103,7 +101,6 @@ class Forward:
     random: Randomness
     number: int
     is_open: bool
-    inputs: list[Tensor] = field(default_factory=list)
     called: list[Called] = field(default_factory=list)
 
 
@@ -275,7 +272,7 @@ class Forwards:
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and track the running forward calls even after failures."""
-        if torch.compiler.is_compiling() or is_rerun() is not self._repeated:
+        if is_rerun() is not self._repeated:
             return
         try:
             if is_seen():
@@ -336,7 +333,6 @@ class Forwards:
                 if self._is_survey and output is not None and id(module) in self._open:
                     self._runs(module, given, forward)
                 if forward is not None and forward.is_open and self._is_watching:
-                    forward.inputs.extend(x for x in tensors_in(*given) if x.requires_grad)
                     self._watcher.ends(module, args, kwargs, output)
         finally:
             if forward is not None:

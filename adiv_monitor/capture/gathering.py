@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.backward_hooks import BackwardHooks
-from adiv_monitor.capture.captured_layer import CapturedLayer
+from adiv_monitor.capture.check import of_gradient
 from adiv_monitor.capture.forwards import Forwards
-from adiv_monitor.capture.gradient_shares import Handed, Shares, follow
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import holds_memory, on_gradient
+from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.late_rows import LateRows
-from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows, versions
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.shards import part_of
+from adiv_monitor.capture.weights.pieces import gradient as held
+from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
@@ -41,6 +41,7 @@ from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.rerun.twin import Arguments
 
 _TWICE = (
@@ -64,10 +65,10 @@ class Gathering:
         without_rule: ParametersWithoutRule,
     ) -> None:
         self._layers = layers
-        self._shares = Shares(layers.provenance)
-        self._backward = BackwardHooks(layers, self._shares)
+        self._backward = BackwardHooks(layers)
         self._forwards = forwards
         self._without_rule = without_rule
+        self._provenance = layers.provenance
         self._checked = layers.context.checked
         self._attainable = layers.context.attainable
         self._hooks: list[RemovableHandle] = []  # on nodes of the graph
@@ -82,25 +83,6 @@ class Gathering:
             self._backward.detach,
         )
         self._hooks.clear()
-
-    def captured(self, layer: Layer, calls: Sequence[Call], *, is_shared: bool) -> CapturedLayer:
-        """Return what a step is measured from; see `CapturedLayer`.
-
-        Args:
-            layer: a layer that a gradient reached.
-            calls: the calls through which it came.
-            is_shared: whether other uses have a share in its parameters' gradient.
-        """
-        shares = self._shares.of(layer)
-        return CapturedLayer(
-            layer,
-            calls,
-            rows=self._layers.rows[layer.path],
-            accumulation=self._backward.accumulation_of(layer),
-            shares=self._shares.in_gradients(shares),
-            is_moved=True in [share.is_moved for share in shares],
-            is_shared=is_shared,
-        )
 
     def use(
         self,
@@ -117,7 +99,6 @@ class Gathering:
             return None
         self._used[layer] = self._forwards.number
         if layer.path not in self._layers.rows:
-            self._follow_shares(layer, [output], None)
             return None
         z = use.layout(part_of(output))
         rows_of_layer = self._layers.rows[layer.path]
@@ -126,7 +107,6 @@ class Gathering:
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.add(call)
-        self._follow_shares(layer, [output], inputs, call)
         viewed = behind_view(output)
         layout = use.layout
         if viewed is not output:
@@ -154,19 +134,18 @@ class Gathering:
             if layer is None:
                 continue
             self._used[layer] = self._forwards.number
-            self._follow_shares(layer, outputs, inputs)
             if layer.path in self._layers.rows:
                 calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
         if not calls:
             return used
         returned = Returned.of(made, outputs)
-        late = LateRows(made, returned, random, calls, self._expect, self._on_replay)
+        late = LateRows(made, returned, random, calls, self._on_replay)
         for call in calls.values():
             call.precision = made.precision
-            call.hook, call.replay = weakref.ref(late), weakref.WeakMethod(late.settle)
+            call.hook = weakref.ref(late)
             self._layers.rows[call.layer.path].add(call)
         paths = [call.layer.path for call in calls.values()]
-        late.watch(outputs, partial(self._backward.for_layers, paths))
+        late.watch(outputs, used, partial(self._backward.for_layers, paths))
         self._late.add(late)
         return used
 
@@ -213,7 +192,6 @@ class Gathering:
             self._without_rule.refuse(left, str(refusal))
             self._layers.forget(layer.path)
             return
-        self._follow_shares(layer, tensors, inputs)
         call.look(features, taken, None)
         rows_of_layer.add(call)
         outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.context.guard)
@@ -224,52 +202,7 @@ class Gathering:
         inside = {p for x, number in self._used.items() if number >= last for p in x.parameters}
         return [p for p in parameters if p in inside]
 
-    def _follow_shares(
-        self,
-        layer: Layer,
-        outputs: Sequence[Tensor],
-        inputs: Collection[Any] | None,
-        call: Call | None = None,
-    ) -> None:
-        """Record a call's contributions to its parameters' gradients through autograd hooks.
-
-        Args:
-            layer: the layer of the call.
-            outputs: the result of the call.
-            inputs: see `Takes.use`.
-            call: the call, if its rows arrive before its contribution.
-        """
-        contributions = self._shares.of(layer)
-        if inputs is None or layer.path not in self._layers.rows:
-            for contribution in contributions:
-                contribution.is_known = False
-        elif contributions:
-            path = layer.path
-            arrive = self._backward.for_layers([path], Gathering._on_handed, self, path, call)
-            watched = self._layers.rows
-            self._hooks += follow(outputs, inputs, contributions, path, arrive, watched)
-
-    def _on_handed(
-        self,
-        path: str,
-        call: Call | None,
-        handed: Handed,
-        gradients: Sequence[Tensor | None],
-        of_outputs: object,
-    ) -> None:
-        """Add the gradients that a node passes to parameters to the shares of their layers."""
-        has_rows = call is not None and call.arrives_now
-        for contribution, edge, moves in handed:
-            contribution.has_rows &= has_rows
-            gradient = gradients[edge]
-            if gradient is None or not holds_memory(gradient):
-                continue
-            for move in moves:
-                gradient = move(gradient)
-            contribution.arrive(gradient)
-
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
-        self._backward.follow_gradient(layer)
         return self._layers.new_call(layer, shape, device)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
@@ -279,7 +212,10 @@ class Gathering:
         whole = use.whole() if has_scales else None
         if whole is not None and layer.bias is None:
             whole = whole.of_weight()
-        call.look(trained_of(layer, features), call.rows.take(z), whole)
+        check, products = self._layers.context.check, None
+        if check is not None and call.rows.total:
+            products = check.products(layer, use, features, call.rows)
+        call.look(trained_of(layer, features), call.rows.take(z), whole, products)
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = trained_of(layer, use.features(every))
@@ -299,20 +235,48 @@ class Gathering:
         self, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
         gradient = layout(gradient)
-        rows = call.rows.take(gradient)
-        precision = torch.finfo(gradient.dtype).eps
-        of_layer = self._layers.rows[call.layer.path]
-        of_layer.arrive(call, rows, norms(gradient).flatten(), precision)
-        if call.every_row is not None:
-            call.every_gradient = Rows(call.rows.shape).take(gradient)
-        else:  # a second pass through one graph, whose rows are already summed up
-            call.tells_sums = self._attainable and call.rows.total > 0
+        layer, task = call.layer, torch._C._current_graph_task_id()
+        of_layer = self._layers.rows[layer.path]
+        counts = self._backward.accumulates(layer.parameters[0])
+        if of_layer.task != task:
+            self._begins(of_layer, call, counts=counts)
+        sums = None if call.products is None else call.products.contracted(gradient)
+        found = Arrived(call.rows.take(gradient), norms(gradient).flatten(), sums, counts)
+        call.precision = max(call.precision, torch.finfo(gradient.dtype).eps)
+        of_layer.arrive(call, task, found)
+        if counts and call.every_row is not None:
+            of_layer.add_to_ceiling(call, task, Rows(call.rows.shape).take(gradient))
 
-    def _expect(self, call: Call) -> None:
-        """Register that a backward pass reached the recurrent call that contains this call."""
-        rows = self._layers.rows.get(call.layer.path)
-        if rows is not None:
-            rows.expect(call)
+    def _begins(self, rows: LayerRows, call: Call, *, counts: bool) -> None:
+        """Begin a backward pass at a layer: what earlier passes left may have been zeroed."""
+        layer, passes = call.layer, self._layers.context.passes
+        lead, tasks = layer.parameters[0], rows.tasks
+        rows.task = torch._C._current_graph_task_id()
+        rows.at[rows.task] = version(lead), passes.steps()
+        rows.versions = versions(layer)
+        if lead.grad is None and not self._waits(lead):
+            rows.zeroed([task for task, counted in tasks.items() if counted], passes, id(lead))
+            rows.forget(tasks)
+            rows.earlier = None
+        elif counts and not any(tasks.values()) and call.products is not None:
+            rows.earlier = self._earlier(call)
+        if counts:
+            passes.accumulates(rows.task)
+
+    def _waits(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient of earlier passes has not reached a sharded parameter yet."""
+        stand_in = self._provenance.stand_in(parameter)
+        if stand_in is None:
+            return False
+        return stand_in.grad is not None or self._provenance.waiting(parameter)()
+
+    def _earlier(self, call: Call) -> Tensor | None:
+        """Return γv of the gradient that is there before the layer's first pass."""
+        layer = call.layer
+        if any(map(is_shard, layer.parameters)) or call.products is None:
+            return None
+        parts = {piece.key: piece.own(held(piece.parameter)) for piece in layer.pieces}
+        return of_gradient(call.features, *layer.change(parts), call.products.v)
 
     def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
         """Take the rows that a replay computed for one layer of a recurrent call."""

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import Proxy
 from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
     _has_any_global_hook,
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -131,8 +132,7 @@ class GlobalHooks:
 
     def put_on(self) -> None:
         """Register the hooks; call `remove` afterwards, even if this raises."""
-        if _EXPECTED not in warnings.filters:
-            warnings.filters.insert(0, _EXPECTED)  # type: ignore[attr-defined]
+        _expect(is_on=True)
         if self._before is not None:
             self._handles.append(register_module_forward_pre_hook(_weakly(self._before)))
         after = _weakly(self._after)
@@ -145,24 +145,33 @@ class GlobalHooks:
         _remove(self._handles)
 
 
-def _weakly(method: Callable[..., None]) -> Hook:
-    """Return a hook that does not keep the object of a method alive."""
-    return Hook(_call, weakref.WeakMethod(method))
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that keeps no object alive, and that compiled code passes over."""
+    reference = weakref.WeakMethod(method)
 
+    def hook(*args: Any) -> None:
+        if not torch.compiler.is_compiling() and (bound := reference()) is not None:
+            bound(*args)
 
-def _call(method: Callable[[], Callable[..., None] | None], *args: Any) -> None:
-    bound = None if torch.compiler.is_compiling() else method()
-    if bound is not None:
-        bound(*args)
+    return hook
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
     call_all(*[handle.remove for handle in handles])
-    if not _has_any_global_hook() and _EXPECTED in warnings.filters:
-        warnings.filters.remove(_EXPECTED)  # type: ignore[attr-defined]
+    for handle in handles:
+        _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it
+    _expect(is_on=_has_any_global_hook())
 
 
-# Torch warns that the hooks also see the wrapper of a compiled module, which is looked up, too.
+def _expect(*, is_on: bool) -> None:
+    """Ignore torch's warning that hooks also see the wrapper of a compiled module, or no longer."""
+    filters: Any = warnings.filters
+    if _EXPECTED in filters:
+        filters.remove(_EXPECTED)
+    if is_on:
+        filters.insert(0, _EXPECTED)
+
+
 _EXPECTED = (
     *("ignore", re.compile("Using `torch.compile.module.` when there are global hooks")),
     *(UserWarning, None, 0),

@@ -1,6 +1,7 @@
 """Rows of a recurrent call's layers, computed by unrolling it when its gradients arrive."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import on_gradient
+from adiv_monitor.capture.hook import Hook, on_gradient
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, unroll
 from adiv_monitor.rerun.randomness import Randomness
@@ -27,7 +28,6 @@ class LateRows:
         returned: its outputs.
         random: the state of the random numbers before the call, if it draws any.
         calls: the calls of the watched layers, by name of the map.
-        expect: called with each of them when a backward pass reaches the outputs.
         receive: receives the unrolled map of each of them.
     """
 
@@ -37,23 +37,31 @@ class LateRows:
         returned: Returned,
         random: Randomness | None,
         calls: dict[str, Call],
-        expect: Callable[[Call], None],
         receive: Receive,
     ) -> None:
         self._call = call
         self._returned = returned
         self._random = random
         self._calls = calls
-        self._expect = expect
         self._receive = receive
         self._gradients: list[Tensor | None] = []
         self._backward = -1  # the backward pass of the gradients
         self._hooks: list[RemovableHandle] = []
 
-    def watch(self, outputs: tuple[Tensor, ...], guard: Callable[..., Callable[..., None]]) -> None:
-        """Register hooks on the outputs."""
+    def watch(
+        self,
+        outputs: tuple[Tensor, ...],
+        weights: Sequence[Tensor],
+        guard: Callable[..., Callable[..., None]],
+    ) -> None:
+        """Register hooks on the outputs, and on the weights, whose gradients come later."""
         for i, output in enumerate(outputs):
             self._hooks.append(on_gradient(output, guard(partial(self._arrive, i))))
+        hook = Hook(guard(partial(_settle, weakref.ref(self))))  # a parameter outlives the graph
+        for weight in weights:
+            if weight.requires_grad:
+                handle: RemovableHandle = weight.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
 
     def remove(self) -> None:
         """Remove the hooks, which frees this object."""
@@ -73,6 +81,9 @@ class LateRows:
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._gradients, self._backward = [None] * len(self._returned.outputs), task
-            for call in self._calls.values():
-                self._expect(call)
         self._gradients[output] = gradient.detach()
+
+
+def _settle(late: weakref.ref[LateRows], _: Tensor) -> None:
+    if (rows := late()) is not None:
+        rows.settle()

@@ -122,7 +122,7 @@ class Layers:
         self.found[path] = layer
         self.led[id(layer.parameters[0])].append(path)
         if self._is_due(layer) and not self.is_off(path):
-            self.rows[path] = LayerRows(self._chooser, path)
+            self.rows[path] = LayerRows(self._chooser)
         return layer
 
     # --- calls -----------------------------------------------------------------------------------

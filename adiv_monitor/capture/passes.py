@@ -45,9 +45,7 @@ class Passes:
 
     Attributes:
         losses: for each pass, the gradient at the loss; the sum over the losses that it has.
-        meant: whether zeroed passes are meant: `.grad` was replaced by another tensor after the
-            last pass, inputs are differentiated, as for adversarial ones, or a graph was gone
-            through again, as for the gradients of single tasks.
+        meant: whether zeroed passes are meant: inputs are differentiated, as for adversarial ones.
     """
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:
@@ -59,7 +57,8 @@ class Passes:
         self._running: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
         self._ended: set[int] = set()  # graph tasks that accumulated gradients
         self._accumulated = 0  # the number of these, also of those that run
-        self._zeroings: dict[int, _Zeroing] = {}  # by the graph task that found it
+        self._last = -1  # the last of them
+        self._zeroings: dict[int, _Zeroing] = {}  # by the last zeroed pass
         self._active = True
 
     def detach(self) -> None:
@@ -95,25 +94,27 @@ class Passes:
                 self.losses.append(reduce(torch.add, entered.values()))
 
     def accumulates(self, task: int) -> None:
-        """Note that a pass accumulates a gradient; call it once for each pass."""
+        """Note that the running pass accumulates a gradient."""
+        if self._last == task:
+            return
+        self._last = task
         self._accumulated += 1
         _at_the_end(self._ended.add, task)
 
-    def were_zeroed(
-        self, key: int, tasks: Sequence[int], norm: Tensor | None, *, is_other: bool
-    ) -> None:
-        """Note that the running pass found the gradients of earlier ones zeroed.
+    def were_zeroed(self, key: int, tasks: Sequence[int], norm: Tensor, *, is_other: bool) -> None:
+        """Note that the gradients of some passes were zeroed.
 
         Args:
             key: id of the parameter.
             tasks: the graph tasks of these passes.
-            norm: norm of the gradient that they left, if known.
+            norm: norm of what they brought.
             is_other: whether an optimizer stepped, or the parameter changed, since.
         """
-        task = torch._C._current_graph_task_id()
-        found = self._zeroings.setdefault(task, _Zeroing(len(self.losses)))
+        last = max(tasks)
+        before = sum(task <= last for task in self._ended)
+        found = self._zeroings.setdefault(last, _Zeroing(min(before, len(self.losses))))
         found.passes[key] += len(self._ended.intersection(tasks))
-        found.norms += [] if norm is None else [norm]
+        found.norms.append(norm)
         found.is_other |= is_other
 
     @property

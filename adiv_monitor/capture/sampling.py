@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from adiv_monitor.features.rows import HOST, Index, Keys, Rows
-from adiv_monitor.maths.sums import Sampled
+from adiv_monitor.maths.sums import Array, Sampled
 
-Drawn = Rows | Sampled  # both have the keys of drawn rows, and the bound below which all are drawn
+Drawn = (
+    Rows | Sampled[Array]
+)  # both have the keys of drawn rows, and the bound below which all are drawn
 
 
 def draw(

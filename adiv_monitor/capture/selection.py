@@ -440,8 +440,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer holds it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    hookable = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    below = _below(hookable, places, sharded)
+    below = _below(modules, places, sharded)
     return Selection(places, kept, rules, modules, below, unsupported, trained, names)
 
 
@@ -454,6 +453,8 @@ def _below(
     def held(module: nn.Module) -> set[int]:
         if module not in found:
             found[module] = set()  # stops cycles
+            if isinstance(module, torch.jit.ScriptModule):
+                return found[module]
             own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
             keys = {id(p) for p in own if id(p) in places}
             found[module] = keys.union(*map(held, module.children()))

@@ -45,6 +45,21 @@ class Features:
         """Return features with φ² in place of φ; None if a row's scale is not Σ φ²."""
         return None
 
+    @property
+    def width(self) -> tuple[int, int] | None:
+        """Groups, and numbers that the weight multiplies in each; None: `times` is not known."""
+        return None
+
+    def times(self, v: Float[Tensor, "groups width m"]) -> Float[Tensor, "rows groups m"]:
+        """Return Φ_W v for vectors v, in place of each output's weights."""
+        raise NotImplementedError(f"{type(self).__name__} must define times")
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "groups width m"]
+    ) -> Float[Tensor, "groups n_out m"]:
+        """Return Wv: for each output, the products of its weights with the vectors of `times`."""
+        raise NotImplementedError(f"{type(self).__name__} must define weight_times")
+
     def restrict(self, *, weight: bool, bias: bool) -> "Features":
         """Return the features of the trained parameters alone."""
         return self
@@ -253,15 +268,22 @@ class DenseFeatures(Features):
         gram = self.phi[:, 0] @ self.phi[:, 0].T
         return gram if self.bias is None else gram.add_(self.bias**2)
 
-    def times(self, v: Float[Tensor, " columns"]) -> Float[Tensor, " rows"]:
-        """Return Φ v; requires a single group; the last entry of v belongs to the bias."""
-        width = 0 if self.phi is None else self.phi.shape[2]
-        moved = None if self.phi is None else self.phi[:, 0] @ v[:width]
-        if self.bias is None:
-            assert moved is not None
-            return moved
-        bias = self.bias[:, 0] if isinstance(self.bias, Tensor) else self.bias
-        return bias * v[width] if moved is None else moved + bias * v[width]
+    @property
+    def width(self) -> tuple[int, int]:
+        """Groups, and numbers that the weight multiplies in each; none without a weight."""
+        return self.groups, 0 if self.phi is None else self.phi.shape[2]
+
+    def times(self, v: Float[Tensor, "groups width m"]) -> Float[Tensor, "rows groups m"]:
+        """Return Φ_W v, group by group."""
+        assert self.phi is not None
+        return torch.einsum("rgp,gpm->rgm", self.phi, v.to(self.phi.dtype))
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "groups width m"]
+    ) -> Float[Tensor, "groups n_out m"]:
+        """Return Wv, group by group."""
+        blocks = weight.mT[None] if self.transposed else weight.reshape(len(v), -1, v.shape[1])
+        return blocks.to(v.dtype) @ v
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row, over all groups."""
@@ -330,6 +352,21 @@ class OneHotFeatures(Features):
         weights = active * self.trained
         return weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
 
+    @property
+    def width(self) -> tuple[int, int]:
+        """One group; every token has an entry."""
+        return 1, self.vocabulary
+
+    def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
+        """Return the entries of every token."""
+        return (v[0, self.token] * self.trained[:, None])[:, None]
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "1 vocabulary m"]
+    ) -> Float[Tensor, "1 n_total m"]:
+        """Return Wᵀv."""
+        return weight.to(v.dtype).mT[None] @ v
+
 
 @dataclass(frozen=True)
 class BlockFeatures(Features):
@@ -375,6 +412,26 @@ class BlockFeatures(Features):
 
     def _sums(self, active: Float[Tensor, " rows"]) -> Float[Tensor, "count_plus_1 n_feat"]:
         return sums_of_blocks(self.phi * active[:, None], self.block, self.count)
+
+    @property
+    def width(self) -> tuple[int, int]:
+        """One group, with the entries of all blocks."""
+        return 1, self.count * self.phi.shape[1]
+
+    def times(self, v: Float[Tensor, "1 width m"]) -> Float[Tensor, "rows 1 m"]:
+        """Return x_r·v[block_r]."""
+        by_block = v.view(self.count, self.phi.shape[1], -1)
+        moved = v.new_zeros(len(self.phi), v.shape[2])
+        for block, vectors in enumerate(by_block):
+            moved.addmm_(self.phi * (self.block == block)[:, None], vectors)
+        return moved[:, None]
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "1 width m"]
+    ) -> Float[Tensor, "1 n_out m"]:
+        """Return Wv, over all blocks."""
+        by_output = weight.to(v.dtype).transpose(0, 1).flatten(1)
+        return (by_output @ v[0])[None]
 
     def sums_of_squares(self, gradient: Float[Tensor, "rows n_out"]) -> tuple[Tensor, Tensor]:
         """Return ΦᵀΦ, (count, n_feat, n_feat), and ΦᵀG, (count, n_feat, n_out), in G's dtype."""

@@ -109,6 +109,41 @@ class Whole:
         return replace(self, bias_square=0.0)
 
 
+def contracted(
+    products: Float[Tensor, "*rows groups m"], gradient: Float[Tensor, "*rows channels"]
+) -> Float[Tensor, "groups n_out m"]:
+    """Return Σ_r g_r (φ_r·v) of some rows from the products φ_r·v, in their precision.
+
+    A gradient with the channels first in memory is not copied.
+    """
+    groups, m = products.shape[-2:]
+    gradient = gradient[None] if gradient.dim() == 1 else gradient
+    shape = gradient.shape
+    if groups == 1 and (gradient.dim() < 3 or gradient.is_contiguous()):
+        gradient, products = gradient.reshape(1, -1, shape[-1]), products.reshape(1, -1, m)
+    elif groups == 1:
+        gradient, products = gradient.flatten(1, -2), products.reshape(shape[0], -1, m)
+    else:
+        gradient = gradient.unflatten(-1, (groups, -1))
+        products = products.reshape(*shape[:-1], groups, m)
+    dim, size = (1, shape[-1]) if groups == 1 and len(gradient) == 1 else (0, shape[1:].numel())
+    found = products.new_zeros(groups, shape[-1] // groups, m)
+    most = gradient.shape[dim]
+    if gradient.dtype != products.dtype or groups > 1:  # casts and products part by part
+        most = max(1, (_MOST if gradient.is_cuda else CHUNK) // max(1, size))
+    pairs = zip(gradient.split(most, dim), products.split(most, dim), strict=True)
+    for g, y in pairs if gradient.numel() else ():
+        g = g.to(y.dtype)
+        if groups == 1:
+            found += (g.mT @ y).sum(0)
+        else:
+            found += (g[..., None] * y[..., None, :]).flatten(0, -4).sum(0)
+    return found
+
+
+_MOST = 2**24  # entries of a temporary tensor on a GPU
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array from the host to a device, without waiting for the device."""
     return torch.from_numpy(array).to(device, non_blocking=True)

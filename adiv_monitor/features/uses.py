@@ -55,6 +55,8 @@ class Use:
         shaped: reshapes a tensor shaped like `weight` to the shape that the features expect.
         part: name of the part of the module, where one call uses several parts.
         form: anything else on which the features' reading of weight and bias depends.
+        times: returns Φ_W v of all rows, (*rows, groups, m), for vectors v (groups, width, m), as
+            `Features.times` does for some; None: it follows from the features.
     """
 
     kind: str
@@ -66,6 +68,7 @@ class Use:
     shaped: Callable[[Tensor], Tensor] = as_it_is
     part: str = ""
     form: object = None
+    times: Callable[[Tensor], Tensor] | None = None
 
 
 def shape_alike(

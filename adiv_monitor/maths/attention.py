@@ -41,7 +41,7 @@ def attention_scale_mean(scales: ScaleSums[Array], rest: float) -> Estimate:
     with np.errstate(divide="ignore", invalid="ignore"):
         mean, _ = _moments(scales)
         influence = (scales.sum - mean[:, None] * scales.count) / _per_sample(scales)
-    return Estimate(scales.pivot + mean, _error(influence, rest))
+    return Estimate(mean, _error(influence, rest))
 
 
 def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
@@ -50,12 +50,11 @@ def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
     Arguments are those of `attention_scale_mean`.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        shift, variance = (moment[:, None] for moment in _moments(scales))
-        mean = scales.pivot + shift
+        mean, variance = (moment[:, None] for moment in _moments(scales))
         value = np.sqrt(variance) / mean
         # d log cv = dv/2v − dm/m, of every sample
-        of_mean = (scales.sum - shift * scales.count) / mean / _per_sample(scales)
-        deviation = scales.square - 2 * shift * scales.sum + (shift**2 - variance) * scales.count
+        of_mean = (scales.sum - mean * scales.count) / mean / _per_sample(scales)
+        deviation = scales.square - 2 * mean * scales.sum + (mean**2 - variance) * scales.count
         of_variance = np.where(variance > 0, deviation / variance, 0.0) / _per_sample(scales)
         influence = value * (of_variance / 2 - of_mean)
         # The second-order terms, as in `measures.scale_cv_of_rows`.
@@ -67,7 +66,7 @@ def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
 
 
 def _moments(scales: ScaleSums[Array]) -> tuple[PerLayer, PerLayer]:
-    """Return the mean and the variance of D_ts − p."""
+    """Return the mean and the variance of D_ts."""
     count = scales.count.sum(1)
     mean = scales.sum.sum(1) / count
     return mean, np.maximum(scales.square.sum(1) / count - mean**2, 0.0)

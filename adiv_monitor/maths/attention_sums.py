@@ -41,15 +41,13 @@ class ScaleSums(Generic[T]):
     """Sums of the attention scales D_ts over those active scores whose scale is computed.
 
     Attributes:
-        pivot: p, a number near the scales, so that equal scales have a spread of zero; ().
         count: number of these scores, (samples, heads).
-        sum: Σ (D_ts − p), (samples, heads).
-        square: Σ (D_ts − p)², (samples, heads).
+        sum: Σ D_ts, (samples, heads).
+        square: Σ D_ts², (samples, heads); both in float64 where the device has it.
         error: relative error of one of the scales, by comparison with its whole gradient; ().
         share: share of all scores of these samples whose scale is computed.
     """
 
-    pivot: T
     count: T
     sum: T
     square: T
@@ -155,11 +153,10 @@ def scale_sums(
         error: as in `ScaleSums`.
         share: as in `ScaleSums`.
     """
-    count = active.sum((2, 3))
-    pivot = torch.where(active, scale, 0).sum() / count.sum().clamp(min=1)
-    shifted = torch.where(active, scale - pivot, 0)
-    sums = shifted.sum((2, 3)), shifted.square().sum((2, 3))
-    return ScaleSums(pivot, count, *sums, error, share)
+    wide = torch.where(active, scale, 0)
+    wide = wide if wide.device.type == "mps" else wide.double()
+    sums = wide.sum((2, 3)), wide.square().sum((2, 3))
+    return ScaleSums(active.sum((2, 3)), *sums, error, share)
 
 
 def map_samples(sums: AttentionSums[T], of: Callable[[T], T]) -> AttentionSums[T]:
@@ -180,26 +177,12 @@ def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
         name: None for name in ("G_G", "e", "d", "scale") if not of_all(name)
     }
     alike = [replaced(sums, **lacking) for sums in several]
-    if "scale" not in lacking:
-        scales = [sums.scale for sums in several if sums.scale is not None]
-        share = min(scale.share for scale in scales)
-        around = [replaced(_around(scale, scales[0].pivot), share=share) for scale in scales]
-        alike = [replaced(sums, scale=s) for sums, s in zip(alike, around, strict=True)]
+    shares = [sums.scale.share for sums in alike if sums.scale is not None]
     whole = joined(alike, lambda xs: np.concatenate(xs) if xs[0].ndim == 2 else np.max(xs))
     return replaced(
         whole,
         samples=sum(sums.samples for sums in several),
         precision=max(sums.precision for sums in several),
+        scale=whole.scale and replaced(whole.scale, share=min(shares)),
         no_scale=next((sums.no_scale for sums in several if sums.no_scale), ""),
-    )
-
-
-def _around(scale: ScaleSums[Array], pivot: Array) -> ScaleSums[Array]:
-    """Return the sums of the same scales relative to another pivot."""
-    off = scale.pivot - pivot
-    return replaced(
-        scale,
-        pivot=pivot,
-        sum=scale.sum + off * scale.count,
-        square=scale.square + 2 * off * scale.sum + off**2 * scale.count,
     )

@@ -1,5 +1,7 @@
 """`attainable_cosine` from all active rows: from ΦᵀΦ and ΦᵀG, or from the rows if they are few."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -40,12 +42,26 @@ class Ceiling:
         if self._gram is not None or sum(len(phi) for phi, _ in self._rows) > phi.shape[2]:
             self._sum_up()
 
-    def rescale(self, factor: Tensor) -> None:
+    def rescaled(self, factor: float) -> "Ceiling":
         """Multiply the gradient of the rows added so far by a factor."""
-        factor = factor.double()
-        self._squared = self._squared * factor**2
-        self._rows = [(phi, gradient * factor) for phi, gradient in self._rows]
-        self._cross = None if self._cross is None else self._cross * factor
+        if factor != 1:
+            self._squared = self._squared * factor**2
+            self._rows = [(phi, gradient * factor) for phi, gradient in self._rows]
+            self._cross = None if self._cross is None else self._cross * factor
+        return self
+
+    @staticmethod
+    def joined(several: "Sequence[Ceiling]") -> "Ceiling | None":
+        """Return the sums over the rows of all of them; None if there are none."""
+        for one in several[1:]:
+            first = several[0]
+            first._squared = first._squared + one._squared
+            first._rows += one._rows
+            if one._gram is not None and one._cross is not None:
+                first._add_sums(one._gram, one._cross)
+            if first._gram is not None:
+                first._sum_up()
+        return several[0] if several else None
 
     def cosine(self) -> Tensor:
         """Return ‖P_Φ G‖ / ‖G‖ over the active rows among all rows added."""
@@ -64,10 +80,12 @@ class Ceiling:
     def _sum_up(self) -> None:
         for phi, gradient in self._rows:
             phi, gradient = phi.transpose(0, 1), gradient.transpose(0, 1)
-            gram, cross = phi.mT @ phi, phi.mT @ gradient
-            self._gram = gram if self._gram is None else self._gram + gram
-            self._cross = cross if self._cross is None else self._cross + cross
+            self._add_sums(phi.mT @ phi, phi.mT @ gradient)
         self._rows.clear()
+
+    def _add_sums(self, gram: Tensor, cross: Tensor) -> None:
+        self._gram = gram if self._gram is None else self._gram + gram
+        self._cross = cross if self._cross is None else self._cross + cross
 
     def _add_tokens(self, features: OneHotFeatures, gradient: Tensor) -> None:
         # ΦᵀΦ is diagonal: the count of each token. Every token is a group with one feature.
@@ -79,9 +97,7 @@ class Ceiling:
 
     def _add_blocks(self, features: BlockFeatures, gradient: Tensor) -> None:
         # ΦᵀΦ is block-diagonal: every block is a group.
-        gram, cross = features.sums_of_squares(gradient)
-        self._gram = gram if self._gram is None else self._gram + gram
-        self._cross = cross if self._cross is None else self._cross + cross
+        self._add_sums(*features.sums_of_squares(gradient))
 
 
 def attainable_cosine(

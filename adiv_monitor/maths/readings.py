@@ -60,7 +60,7 @@ class Judged:
         layer: the layer's record.
         exact: nothing contradicts γ = c·GᵀΦ with a known c, so that sums over the parameters are
             exact for the rows.
-        suspected: at the last measured step γ seemed to be more than c·GᵀΦ.
+        is_checked: `exact` is the result of the check of gradients.
         own_gamma: ⟨γ, γ′⟩ with γ′ the layer's contribution to γ, which differs from γ where other
             layers use its parameters; NaN if unknown.
         own_w: ⟨w, γ′⟩; NaN if unknown.
@@ -68,7 +68,7 @@ class Judged:
 
     layer: LayerSums[Array]
     exact: bool
-    suspected: bool = False
+    is_checked: bool = False
     own_gamma: float = math.nan
     own_w: float = math.nan
 
@@ -185,7 +185,7 @@ class _Layers:
         self.tolerance = np.array([x.evidence.tolerance for x in layers])
         G_G, whole = over_rows(self.per_row(G, G), self.sample), self.G_G
         e_G = over_rows(self.per_row(E, G), self.sample)
-        verified = np.array([x.evidence.followed and not x.evidence.reason for x in layers])
+        verified = np.array([x.is_checked for x in judged])
         self.holds_more = (expected & ~verified) & measures.holds_more(
             by_ratio(e_G, G_G, whole, self.sample),
             self.own_gamma,
@@ -194,9 +194,9 @@ class _Layers:
             self.sample,
         )
         self.holds_more &= np.isnan(whole) | measures.represents(G_G.total, whole)
-        # A sample has to show it at two measured steps; all rows need to only once.
-        twice = np.array([x.suspected for x in judged]) | (self.sample.variance_share == 0)
-        self.suspected, self.holds_more = self.holds_more, self.holds_more & twice
+        # All rows are certain, a sample is not.
+        self.suspected = self.holds_more
+        self.holds_more = self.suspected & (self.sample.variance_share == 0)
         self.exact = expected & ~self.suspected
 
     @property

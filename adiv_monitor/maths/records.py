@@ -10,7 +10,7 @@ from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-__all__ = ["R", "joined", "numbers_of", "present", "replaced", "with_numbers"]
+__all__ = ["R", "joined", "numbers_of", "replaced", "with_numbers"]
 
 R = TypeVar("R")
 
@@ -108,20 +108,6 @@ else:
         for name in values:
             every[kind.places[name]] = values[name]
         return type(record)(*every)
-
-
-def present(record: object) -> tuple[object, ...]:
-    """Return a key that is equal for records in which the same numbers are present."""
-    kind = _kind_of(type(record))
-    if kind is None:
-        return (record is None,)
-    values = kind.values(record)
-    return tuple(
-        [
-            part is None if _kind_of(type(part)) is None else present(part)
-            for part in [values[place] for place in kind.numbers]
-        ]
-    )
 
 
 def joined(records: Sequence[R], of: Callable[[list[Any]], Any]) -> R:

@@ -293,34 +293,26 @@ class Evidence(Generic[T]):
         precision: rounding of the coarsest dtype that a gradient passed through.
         reason: why γ is not the gradient of the rows, so that only the rows are used; "" if there
             is no such reason.
-        followed: autograd reported all contributions of the rows' calls to the parameters.
         terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the backward
             passes left, as far as the rows determine it.
-        factor: c; None or NaN if unknown.
+        factor: c; NaN if unknown, None before it is determined.
         averaged: the part of the factor by which the backward passes average over ranks.
-        then: some entries of the first parameter's gradient, as the backward passes left it.
-        now: by index of a parameter in the layer, some entries as the optimizer sees them.
-        contributed: by index of a parameter, what the calls contributed to these entries.
-        since: the first parameter's entries now and at the end of the last pass; for parts that
-            travel between ranks, their factor and what is not a multiple, for each rank.
-        foreign: norm of the gradient that was there before the rows'.
-        probe: γv − Gᵀ(Φv) and γv, see `plain_step.probe`.
+        equations: γv, h of the rows, and γv of the gradient that was there before them, if any,
+            (2 or 3, equations); see `capture/check.py`. None: not checked.
+        of_weight: number of the equations that come from the weight.
+        e_by_rows: e is ΦΦᵀG, in the units of G.
         rule_error: relative difference of the layer's output from the output by its rule.
         replay_error: relative difference of a rerun call's output from the original.
     """
 
     precision: float
     reason: str = ""
-    followed: bool = False
     terms: float = 0.0
+    factor: float | None = None
     averaged: float = 1.0
-    factor: T | None = None
-    then: T | None = None
-    now: tuple[T | None, ...] = ()
-    contributed: tuple[T | None, ...] = ()
-    since: T | None = None
-    foreign: T | None = None
-    probe: T | None = None
+    equations: T | None = None
+    of_weight: int = 0
+    e_by_rows: bool = False
     rule_error: T | None = None
     replay_error: T | None = None
 
@@ -404,4 +396,4 @@ def of_rows(layer: LayerSums[Array], a: Vector, b: Vector) -> Array:
 
 def factor_of(layer: LayerSums[Array]) -> float:
     """Return the factor c in γ = c·GᵀΦ; NaN if unknown."""
-    return math.nan if layer.evidence.factor is None else float(layer.evidence.factor)
+    return math.nan if layer.evidence.factor is None else layer.evidence.factor

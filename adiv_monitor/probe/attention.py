@@ -19,7 +19,7 @@ import torch
 from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
@@ -36,6 +36,7 @@ from adiv_monitor.maths.attention_sums import (
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.probe.scales import ScaledUse, scales, some_keys
 from adiv_monitor.rerun.derivatives import pushed_forward
+from adiv_monitor.rerun.nested import tensors_in
 
 Tangents = Mapping[nn.Parameter, Tensor]
 
@@ -54,6 +55,7 @@ class _Progress:
     """The progress of a module's forward."""
 
     attended: int = 0
+    calls: list["_Call"] = field(default_factory=list)
     product: Sequence[Tensor] = ()  # the factors of the last product: q and kᵀ perhaps
     uses: list[ScaledUse] = field(default_factory=list)
 
@@ -64,35 +66,37 @@ class _Call:
 
     Attributes:
         held: the trained parameters of the module that holds the projections.
-        inputs: the tensors in the module's arguments that require a gradient.
         query: q with its graph.
         key: k with its graph, repeated for every query's head.
         scores: the call on the chosen samples, without a graph.
         samples: the chosen samples, (chosen,) int64.
         uses: the uses of parameters before the call.
-        edge: of O or, where the scores are explicit, of scale·Y + mask; None: without a graph.
-        is_output: whether `edge` is that of O.
-        gradient: the gradient of that.
+        is_output: whether `gradient` is that of O; else it is that of scale·Y + mask.
+        gradient: ∂L/∂O or ∂L/∂(scale·Y + mask); None: not known.
         keys: for every sample, head and query, the keys of the scores whose scale is computed.
         D: their scale; None: it is not known.
         no_scale: why it is not known.
+        inputs: the tensors in the module's arguments that require a gradient.
         sums: the sums so far.
     """
 
     held: Sequence[nn.Parameter]
-    inputs: Sequence[Tensor]
     query: Float[Tensor, "samples heads queries width"]
     key: Float[Tensor, "samples heads keys width"]
     scores: Attention
     samples: Tensor
     uses: Sequence[ScaledUse]
-    edge: GradientEdge | None
     is_output: bool
     gradient: Tensor | None = None
     keys: np.ndarray = field(init=False)
     D: Tensor | None = None
     no_scale: str = ""
+    inputs: Sequence[Tensor] = ()
     sums: AttentionSums[Tensor] = field(init=False)
+
+    def arrive(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradient."""
+        [self.gradient] = gradients
 
     @property
     def score_gradient(self) -> Callable[[slice], Tensor] | None:
@@ -146,7 +150,10 @@ class Attentions:
         calls: the calls that were seen, by path.
         refused: path → the reason why an attention is not measured.
         saw_any: whether any was seen.
+        ask: called with tensors and a function that gets their gradients, if the loss is known.
     """
+
+    ask: Callable[[Sequence[Tensor], Callable[[Sequence[Tensor | None]], None]], None]
 
     def __init__(
         self,
@@ -175,6 +182,13 @@ class Attentions:
         """Record that a module's forward begins."""
         if forward.module in self._held:
             self._progress[forward] = _Progress()
+
+    def ends(self, forward: Forward, args: object, kwargs: object) -> None:
+        """Record the inputs of a module's forward."""
+        if forward in self._progress:
+            given = [x for x in tensors_in(args, kwargs) if x.requires_grad]
+            for call in self._progress[forward].calls:
+                call.inputs = given
 
     def used(self, use: Use, output: Tensor, forwards: Forwards) -> None:
         """Record a use of parameters."""
@@ -237,13 +251,14 @@ class Attentions:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES, len(q))
             chosen = np.sort(self._generator.choice(len(q), most, replace=False))
             samples = to_device(chosen, q.device)
-            edge = get_gradient_edge(asks) if asks.requires_grad else None
             with torch.no_grad():
                 of_samples = made(samples)
             k = of_heads(k, q.shape[1]).expand(len(q), -1, -1, -1)
             held, uses = self._held[forward.module], list(progress.uses)
-            call = _Call(held, forward.inputs, q, k, of_samples, samples, uses, edge, is_output)
+            call = _Call(held, q, k, of_samples, samples, uses, is_output)
+            self.ask([asks], call.arrive)
             self.calls[path].append(call)
+            progress.calls.append(call)
 
     def _is_due(self, module: nn.Module) -> bool:
         """Return whether the module is due, as its first selected parameter is."""
@@ -251,26 +266,13 @@ class Attentions:
         first = next((key for key in held if key in self._places), None)
         return self._due is None or first in self._due
 
-    @property
-    def edges(self) -> list[GradientEdge]:
-        """What the loss is to be differentiated by."""
-        return [edge for call in self._all() if (edge := call.edge) is not None]
-
-    def arrive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients by `edges`."""
-        asked = [call for call in self._all() if call.edge is not None]
-        for call, gradient in zip(asked, gradients, strict=True):
-            call.edge, call.gradient = None, gradient
-
-    def _all(self) -> Iterator[_Call]:
-        return (call for calls in self.calls.values() for call in calls)
-
     # --- afterwards ------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose change moves the scores."""
-        return list(dict.fromkeys(p for call in self._all() for p in call.held))
+        every = (call for calls in self.calls.values() for call in calls)
+        return list(dict.fromkeys(p for call in every for p in call.held))
 
     def begin(self, *, knows_loss: bool) -> None:
         """Compute the scales, and the sums of a plain gradient step."""
@@ -327,6 +329,8 @@ class Attentions:
                 with self._guarded(path), torch.no_grad():
                     d = call.move({p: taken[p] for p in call.held})
                     call.sums = replaced(call.sums, d=move_sums(call.scores, G, d)[1])
+            call.query, call.key = call.query.detach(), call.key.detach()  # releases the graph
+            call.uses = call.inputs = ()
 
     def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
         """Return the records of the calls of each attention, by path; the graphs are released."""

@@ -12,27 +12,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
+from adiv_monitor.capture.forwards import Forward, FunctionToCall
 from adiv_monitor.capture.gathering import as_view, trained_of
-from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.sampling import winners
+from adiv_monitor.capture.second_pass import SecondPass
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Source
-from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.outputs import Outputs
-from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, unroll, uses_of
 from adiv_monitor.features.rows import Index, Rows, behind_view, joined, to_device
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.probe.batch import Unknown
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
 
@@ -109,6 +104,14 @@ class _Looking(Watching):
         if self.attentions is not None:
             self.attentions.begins(forward)
 
+    def ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Handle the end of a module's forward."""
+        if self.attentions is not None:
+            self.attentions.ends(self._forwards.forward, args, kwargs)
+        super().ends(module, args, kwargs, output)
+
     def called(self, call: FunctionToCall) -> Any:
         """Call a torch function."""
         if self.attentions is not None and self._is_looking():
@@ -116,7 +119,7 @@ class _Looking(Watching):
         return super().called(call)
 
 
-class ProbeRows:
+class ProbeRows(SecondPass):
     """Finds the layers of a captured step in one run of the probe. See `Takes`.
 
     Args:
@@ -135,62 +138,37 @@ class ProbeRows:
         known: dict[str, LayerOnProbe],
         attentions: Attentions | None = None,
     ) -> None:
-        selection, guard = first.selection, Guard()  # no training step runs that could be disturbed
+        super().__init__(model, first.selection, first.pieces, _KnownLayers, _Looking)
+        self.layers.found = first.layers.found
+        assert isinstance(self.watching, _Looking)
+        self._attentions = self.watching.attentions = attentions
+        if attentions is not None:
+            attentions.ask = self._ask
         self._chooser = chooser
         self._known = known
-        self._attentions = attentions
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._z: dict[str, list[Tensor]] = defaultdict(list)
         # What leads to G: gradients of these go to a function that takes their rows.
         self._asked: list[tuple[list[GradientEdge], Callable[[Gradients], None]]] = []
-        self._provenance = Provenance(model, selection.parameters, first.pieces)
-        self._forwards = Forwards.of(selection, guard, repeated=True)
-        names = Names(model, selection, self._forwards)
-        chosen = Chooser(None, np.random.default_rng(0))
-        self._layers = _KnownLayers(names, self._provenance, chosen, Context(guard))
-        self._layers.found = first.layers.found
-        self._without_rule = ParametersWithoutRule(selection, guard)
-        given = selection, self._forwards, self._layers, self._without_rule, self
-        self._watching = _Looking(*given, repeated=True)
-        self._watching.attentions = attentions
-
-    def __enter__(self) -> "ProbeRows":
-        self._provenance.start()  # with the buffers of this run
-        self._forwards.watch(self._watching)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        call_all(self._watching.detach, self._without_rule.release, self._forwards.remove)
 
     def differentiate(self, loss: Tensor) -> None:
         """Take G of the rows: the gradient of a loss. The graph stays for attentions."""
-        attentions = self._attentions
         edges = [edge for several, _ in self._asked for edge in several]
-        edges += [] if attentions is None else attentions.edges
-        if not edges or not loss.requires_grad:
-            return
-        keeps = attentions is not None
-        found = iter(torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True))
-        with torch.no_grad():
-            for several, take in self._asked:
-                take([next(found) for _ in several])
-            if attentions is not None:
-                attentions.arrive([*found])
+        if edges and loss.requires_grad:
+            keeps = self._attentions is not None
+            found = iter(torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True))
+            with torch.no_grad():
+                for several, take in self._asked:
+                    take([next(found) for _ in several])
 
-    def layers(self, max_rows: int | None) -> dict[str, LayerOnProbe]:
+    def of_layers(self, max_rows: int | None) -> dict[str, LayerOnProbe]:
         """Return the rows of all layers that were called."""
         return {path: LayerOnProbe(calls, max_rows) for path, calls in self._calls.items()}
 
-    def z(self, path: str) -> Tensor:
-        """Return the outputs of a known layer's rows.
-
-        Raises:
-            Unknown: it was called otherwise than at first.
-        """
+    def z(self, path: str) -> Tensor | None:
+        """Return the outputs of a known layer's rows; None: its calls are not those of before."""
         found = self._z[path]
-        if len(found) != len(self._known[path].rows):
-            raise Unknown("it has other calls or rows when the probe runs again")
-        return joined(found)
+        return joined(found) if len(found) == len(self._known[path].rows) else None
 
     def use(
         self,
@@ -204,7 +182,7 @@ class ProbeRows:
         """Take the rows of a use."""
         if self._attentions is not None:
             self._attentions.used(use, output, self._forwards)
-        layer = self._layers.of(use, known)
+        layer = self.layers.of(use, known)
         if layer is None:
             return
         call = self._take(layer, use.layout(output), use.features)
@@ -227,7 +205,7 @@ class ProbeRows:
         maps = maps_of(made, outputs[0].dtype, random)
         calls: dict[str, _Call] = {}
         for use in uses_of(made):
-            layer = self._layers.of(use)
+            layer = self.layers.of(use)
             if layer is not None and use.weight is not None:
                 x, z = maps[use.part]
                 call = self._take(layer, z, affine(x, use.weight, use.bias).features)
@@ -255,7 +233,7 @@ class ProbeRows:
     ) -> None:
         """Take the rows of a module that is measured as a whole."""
         left = {module.get_parameter(name) for name in names}
-        layers = (x for x in self._layers.found.values() if x.is_through(module))
+        layers = (x for x in self.layers.found.values() if x.is_through(module))
         layer = next((x for x in layers if left.issubset(x.parameters)), None)
         if layer is None:
             return

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from adiv_monitor.report.written import read
+from adiv_monitor.report.written import plain, read
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,8 @@ class AlignmentReading:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reading as plain data, without the measures that are undefined."""
-        record = {name: getattr(self, name) for name in ("role", "kind", "fan_in", "fan_out")}
-        record |= {"predecessors": list(self.predecessors), "rows": self.rows}
-        return {**record, **self.measures()}
+        record: dict[str, Any] = plain(self)
+        return record
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "AlignmentReading":

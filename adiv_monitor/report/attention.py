@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from adiv_monitor.report.written import read
+from adiv_monitor.report.written import plain, read
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,8 @@ class AttentionReading:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reading as plain data, without the measures that were not taken."""
-        return {
-            "samples_seen": self.samples_seen,
-            "samples_total": self.samples_total,
-            **self.measures(),
-            "standard_error": dict(self.standard_error),
-            "heads": {name: list(values) for name, values in self.heads.items()},
-            "heads_standard_error": {
-                name: list(errors) for name, errors in self.heads_standard_error.items()
-            },
-        }
+        record: dict[str, Any] = plain(self)
+        return record
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "AttentionReading":

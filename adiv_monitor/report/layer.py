@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from adiv_monitor.report.written import read
+from adiv_monitor.report.written import plain, read
 
 # Kinds of layers that do not map features to features: gains and offsets of normalisations, and
 # look-up tables. Their scales and steps are not comparable with those of maps.
@@ -25,10 +25,9 @@ class LayerReading:
         rows_total: rows that received a gradient in this step, over all micro-batches and calls.
         rows_without_gradient: examined rows whose gradient is exactly zero (padding, masked
             tokens): zero-gradient rows, which all measures but `idle_share` leave out.
-        gradient_factor: change of the gradient between the backward pass and the step:
-            ‖gradient the optimizer saw‖ / ‖gradient that backward left‖. 1 if unchanged; below 1
-            after clipping, 1/65536 after unscaling an AMP loss; NaN where it is unknown. Averaging
-            over ranks by DDP and FSDP is part of the backward pass.
+        gradient_factor: factor of the gradient that the optimizer saw, relative to that of the
+            rows. 1 if unchanged; below 1 after clipping, 1/65536 after unscaling an AMP loss; NaN
+            where it is unknown. Averaging over ranks is not included.
         features: number of features of a row that the weight multiplies, the fan-in; None where a
             row is not such a vector (a look-up, a module as a whole).
         non_finite: tensors of the layer with a value that is NaN, infinite, or too large to square:
@@ -94,13 +93,13 @@ class LayerReading:
 
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Return the reading as plain data, without measures not taken; quantiles on request."""
-        record = {name: getattr(self, name) for name in _RECORD}
-        record |= {"module": self.module} if self.module else {}
-        record |= {} if self.features is None else {"features": self.features}
-        record |= {"non_finite": list(self.non_finite)} if self.non_finite else {}
-        record |= {"earlier_share": self.earlier_share} if self.earlier_share else {}
-        record |= {**self.measures(), "standard_error": dict(self.standard_error)}
-        return record | {n: list(getattr(self, n)) for n in _QUANTILES} if quantiles else record
+        record: dict[str, Any] = plain(self)
+        for name in ("module", "features", "non_finite", "earlier_share"):
+            if not record.get(name):
+                record.pop(name, None)
+        for name in () if quantiles else _QUANTILES:
+            del record[name]
+        return record
 
     def lean(self) -> "LayerReading":
         """Return the reading without its distributions over rows."""

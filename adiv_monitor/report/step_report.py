@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
 from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
 from adiv_monitor.report.extremes import MeasureSummary, summary
 from adiv_monitor.report.layer import MEASURES, LayerReading
-from adiv_monitor.report.written import read
+from adiv_monitor.report.written import plain, read
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -252,43 +252,9 @@ class StepReport:
 
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Return the report as nested plain data, with the layers' quantiles on request."""
-        return {
-            "step": self.step,
-            "interval": self.interval,
-            "coverage": self.coverage,
-            "notes": list(self.notes),
-            "unsupported": dict(self.unsupported),
-            "unmeasured": dict(self.unmeasured),
-            "layers": {
-                path: reading.to_dict(quantiles=quantiles) for path, reading in self.layers.items()
-            },
-            "attention": {path: reading.to_dict() for path, reading in self.attention.items()},
-            "descent": self.descent,
-            "realised_loss_change": self.realised_loss_change,
-            "realised_loss_changes": list(self.realised_loss_changes),
-            "alignment": {path: reading.to_dict() for path, reading in self.alignment.items()},
-            "alarms": [asdict(alarm) for alarm in self.alarms],
-            "turn": None if self.turn is None else asdict(self.turn),
-            "loss": self.loss,
-            "losses": dict(self.losses),
-            "learning_rates": list(self.learning_rates),
-            "groups": dict(self.groups),
-            "optimizer": self.optimizer,
-            "maximize": self.maximize,
-            "other_optimizers": list(self.other_optimizers),
-            "changed_by": list(self.changed_by),
-            "trainable": self.trainable,
-            "frozen": dict(self.frozen),
-            "not_held": dict(self.not_held),
-            "cut_off": dict(self.cut_off),
-            "removed": dict(self.removed),
-            "zeroed_passes": self.zeroed_passes,
-            "loss_gradients": list(self.loss_gradients),
-            "evaluated": list(self.evaluated),
-            "batch": list(self.batch),
-            "next_batch": list(self.next_batch),
-            "weights_returned": self.weights_returned,
-        }
+        layers = {path: r.to_dict(quantiles=quantiles) for path, r in self.layers.items()}
+        record: dict[str, Any] = plain(replace(self, layers={}))
+        return {**record, "layers": layers, "descent": self.descent, "loss": self.loss}
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "StepReport":

@@ -1,13 +1,10 @@
 """Jacobian-vector products: J t of a function's results for a change t of its parameters."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -17,28 +14,6 @@ Parameters = Mapping[str, Tensor]
 
 
 def jvp(
-    function: Callable[[Parameters], T], parameters: Parameters, tangents: Parameters
-) -> tuple[T, T]:
-    """Return a function's result and J t by forward-mode derivatives.
-
-    They are taken with gradients enabled: without, a custom operator (`torch.library`) loses its
-    tangent, and no error is raised.
-
-    Args:
-        function: a function of the parameters that returns tensors in any structure.
-        parameters: the point at which J is taken.
-        tangents: t.
-
-    Raises:
-        RuntimeError: the function calls something without a forward-mode derivative.
-    """
-    _load_derivatives()
-    with torch.enable_grad(), _unseen(), forward_ad.dual_level():
-        found = function({name: _dual(p, tangents.get(name)) for name, p in parameters.items()})
-        return tree_map_only(Tensor, _value, found), tree_map_only(Tensor, _move, found)
-
-
-def jvp_by_gradients(
     function: Callable[[Parameters], T],
     parameters: Parameters,
     tangents: Parameters,
@@ -47,9 +22,9 @@ def jvp_by_gradients(
     """Return a function's result and J t by differentiating its backward, also a custom one.
 
     Args:
-        function: see `jvp`.
-        parameters: see `jvp`.
-        tangents: see `jvp`.
+        function: a function of the parameters that returns tensors in any structure.
+        parameters: the point at which J is taken.
+        tangents: t.
         precision: rounding of the coarsest dtype that the function computes in.
 
     Raises:
@@ -87,7 +62,7 @@ def pushed_forward(
         made: the tensors, with their graph.
         leaves: the leaves of the graph.
         tangents: t, one tensor per leaf.
-        precision: see `jvp_by_gradients`; None: do not check that the backward passes are linear in
+        precision: see `jvp`; None: do not check that the backward passes are linear in
             v (only custom ones may not be), since the check makes the host wait for the device.
 
     Raises:
@@ -140,30 +115,3 @@ def _at_least_single(tensor: Tensor) -> Tensor:
 def _unseen() -> saved_tensors_hooks:
     """Return a context that hides saved tensors from hooks of the run, such as checkpointing's."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def _dual(value: Tensor, tangent: Tensor | None) -> Tensor:
-    value = value.detach()
-    if tangent is None:
-        return value
-    value.requires_grad_()
-    dual: Tensor = forward_ad.make_dual(value, tangent.to(value))  # type: ignore[no-untyped-call]
-    return dual
-
-
-def _value(dual: Tensor) -> Tensor:
-    value: Tensor = forward_ad.unpack_dual(dual).primal  # type: ignore[no-untyped-call]
-    return value.detach()
-
-
-def _move(dual: Tensor) -> Tensor:
-    value, tangent = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
-    return torch.zeros_like(value) if tangent is None else tangent.detach()
-
-
-@cache
-def _load_derivatives() -> None:
-    """Make torch load its forward-mode derivatives, which it does at first use, with a warning."""
-    with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.simplefilter("ignore")
-        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))  # type: ignore[no-untyped-call]

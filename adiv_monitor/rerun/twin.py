@@ -12,9 +12,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-from adiv_monitor.rerun.derivatives import Parameters, jvp, jvp_by_gradients
-from adiv_monitor.rerun.nested import mapped
+from adiv_monitor.rerun.derivatives import Parameters, jvp
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, untouched
 
@@ -51,7 +51,6 @@ class Twin:
         self._module, self._arguments = module, arguments
         self._modules = list(module.modules())
         self._surroundings = Surroundings(random, self._modules)
-        self._has_forward_mode = True
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         for p in trained.values():
             if id(p) not in own:
@@ -62,31 +61,24 @@ class Twin:
     def jvp(self, tangents: Parameters, results: Callable[[Any], T]) -> tuple[T, T]:
         """Return the forward's result and its first-order change with the parameters.
 
-        Uses forward-mode derivatives, or the derivative of backward where a function has none.
-
         Args:
             tangents: the change of some parameters.
             results: picks the wanted tensors of the output, in any structure.
 
         Raises:
-            RuntimeError: a function has no derivatives.
+            RuntimeError: the backward pass of a function has no derivative.
         """
         moving = {name: self.parameters[name] for name in tangents}
 
         def call(parameters: Parameters) -> T:
             # The forward may change its inputs: each call gets copies.
-            args, kwargs = mapped(self._arguments, Tensor.clone, copy.deepcopy)
+            args, kwargs = tree_map(_copied, self._arguments)
             given = {**self.parameters, **parameters}
             with torch._C.DisableTorchFunction():
                 return results(functional_call(self._module, given, args, kwargs))
 
-        if self._has_forward_mode:
-            try:
-                return self._unseen(lambda: jvp(call, moving, tangents))
-            except RuntimeError:  # NotImplementedError is a RuntimeError
-                self._has_forward_mode = False
         precision = self.precision
-        return self._unseen(lambda: jvp_by_gradients(call, moving, tangents, precision))
+        return self._unseen(lambda: jvp(call, moving, tangents, precision))
 
     @property
     def precision(self) -> float:
@@ -113,6 +105,10 @@ class Twin:
                 return run()
 
         return untouched(self._modules, self._surroundings, derivable, self._data)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _makes_weights(hook: object) -> bool:

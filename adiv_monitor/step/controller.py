@@ -6,7 +6,7 @@ The events of a step, what handles them, and what holds a layer afterwards:
     a module runs              `capture/gathering.py`, `Gathering.use`: a `Call`, with Φ and z
     the backward pass          `Gathering._on_gradient`, `Accumulation._after`: the call has G
     the optimizer's step       `step_begins` → `MeasuredStep.gradient_is_final`: `Capture.finish`
-        begins                 gives `CapturedLayer`; `FinalGradient.begin` computes e:
+        begins                 gives `LayerRows`; `FinalGradient.begin` computes e:
                                `LayerInProgress`
         ends                   `step_ends` → `MeasuredStep.updated` computes d: `LayerSums`
     the next step begins, or   `read` → `MeasuredStep.contribution`: one transfer to the host;
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
@@ -225,6 +226,7 @@ class StepController:
             self._is_overtaken,
             self._failures.safely,
         )
+        plan = self._plan(selection)
         context = Context(
             guard,
             fail=self._failures.switch_off,
@@ -233,13 +235,14 @@ class StepController:
             begins=partial(self._failures.safely, self._look),
             passes=Passes(guard, lambda: others.begun),
             attainable=self._asked.attainable,
+            check=Check(partial(self._history.asks, surveys=plan is None)),
         )
         capture = Capture(
             self._followed.model,
             selection,
             Chooser(self._asked.max_rows, self._generator),
             context,
-            plan=self._plan(selection),
+            plan=plan,
             pieces=self._trace.pieces,
         )
         probe = None if self._probing is None else ProbeStep(self._probing, selection)
@@ -259,7 +262,7 @@ class StepController:
         """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""
         if world_size() > 1:
             return None  # all functions need to be watched
-        return self._trace.plan(selection, self._history.distrusted | self._history.suspected)
+        return self._trace.plan(selection, self._history.distrusted)
 
     def _look(self) -> None:
         """Record that an armed step's forward pass begins, and whether its caller is compiled."""

@@ -1,23 +1,22 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adiv_monitor.capture.captured_layer import CapturedLayer
-from adiv_monitor.capture.gradient_shares import total_of
-from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.check import of_gradient
+from adiv_monitor.capture.layer_rows import Call, LayerRows, versions
 from adiv_monitor.capture.names import class_name
+from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
-from adiv_monitor.features.rows import Whole, joined, to_compute_dtype
+from adiv_monitor.features.rows import Whole, joined
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.ceiling import KNOWN
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
     About,
@@ -28,11 +27,12 @@ from adiv_monitor.maths.sums import (
     Totals,
 )
 from adiv_monitor.maths.totals import AllRows
+from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import act, added, gram_is_less, probe
+from adiv_monitor.step.row_moves import act, added, gram_is_less
 from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.unsharded import UnshardedParameters
+from adiv_monitor.step.transfer import fetch_tensors
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
@@ -54,10 +54,10 @@ class FinalGradient:
         captured: the layers that a gradient reached; a layer is removed as it begins, so that its
             rows are released.
         history: the habits that this run has shown so far.
-        unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
         scale: the number by which a fused optimizer divides the gradients (AMP); None: 1.
         generator: the monitor's own random numbers.
+        passes: the backward passes of the step.
 
     Attributes:
         measured: by path, the layers that have begun.
@@ -70,12 +70,12 @@ class FinalGradient:
 
     def __init__(
         self,
-        captured: dict[Layer, CapturedLayer],
+        captured: dict[Layer, LayerRows],
         history: RunHistory,
-        unsharded: UnshardedParameters,
         steps: ParameterSteps,
         scale: Tensor | None,
         generator: np.random.Generator,
+        passes: Passes,
     ) -> None:
         self.measured: dict[str, LayerInProgress] = {}
         self.pieces: dict[str, PieceShares] = {}
@@ -87,43 +87,55 @@ class FinalGradient:
         self._captured = captured
         self._is_alone = world_size() == 1
         self._history = history
-        self._unsharded = unsharded
         self._steps = steps
         self._scale = scale
         self._generator = generator
+        self._passes = passes
         self._all_rows: dict[str, list[AllRows]] = {}
         self.blocks: list[Block] = []
-        self._factors = self._factors_of(captured)
+        self._factors = self._of_passes() if self._is_alone else {}
 
     def forget(self, path: str) -> None:
         """Drop a layer from this step."""
         self.measured.pop(path, None)
         self._all_rows.pop(path, None)
 
-    def _factors_of(self, captured: Mapping[Layer, CapturedLayer]) -> dict[str, Tensor]:
-        """Return ‖gradient now‖ / ‖gradient after backward‖ of each layer for which it is known."""
-        if not self._is_alone:  # one rank holds only a part of the gradient
-            return {}
-        left = {layer: found.accumulation.left() for layer, found in captured.items()}
-        known = {layer: parts for layer, parts in left.items() if parts is not None}
-        if not known:
-            return {}
-        parts = self._now([layer.parameters[0] for layer in known])
-        norms = torch._foreach_norm([to_compute_dtype(part) for part in (*parts, *known.values())])
-        # 0/0 becomes 1: a gradient of zero has no units.
-        ends = torch._foreach_add(norms, torch.finfo(torch.float32).tiny)
-        factors = torch._foreach_div(ends[: len(known)], ends[len(known) :])
-        if self._scale is not None:
-            factors = torch._foreach_div(factors, self._scale)
-        return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
+    def _of_passes(self) -> dict[str, dict[int, float]]:
+        """Return what passes count relative to the last one, of layers that several reached.
 
-    def _now(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return tensors with the gradients' norms, or with those of sampled entries of shards."""
-        norms = self._steps.gamma_norms(parameters)
-        return [
-            self._steps.entries_of(p) if is_shard(p) else norm
-            for p, norm in zip(parameters, norms, strict=True)
-        ]
+        The rows of passes whose gradient was zeroed are dropped. This waits for the device.
+        """
+        several = {x: rows for x, rows in self._captured.items() if len(rows.tasks) > 1}
+        told: dict[str, PassesOfLayer] = {}
+        sent = []
+        for layer, rows in several.items():
+            sums = rows.sums()
+            if sums and not rows.is_shared and not any(map(is_shard, layer.parameters)):
+                told[layer.path] = PassesOfLayer([*sums], np.empty(0))
+                sent.append(torch.stack(self._equations(layer, rows, {}, [*sums.values()])))
+        for path, equations in zip(told, fetch_tensors(sent), strict=True):
+            told[path] = told[path]._replace(equations=equations)
+        others = {x.path: [*rows.tasks] for x, rows in several.items() if x.path not in told}
+        found = factors_of_passes(told, others)
+        self._history.has_several_passes = bool(several)
+        for layer, rows in several.items():
+            factors = found.get(layer.path, {})
+            zeroed = [task for task, factor in factors.items() if factor == 0]
+            rows.zeroed(zeroed, self._passes, id(layer.parameters[0]))
+        return found
+
+    def _equations(
+        self, layer: Layer, rows: LayerRows, parts: Parts, sums: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return γv, h and γv of the gradient that was there before; see `Evidence.equations`."""
+        features = next(call.features for call in rows.calls if call.arrived)
+        now = of_gradient(features, *layer.change(self._gamma(layer, parts)), rows.v)
+        found = [now if self._scale is None else now / self._scale, *sums]
+        return found if rows.earlier is None else [*found, rows.earlier]
+
+    def _gamma(self, layer: Layer, parts: Parts) -> Parts:
+        """Return γ of the layer's pieces, as `.grad` holds it."""
+        return {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
 
     def begin(self, layer: Layer, parts: Parts) -> None:
         """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
@@ -132,32 +144,35 @@ class FinalGradient:
             layer: the layer.
             parts: γ of the pieces that were all-gathered.
         """
-        captured, factor = self._captured.pop(layer), self._factors.get(layer.path)
-        calls = captured.calls
+        rows = self._captured.pop(layer)
+        factors, of_passes = self._factors.get(layer.path, {}), rows.sums()
+        calls = rows.finish(factors)
         features, G = _joined_rows(calls)
-        sampled = Sampled(
-            seen=G.shape[0],
-            total=sum([call.rows.total for call in calls]),
+        sampled: Sampled[Tensor] = Sampled(
+            seen=G.shape[0], total=sum([call.rows.total for call in calls])
         )
         shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
         self.pieces[layer.path] = shares, bool(parts)
-        reason = _why_from_rows(features, shared=captured.is_shared)
-        evidence = self._evidence(captured, reason, factor)
-        attainable, ceiling = self._of_ceiling(captured)
+        if rows.versions != versions(layer):
+            self.moved.append(layer.path)
+        reason = _why_from_rows(features, shared=rows.is_shared)
+        evidence = _evidence(rows, calls, reason)
+        if of_passes is not None and not rows.is_shared:
+            h = torch.stack([of * factors.get(task, 1.0) for task, of in of_passes.items()]).sum(0)
+            equations = torch.stack(self._equations(layer, rows, parts, [h]))
+            of_weight = equations.shape[1] - (0 if layer.bias is None else G.shape[1])
+            evidence = replaced(evidence, equations=equations, of_weight=of_weight)
+        attainable, ceiling = self._of_ceiling(layer, rows)
         self._keep_all_rows(layer.path, calls)
-        gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
-        e = None
+        change, e = layer.change(self._gamma(layer, parts)), None
         # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason
-        trusted = trusted and layer.path not in self._history.distrusted
+        trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
         if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
-            # e = (ΦΦᵀ)G, which is right only if γ = GᵀΦ: the probe tests that.
-            G, factor = G if factor is None else G * factor.to(G), None
+            # Right only if γ = c·GᵀΦ, which is checked.
             e = features.gram() @ G
-            probed = probe(layer, features, G, gamma, self._generator)
-            evidence = replaced(evidence, probe=probed)
+            evidence = replaced(evidence, e_by_rows=True)
         elif parts:
-            e = added(*act(layer.change(gamma), features))
+            e = added(*act(change, features))
             e = e if self._scale is None else e / self._scale
         sums = LayerSums(
             _about(layer, features),
@@ -169,9 +184,8 @@ class FinalGradient:
             ceiling=ceiling,
         )
         z = joined([call.z for call in calls])
-        change = layer.change(gamma)
-        self.measured[layer.path] = LayerInProgress(layer, features, sums, G, factor, z, change, e)
-        captured.rows.release()
+        self.measured[layer.path] = LayerInProgress(layer, features, sums, G, z, change, e)
+        rows.release()
 
     def finish(self, lose: Fail, *, updates: bool) -> None:
         """Compute e of all layers and the sums over all rows, after all layers have begun.
@@ -186,64 +200,24 @@ class FinalGradient:
         for block in self.blocks:
             block.plain_step(self._scale, lose)
 
-    def _evidence(
-        self,
-        captured: CapturedLayer,
-        reason: str,
-        factor: Tensor | None,
-    ) -> Evidence[Tensor]:
-        """Collect the evidence for γ = c·GᵀΦ that was recorded while the rows were gathered."""
-        layer, calls, accumulated = captured.layer, captured.calls, captured.accumulation
-        lead = layer.parameters[0]
-        if captured.is_moved:
-            self.moved.append(layer.path)
-        then = accumulated.entries
-        now: list[Tensor | None] = [None] * (len(captured.shares) or 1)
-        contributed: list[Tensor | None] = []
-        if then is not None:
-            now[0] = self._unsharded.entries.get(id(lead))
-        followed = self._is_alone and layer.is_direct and bool(captured.shares)
-        for place, shares in enumerate(captured.shares):
-            for share in shares:
-                followed &= share.is_known and share.has_rows
-            total = total_of(shares)
-            contributed.append(total)
-            if total is not None:
-                now[place] = self._steps.entries_of(shares[0].parameter)
-        if then is not None and now[0] is None:
-            now[0] = self._steps.entries_of(lead)
-        replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
-        return Evidence(
-            precision=max([call.precision for call in calls]),
-            reason=reason,
-            followed=followed,
-            factor=factor,
-            then=then,
-            now=tuple(now),
-            contributed=tuple(contributed),
-            since=None if self._is_alone else accumulated.since_ended(),
-            foreign=accumulated.foreign,
-            rule_error=captured.rows.linear,
-            replay_error=torch.stack(replay_errors).amax() if replay_errors else None,
-        )
-
     def _of_ceiling(
-        self, captured: CapturedLayer
+        self, layer: Layer, rows: LayerRows
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
         """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
-        path, rows = captured.layer.path, captured.rows
-        ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
-        if ceiling is not None and not captured.layer.is_direct:
-            self.without_ceiling[_COMPUTED].append(path)
-        elif not is_whole and isinstance(captured.calls[0].features, KNOWN):
-            self.without_ceiling[_SUMMED].append(path)
-        elif ceiling is not None and self._is_alone:
+        if (ceiling := rows.ceiling) is None:
+            return None, None
+        if not layer.is_direct:
+            why = _COMPUTED
+        elif not rows.ceiling_is_whole:
+            why = _SUMMED
+        elif self._is_alone:
             return ceiling.cosine(), None
-        elif ceiling is not None:
+        else:
             sums = ceiling.sums()
             if sum(part.numel() for part in sums) <= _MOST_SUMS:
                 return None, CeilingSums(*sums)
-            self.without_ceiling[_TOO_LARGE].append(path)
+            why = _TOO_LARGE
+        self.without_ceiling[why].append(layer.path)
         return None, None
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
@@ -262,6 +236,17 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     if isinstance(features, OneHotFeatures):  # the padding token is not trained
         G = G * features.trained[:, None]
     return features, G
+
+
+def _evidence(rows: LayerRows, calls: Sequence[Call], reason: str) -> Evidence[Tensor]:
+    """Return what is known of the gradient besides its equations."""
+    errors = [call.replay_error for call in calls if call.replay_error is not None]
+    return Evidence(
+        precision=max([call.precision for call in calls]),
+        reason=reason,
+        rule_error=rows.linear,
+        replay_error=torch.stack(errors).amax() if errors else None,
+    )
 
 
 def _all_rows(whole: Whole | None, norms: Tensor) -> AllRows:

@@ -1,213 +1,286 @@
-"""Check of whether the gradient γ is c·GᵀΦ of a layer's rows, with a known c.
+"""The check of gradients: the factors of γ = c·GᵀΦ, and whether γ is anything else.
 
-Only then do the parameters determine exactly what is otherwise estimated from sampled rows.
+Only then do the parameters determine exactly what is otherwise estimated from sampled rows. See
+`capture/check.py` for the equations.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool
 
-from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.sums import Array, Evidence
+from adiv_monitor.maths.records import replaced
+from adiv_monitor.maths.sums import Array, Evidence, LayerSums, Vector, of_rows
+from adiv_monitor.step.merge_rows import in_units
 
-# The cosine of two gradients that differ by a factor only is 1 up to rounding.
+# The relative difference of numbers that are equal up to rounding.
 LIKENESS_TOLERANCE = 1e-3
 # The relative size of the remainder that this allows: ranks may exchange half precision.
 LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
-
-# Gradients with at most this many entries may be multiples of each other by chance.
-_FEW = 8
-
-
-class Multiple(NamedTuple):
-    """Fit of some entries of a gradient, `now`, as a multiple of those of another one, `then`.
-
-    Attributes:
-        factor: c ≥ 0 in now ≈ c·then; NaN if `now` is zero, or `then` may be rounding alone.
-        rest: ‖now − c·then‖ / ‖now‖ beyond what rounding explains; NaN where `factor` is.
-        now: ‖now‖.
-        then: ‖then‖.
-        entries: number of entries.
-    """
-
-    factor: float = math.nan
-    rest: float = math.nan
-    now: float = 0.0
-    then: float = 0.0
-    entries: int = 0
+# Rounding of the equations, which have at most this many vectors.
+_ROUNDING = 4.0
+# So many equations tell the factor of several passes.
+_EQUATIONS = 8
+# Fewer equations than this may be solved by chance.
+_ENOUGH = 3
+# A factor is 1 if it differs by less than this part of the tolerance.
+_EXACT = 1e-3
+# A pass that brings less than this part of a gradient has no factor.
+_SILENT = 1e-12
+# A factor of a gradient that was set to zero: rows have a direction, but no length.
+_ZEROED = 1e-38
 
 
-# Entries of two gradients, and the norm that rounding alone may give to the second.
-Pair = tuple[Array, Array, float]
-
-
-@np.errstate(all="ignore")  # zero or non-finite entries have no factor
-def multiples(pairs: Sequence[Pair]) -> list[Multiple]:
-    """Return the `Multiple` of each pair, in a few operations for all pairs."""
-    filled = [pair for pair in pairs if pair[0].size]
-    if not filled:
-        return [Multiple()] * len(pairs)
-    several_now, several_then, roundings = zip(*filled, strict=True)
-    sizes = [now.size for now in several_now]
-    starts = np.cumsum([0, *sizes[:-1]])
-    of_now, now = _normed(np.concatenate(several_now), starts, sizes)
-    of_then, then = _normed(np.concatenate(several_then), starts, sizes)
-    rounding = np.array(roundings)
-    squares = np.add.reduceat(then * then, starts)
-    length = np.sqrt(np.add.reduceat(now * now, starts))
-    ratio = np.maximum(np.add.reduceat(now * then, starts) / squares, 0.0)
-    off = now - np.repeat(ratio, sizes) * then
-    rest = np.sqrt(np.add.reduceat(off * off, starts)) - ratio * rounding / of_then
-    now_length, then_length = _of(of_now, length), _of(of_then, np.sqrt(squares))
-    known = (of_now > 0) & (of_then > 0) & (then_length > rounding)
-    factor = np.where(known, ratio * of_now / of_then, math.nan)
-    rest = np.where(known, np.maximum(rest, 0.0) / length, math.nan)
-    columns = (factor, rest, now_length, then_length)
-    found = map(Multiple, *(column.tolist() for column in columns), sizes)
-    return [next(found) if pair[0].size else Multiple() for pair in pairs]
-
-
-def _normed(entries: Array, starts: Index, sizes: Sequence[int]) -> tuple[Array, Array]:
-    """Return the largest entry of each part, and the parts divided by it, against overflow."""
-    largest = np.maximum.reduceat(np.abs(entries), starts)
-    return largest, entries / np.repeat(largest, sizes)
-
-
-def _of(largest: Array, length: Array) -> Array:
-    """Return the norm of a part from the norm of the part divided by its largest entry."""
-    return np.where((largest > 0) & (largest < math.inf), largest * length, largest)
-
-
-class Compared(NamedTuple):
-    """Comparisons of the known entries of a layer's gradient.
+class Fit(NamedTuple):
+    """Fit of γv by c·h, and by a multiple of what was there before the rows.
 
     Attributes:
-        since: comparison of the first parameter's entries with those that backward left; NaN if
-            the latter are not known.
-        calls: by index of a parameter, comparison with the contributions of the calls.
+        factor: c; NaN if there is none.
+        rest: what is neither, a norm.
+        now: ‖γv‖.
+        rows: ‖h‖.
+        earlier: norm of the part that was there before.
     """
 
-    since: Multiple
-    calls: Mapping[int, Multiple]
+    factor: float
+    rest: float
+    now: float
+    rows: float
+    earlier: float = 0.0
 
 
-def compared(several: Sequence[Evidence[Array]]) -> list[Compared]:
-    """Compare the entries of several layers; the results are in the same order."""
-    pairs: list[Pair] = []
-    places: list[tuple[bool, list[int]]] = []
-    for seen in several:
-        rounding, first, then = seen.rounding, seen.now[0] if seen.now else None, seen.then
-        has_then = False
-        if then is not None and first is not None and then.shape == first.shape:
-            has_then = True
-            pairs += ((first, then, rounding),)
-        calls: list[int] = []
-        for place, own in enumerate(seen.contributed):
-            now = seen.now[place]
-            if own is not None and now is not None:
-                calls += (place,)
-                pairs += ((now, own, rounding),)
-        places += ((has_then, calls),)
-    found = iter(multiples(pairs))
-    return [
-        Compared(next(found) if has_then else Multiple(), {place: next(found) for place in calls})
-        for has_then, calls in places
-    ]
-
-
-def since_backward(seen: Evidence[Array]) -> float:
-    """Return the factor of the gradient since the end of the last pass, from the ranks' `since`.
-
-    NaN if it was not multiplied by the same factor in all ranks: then they reduced the gradient
-    only after that pass.
-    """
-    told = () if seen.since is None else seen.since
-    known = [(factor, rest) for factor, rest in told if not math.isnan(factor)]
-    if not known:
-        return math.nan
-    factors, rests = zip(*known, strict=True)
-    differ = max(factors) - min(factors) > LIKENESS_TOLERANCE * max(factors)
-    return math.nan if differ or max(rests) > LARGEST_REST else float(factors[0])
-
-
-def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: float) -> str:
-    """Return why γ is not c·GᵀΦ of these rows with a known c; "" if nothing contradicts it.
+def fitted(equations: Array, factor: float | None = None) -> Fit:
+    """Solve the equations of a layer by least squares.
 
     Args:
-        seen: evidence of the layer.
-        found: comparisons of its entries.
-        gamma: ‖γ‖².
-        scale: the factor by which the optimizer divides `.grad` (AMP).
+        equations: see `Evidence.equations`.
+        factor: c, if it is known.
     """
-    if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
-        return ""
-    factor = math.nan if seen.factor is None else float(seen.factor)
-    if math.isnan(factor):
-        return "other" if contributed(seen, found) == "more" else "unknown"
-    if found.since.rest > LARGEST_REST:
-        return "edited"
-    if earlier_share(seen, gamma) > 0:
-        return "earlier"
-    if reason := contributed(seen, found, factor * scale):
-        return reason
-    if seen.probe is not None:
-        difference, whole = np.linalg.norm(seen.probe, axis=1)
-        if difference > 10 * seen.tolerance * whole + factor * seen.rounding:
-            return "more"
-    return ""
+    now, *columns = equations
+    norms = [float(np.linalg.norm(column)) for column in columns]
+    length = float(np.linalg.norm(now))
+    if not np.isfinite(equations).all():
+        return Fit(math.nan, math.nan, length, norms[0])
+    known = np.zeros_like(now) if factor is None else factor * columns[0]
+    unknown = [column / (norm or 1.0) for column, norm in zip(columns, norms, strict=True)]
+    unknown = unknown[0 if factor is None else 1 :]
+    found = np.zeros(0)
+    if unknown:
+        matrix = np.stack(unknown, axis=1)
+        found = np.linalg.lstsq(matrix, now - known, rcond=None)[0]
+        known = known + matrix @ found
+    c = factor if factor is not None else float(found[0]) / norms[0] if norms[0] else math.nan
+    earlier = float(found[-1]) if len(columns) > 1 else 0.0
+    return Fit(c, float(np.linalg.norm(now - known)), length, norms[0], abs(earlier))
 
 
-def earlier_share(seen: Evidence[Array], gamma: float) -> float:
-    """Return ‖gradient before the rows'‖ / ‖γ‖, in the units of γ; 0 if rounding explains it.
+def settled(
+    layers: Mapping[str, LayerSums[Array]],
+    *,
+    world: int = 1,
+    lost: Collection[str] = (),
+) -> dict[str, LayerSums[Array]]:
+    """Return the layers in the units of the gradient that the optimizer saw.
+
+    The factor is mostly common to all layers. Where γ is not such a multiple, `Evidence.reason`
+    says so.
 
     Args:
-        seen: evidence of the layer.
-        gamma: ‖γ‖².
+        layers: the layers, of one rank or merged.
+        world: the number of ranks.
+        lost: paths of layers of which rows are missing.
     """
-    if seen.foreign is None or seen.factor is None:
+    fits = {
+        path: fitted(equations)
+        for path, layer in layers.items()
+        if (equations := layer.evidence.equations) is not None
+    }
+    usual, is_told = _usual(layers)
+    averaged = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
+    found = {}
+    for path, layer in layers.items():
+        seen = layer.evidence
+        factor, reason = usual, ""
+        if was_zeroed(layer):
+            factor = _ZEROED
+        elif path in fits and layer.dots.gamma_gamma > 0 and not seen.reason:
+            factor, reason = _judged(seen, fits[path], usual)
+        elif path not in fits and not is_told:
+            reason = "seems"
+        if reason == "more" and path in lost:
+            reason = "ranks"
+        if abs(factor - 1) <= seen.tolerance * _EXACT:
+            factor = 1.0
+        layer = in_units(layer, factor)
+        seen = replaced(layer.evidence, reason=seen.reason or reason, averaged=averaged)
+        found[path] = replaced(layer, evidence=seen)
+    return found
+
+
+def was_zeroed(layer: LayerSums[Array]) -> bool:
+    """Return whether the gradient was set to zero after the backward pass."""
+    return layer.dots.gamma_gamma == 0 and layer.evidence.terms > 0
+
+
+def tells(layer: LayerSums[Array]) -> bool:
+    """Return whether a layer's gradient was checked and is far above rounding."""
+    seen = layer.evidence
+    if seen.equations is None or seen.equations.shape[1] < _EQUATIONS or seen.reason:
+        return False
+    return fitted(seen.equations).rows > 100 * _noise(seen)
+
+
+def _usual(layers: Mapping[str, LayerSums[Array]]) -> tuple[float, bool]:
+    """Return the factor that most layers share, and whether no gradient speaks against it."""
+    clean, others = list[float](), list[float]()
+    for layer in layers.values():
+        seen = layer.evidence
+        for part in _parts(seen):
+            fit = fitted(part)
+            if not (fit.factor > 0 and fit.rows > 100 * _noise(seen)):
+                continue
+            told = part.shape[1] >= _ENOUGH and fit.rest <= seen.tolerance * fit.now
+            (clean if told else others).append(fit.factor)
+    if clean or others:
+        return float(np.median(clean or others)), bool(clean)
+    return _from_rows(layers), True
+
+
+def _parts(seen: Evidence[Array]) -> list[Array]:
+    """Return the equations of the weight and those of the bias."""
+    if seen.equations is None:
+        return []
+    parts = seen.equations[:, : seen.of_weight], seen.equations[:, seen.of_weight :]
+    return [part for part in parts if part.shape[1]]
+
+
+def _noise(seen: Evidence[Array]) -> float:
+    """Return the norm that rounding alone may give to h."""
+    return _ROUNDING * seen.rounding
+
+
+def _judged(seen: Evidence[Array], fit: Fit, usual: float) -> tuple[float, str]:
+    """Return the factor of a layer's gradient, and why it is not the gradient of its rows."""
+    if not math.isfinite(fit.rest):
+        return usual, ""
+    noise, parts = _noise(seen), _parts(seen)
+
+    def explains(fit: Fit) -> bool:
+        return fit.factor > 0 and fit.rest <= seen.tolerance * fit.now + noise * fit.factor
+
+    for factor in (usual, fit.factor):
+        found = [fitted(part, factor) for part in parts]
+        if all(map(explains, found)):
+            is_old = any(of.earlier > seen.tolerance * fit.now + noise for of in found)
+            return factor, "earlier" if is_old else ""
+    found = [fitted(part) for part in parts]
+    if len(parts) == 2 and all(explains(of) and of.rows > noise for of in found):
+        return found[0].factor, "apart"
+    return usual, "more"
+
+
+def _from_rows(layers: Mapping[str, LayerSums[Array]]) -> float:
+    """Return the factor of layers none of which was checked: ⟨e, G⟩ = ‖γ‖² / c over all rows.
+
+    A sample tells no factor, and neither do weights with other uses: then it is 1.
+    """
+    squares = products = 0.0
+    for layer in layers.values():
+        rows, seen = layer.sampled, layer.evidence
+        if rows.seen == rows.total and not seen.reason and not seen.e_by_rows:
+            squares += layer.dots.gamma_gamma
+            products += float(of_rows(layer, Vector.E, Vector.G).sum())
+    found = squares / products if products > 0 else 1.0
+    return found if 0 < found < math.inf else 1.0
+
+
+def earlier_share(seen: Evidence[Array]) -> float:
+    """Return ‖gradient before the rows'‖ / ‖γ‖, in the units of γ; 0 if rounding explains it."""
+    if seen.reason != "earlier" or seen.equations is None:
         return 0.0
-    held = float(seen.foreign)
-    if not held > seen.rounding or not 0 < gamma < math.inf:
-        return 0.0
-    share = held * float(seen.factor) / math.sqrt(gamma)
-    return share if seen.tolerance < share < math.inf else 0.0
+    fit = fitted(seen.equations, seen.factor)
+    return fit.earlier / fit.now
 
 
-def contributed(
-    seen: Evidence[Array],
-    found: Compared,
-    factor: float = math.nan,
-    tolerance: float | None = None,
-) -> str:
-    """Return why the gradient is not one factor times the calls' contributions, or "".
+class PassesOfLayer(NamedTuple):
+    """The equations of a layer that several backward passes reached.
 
-    The result is "" if the gradient is such a multiple, or if nothing contradicts it.
+    Attributes:
+        tasks: the passes.
+        equations: γv, h of each pass, and γv of what was there before them, if any.
+    """
+
+    tasks: Sequence[int]
+    equations: Array
+
+
+def factors_of_passes(
+    layers: Mapping[str, PassesOfLayer], others: Mapping[str, Sequence[int]]
+) -> dict[str, dict[int, float]]:
+    """Return by layer what each pass counts relative to the last one: 0 if it was zeroed.
+
+    That is common to all layers if it explains γ. Where nothing does, all passes count the same.
 
     Args:
-        seen: evidence of the layer.
-        found: comparisons of its entries.
-        factor: the factor; NaN if unknown.
-        tolerance: largest difference by rounding, relative to the gradient; None: that of the
-            layer.
+        layers: the equations of layers.
+        others: the passes that reached layers that are not checked.
     """
-    calls, rounding = found.calls, seen.rounding
-    tolerance = seen.tolerance if tolerance is None else tolerance
-    if math.isnan(factor):
-        known = [of.factor for of in calls.values() if not math.isnan(of.factor)]
-        factor = known[0] if known else factor
-    for place, of in calls.items():
-        if math.isnan(of.factor):
-            if of.then > rounding:  # the gradient is zero
-                return "more"
-            # The rows contribute nothing to this parameter beyond rounding, so nothing else may.
-            if of.now > (2 * factor * rounding if rounding else 0.0):
-                return "more"
-        elif of.rest > tolerance:
-            return "more"
-        elif abs(of.factor - factor) > tolerance * factor:
-            if place:
-                return "apart"
-            return "unknown" if of.entries > _FEW else "more"
-    return ""
+    tasks = sorted({task for layer in layers.values() for task in layer.tasks})
+    matrices = []
+    for layer in layers.values():
+        matrix = np.zeros((layer.equations.shape[1], len(tasks)))
+        matrix[:, [tasks.index(task) for task in layer.tasks]] = _passes(layer)
+        matrices.append(matrix / (np.linalg.norm(layer.equations[0]) or 1.0))
+    sides = [x.equations[0] / (np.linalg.norm(x.equations[0]) or 1.0) for x in layers.values()]
+    common = _solved(np.concatenate(matrices), np.concatenate(sides)) if matrices else np.zeros(0)
+    usual = dict(zip(tasks, common.tolist(), strict=True))
+    found, alike = {}, 0
+    for path, layer in layers.items():
+        now, matrix = layer.equations[0], _passes(layer)
+        silent = np.linalg.norm(matrix, axis=0) <= _SILENT * np.linalg.norm(now)
+        silent &= np.isfinite(layer.equations[1 : 1 + len(layer.tasks)]).all(1)
+        own = np.array([usual[task] for task in layer.tasks]), _solved(matrix, now)
+        for factors in own:
+            off = np.linalg.norm(now - matrix @ factors)
+            if off <= LARGEST_REST * np.linalg.norm(now) and np.any(factors):
+                found[path] = _relative(layer.tasks, factors, silent)
+                alike += factors is own[0]
+                break
+    for path, reached in others.items() if 2 * alike > len(layers) else ():
+        factors = np.array([usual.get(task, 1.0) for task in reached])
+        if np.any(factors):
+            found[path] = _relative(reached, factors, np.zeros(len(reached), dtype=bool))
+    return found
+
+
+def _passes(layer: PassesOfLayer) -> Array:
+    """Return h of the passes, (equations, passes): 0 if not finite, as of a skipped step."""
+    found = layer.equations[1 : 1 + len(layer.tasks)].T
+    return np.where(np.isfinite(found).all(0), found, 0.0)
+
+
+def _relative(
+    tasks: Sequence[int], factors: Array, silent: Bool[np.ndarray, " tasks"]
+) -> dict[int, float]:
+    """Return factors relative to the last one that is not zero, of at most rounding from 1 or 0.
+
+    Those of silent passes are not known.
+    """
+    zero = ~silent & (np.abs(factors) <= LIKENESS_TOLERANCE * np.abs(factors).max())
+    factors = np.where(silent, factors[np.abs(factors).argmax()], factors)
+    last = factors[~zero][-1]
+    relative = np.where(zero, 0.0, factors / last)
+    relative = np.where(np.abs(relative - 1) <= LIKENESS_TOLERANCE, 1.0, relative)
+    return dict(zip(tasks, relative.tolist(), strict=True))
+
+
+def _solved(matrix: Array, side: Array) -> Array:
+    """Solve equations by least squares, with columns of any size."""
+    if not np.isfinite(side).all():
+        return np.zeros(matrix.shape[1])
+    norms = np.linalg.norm(matrix, axis=0)
+    norms[norms == 0] = 1.0
+    found: Array = np.linalg.lstsq(matrix / norms, side, rcond=None)[0] / norms
+    return found

@@ -120,7 +120,12 @@ class MeasuredStep:
                 new=not self._history.knows({layer.path for layer in reached}),
             )
             found = self._gradient = FinalGradient(
-                reached, self._history, self._unsharded, self._steps, scale, self._generator
+                reached,
+                self._history,
+                self._steps,
+                scale,
+                self._generator,
+                self._capture.passes,
             )
             made = self._unsharded.of_gradients if all_participate else None
             self._measure(tuple(reached), found.begin, made)
@@ -132,7 +137,7 @@ class MeasuredStep:
             self._steps.keep_parameters()
             self._unsharded.keep(self._steps)
         if self._probe is not None:
-            self._probe.gradient_is_final(self._capture, self._steps, updates=steps)
+            self._probe.gradient_is_final(self._capture, updates=steps)
         if not steps:
             self._finish()
 

@@ -5,7 +5,6 @@ selected it, and the rows with the smallest keys of all ranks are a uniform samp
 (`capture/sampling.py`). The measures are then those that one rank with all rows would find.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,21 +15,15 @@ from adiv_monitor.maths.attention_sums import AttentionSums, merge
 from adiv_monitor.maths.sums import Array, LayerSums
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import merge_rows
-from adiv_monitor.step.gradient_check import (
-    LARGEST_REST,
-    LIKENESS_TOLERANCE,
-    compared,
-    contributed,
-    since_backward,
-)
+from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 
 Generator = np.random.Generator
 
 
 def prepared(
-    part: RankContribution[Array], max_rows: int | None, world: int, generator: Generator
-) -> RankContribution[Array]:
+    part: RankContribution, max_rows: int | None, world: int, generator: Generator
+) -> RankContribution:
     """Return a rank's contribution for sending; see `merge_rows.prepared`."""
     layers = {
         path: merge_rows.prepared(layer, max_rows, world, generator)
@@ -41,11 +34,11 @@ def prepared(
 
 @np.errstate(all="ignore")  # as in `understand`
 def merge_ranks(
-    parts: Mapping[int, RankContribution[Array]],
+    parts: Mapping[int, RankContribution],
     world: int,
     max_rows: int | None,
     generator: Generator,
-) -> tuple[RankContribution[Array], list[int]]:
+) -> tuple[RankContribution, list[int]]:
     """Merge the contributions; return the result and the ranks that it covers.
 
     Ranks whose gradients differ from the first rank's train something else, and are left out.
@@ -78,10 +71,10 @@ def merge_ranks(
             layer = _without_parameters(layer)
         layers[path] = layer
     missing = world > len(several)
+    layers = settled(layers, world=world, lost=layers if missing else lost)
     if missing and not refused and not _make_up_the_gradient(layers):
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
-    layers = _in_units(layers, first.facts.gradient_scale, world, lost, missing=missing)
     no_attention = {path: why for part in several for path, why in part.no_attention.items()}
     whole = replace(
         first,
@@ -91,6 +84,7 @@ def merge_ranks(
         misdescribed=misdescribed,
         rows_lost=tuple(lost),
         facts=_facts_together(several, layers),
+        is_settled=True,
         attention=_attention_together(several, no_attention),
         no_attention=no_attention,
     )
@@ -98,7 +92,7 @@ def merge_ranks(
 
 
 def _attention_together(
-    several: Sequence[RankContribution[Array]], refused: Mapping[str, str]
+    several: Sequence[RankContribution], refused: Mapping[str, str]
 ) -> dict[str, AttentionSums[Array]]:
     """Return the records of attention of several ranks, whose probes together are one."""
     every: dict[str, list[AttentionSums[Array]]] = defaultdict(list)
@@ -110,7 +104,7 @@ def _attention_together(
 
 
 def _report_together(
-    several: Sequence[RankContribution[Array]],
+    several: Sequence[RankContribution],
     layers: Mapping[str, LayerSums[Array]],
     lost: Collection[str],
     notes: Sequence[str],
@@ -169,7 +163,7 @@ def _without_parameters(layer: LayerSums[Array]) -> LayerSums[Array]:
 
 
 def _facts_together(
-    several: Sequence[RankContribution[Array]], layers: Mapping[str, LayerSums[Array]]
+    several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]]
 ) -> Facts:
     """Merge the facts: those of one rank hold for all, unless each holds a part of parameters."""
     told = [part.facts for part in several if part.layers] or [several[0].facts]
@@ -184,7 +178,7 @@ def _facts_together(
     )
 
 
-def _with_applied(part: RankContribution[Array]) -> RankContribution[Array]:
+def _with_applied(part: RankContribution) -> RankContribution:
     """Set a = u in a contribution whose weights have not changed since the optimizer's step."""
     facts, layers = part.facts, {}
     if not facts.updated or facts.has_applied or facts.weights_changed:
@@ -196,7 +190,7 @@ def _with_applied(part: RankContribution[Array]) -> RankContribution[Array]:
     return replace(part, layers=layers, facts=replace(facts, has_applied=True))
 
 
-def _trains_with(first: RankContribution[Array], other: RankContribution[Array]) -> bool:
+def _trains_with(first: RankContribution, other: RankContribution) -> bool:
     """Whether the optimizers of two ranks get the same gradients of the same layers."""
     if first.report.turn != other.report.turn:
         return False
@@ -214,69 +208,9 @@ def _trains_with(first: RankContribution[Array], other: RankContribution[Array])
 
 
 def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
-    """Whether the rows of the present ranks make up the gradient, by its sampled entries.
+    """Whether the rows of the present ranks make up the gradient.
 
     The other ranks then train something else, or have no rows in this step.
     """
-    every = compared([layer.evidence for layer in layers.values()])
-    known = [found.since.rest for found in every if not math.isnan(found.since.rest)]
-    return bool(known) and max(known) <= LARGEST_REST
-
-
-def _in_units(
-    layers: Mapping[str, LayerSums[Array]],
-    gradient_scale: float,
-    world: int,
-    lost: Collection[str],
-    *,
-    missing: bool,
-) -> dict[str, LayerSums[Array]]:
-    """Return the layers with rows in the units of the gradient that the optimizer saw.
-
-    The factor follows from some entries of the gradients that the backward passes left: their sum
-    over the ranks, times the factor, is the gradient that the optimizer saw, if no rows are
-    missing.
-    """
-    factors: dict[str, float] = {}
-    reasons: dict[str, str] = {}
-    every = compared([layer.evidence for layer in layers.values()])
-    for (path, layer), found in zip(layers.items(), every, strict=True):
-        seen = layer.evidence
-        if found.since.rest <= LARGEST_REST or not (missing or path in lost):
-            factors[path] = found.since.factor / gradient_scale
-            reason = contributed(seen, found, tolerance=LARGEST_REST)
-        else:
-            reason = "ranks"
-        reasons[path] = seen.reason or reason
-    known = [factor for factor in factors.values() if math.isfinite(factor)]
-    agreed = math.nan
-    if known and max(known) - min(known) <= LIKENESS_TOLERANCE * max(known):
-        agreed = known[0]
-    for path in layers:
-        if math.isnan(factors.get(path, math.nan)):
-            # Entries that are all zero give no factor: use the one that the other layers share.
-            factors[path] = 1 / world if missing and math.isnan(agreed) else agreed
-    averaged = _averaged(layers, factors, gradient_scale)
-    result = {}
-    for path, layer in layers.items():
-        moved = merge_rows.in_units(layer, factors[path])
-        seen = replace(moved.evidence, reason=reasons[path], averaged=averaged[path])
-        result[path] = replace(moved, evidence=seen)
-    return result
-
-
-def _averaged(
-    layers: Mapping[str, LayerSums[Array]], factors: Mapping[str, float], gradient_scale: float
-) -> dict[str, float]:
-    """Return the part of each factor by which the backward passes average over ranks.
-
-    It is no later change of the gradient. It is known for most layers, and is the same for the
-    others.
-    """
-    averaged = {
-        path: factors[path] * gradient_scale / (since_backward(layer.evidence) or math.nan)
-        for path, layer in layers.items()
-    }
-    known = [share for share in averaged.values() if math.isfinite(share)]
-    usual = (known or [1.0])[0]
-    return {p: share if math.isfinite(share) else usual for p, share in averaged.items()}
+    checked = [x.evidence for x in layers.values() if x.evidence.equations is not None]
+    return bool(checked) and not any(seen.reason for seen in checked)

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, replace
-from itertools import zip_longest
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from jaxtyping import Bool
 from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
-from adiv_monitor.maths.records import R, joined, present
+from adiv_monitor.maths.records import R, joined
 from adiv_monitor.maths.sums import (
     Array,
     Blocks,
@@ -33,7 +32,6 @@ from adiv_monitor.maths.sums import (
     of_rows,
     pairs_of,
 )
-from adiv_monitor.step.gradient_check import multiples
 
 S = TypeVar("S")
 RankSums = LayerSums[Array]
@@ -55,17 +53,13 @@ def prepared(
     """
     seen, total, common = layer.sampled.seen, layer.sampled.total, layer.common
     drawn = draw((total,), seen, np.inf, generator)
+    assert drawn.keys is not None
     sampled = replace(layer.sampled, keys=drawn.keys, bound=drawn.bound)
     if common is not None:
         active = of_rows(layer, Vector.G, Vector.G) != 0
         squares = float((common.norms[active] ** 2).sum())
         common = replace(common, counted=Counted(int(active.sum()), len(active), squares))
-    evidence = layer.evidence
-    if evidence.since is not None:
-        now, then = evidence.since
-        since = multiples([(now, then, 0.0)])[0]
-        evidence = replace(evidence, since=np.array([(since.factor, since.rest)]))
-    layer = replace(layer, sampled=sampled, common=common, evidence=evidence)
+    layer = replace(layer, sampled=sampled, common=common)
     if max_rows is None or not total:
         return layer
     # One rank has more than this share of the sample only with low probability.
@@ -88,7 +82,7 @@ def pick(layer: RankSums, kept: Index) -> RankSums:
             norms=blocks.norms[kept],
             largest=blocks.largest[kept],
             entries=blocks.entries[among],
-            entry_rows=np.searchsorted(kept, entry_rows[among]),
+            entry_rows=np.searchsorted(kept, entry_rows[among]).astype(np.float64),
         )
     if common is not None:
         common = replace(common, products=common.products[kept], norms=common.norms[kept])
@@ -124,16 +118,15 @@ def merge(
     first, products = some[0], np.concatenate([part.products for part in some])
     is_active = products[:, column_of(pairs_of(first.vectors), Vector.G, Vector.G)] != 0
     seen = [part.sampled for part in some]
-    totals = [part.totals for part in some if len({present(x.totals) for x in some}) == 1]
     return LayerSums(
         first.about,
         Sampled(sum(rows.seen for rows in seen), sum(rows.total for rows in seen)),
         first.vectors,
         products,
-        _evidence(parts, some),
+        _evidence([part.evidence for part in some]),
         _dots(parts),
         scale=_of_every((x.scale for x in some), np.concatenate),
-        totals=_of_every(totals or [None], lambda of: _totals(of, seen, generator)),
+        totals=_of_every((x.totals for x in some), lambda of: _totals(of, seen, generator)),
         blocks=_of_every((x.blocks for x in some), lambda of: _blocks(of, seen, generator)),
         common=_of_every((x.common for x in some), lambda of: _common(of, seen, is_active)),
         realised=_of_every((x.realised for x in some), _moved),
@@ -158,10 +151,11 @@ def _dots(parts: Sequence[RankSums]) -> Dots[float]:
     dots = parts[0].dots
     if not dots.partial:
         return dots
-    added = [
-        _of_every(x, sum) for x in zip(*(astuple(part.dots)[:-1] for part in parts), strict=True)
-    ]
-    return Dots(*added, partial=True)
+    added: dict[str, Any] = {
+        name: _of_every((getattr(part.dots, name) for part in parts), sum)
+        for name in ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
+    }
+    return replace(dots, **added)
 
 
 def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
@@ -171,53 +165,47 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
     return found
 
 
-def _evidence(parts: Sequence[RankSums], some: Sequence[RankSums]) -> Evidence[Array]:
-    """Merge the evidence on a gradient.
-
-    Args:
-        parts: records of all ranks.
-        some: records of the ranks that have rows.
-    """
-    several = [part.evidence for part in some]
-    since = [e.since for part in parts if (e := part.evidence).since is not None]
-    foreign = [float(e.foreign) for e in several if e.foreign is not None]
-    then = _of_entries(e.then for e in several)
-    now = [_of_entries(of) for of in zip_longest(*(e.now for e in several))]
-    contributed = [_of_entries(of) for of in zip_longest(*(e.contributed for e in several))]
+def _evidence(several: Sequence[Evidence[Array]]) -> Evidence[Array]:
+    """Merge the evidence on a gradient, which is the same in all ranks; the sums h add up."""
+    every = [e.equations for e in several if e.equations is not None]
+    equations = None
+    if len(every) == len(several) and len({of.shape for of in every}) == 1:
+        equations = every[0].copy()
+        equations[1] = sum(of[1] for of in every)
     return Evidence(
         precision=max(e.precision for e in several),
         reason=next((e.reason for e in several if e.reason), ""),
         terms=sum(e.terms for e in several),
-        then=sum(then, np.zeros(1)) if then else None,
-        now=tuple(of[0] if of else None for of in now),
-        contributed=tuple(sum(of, np.zeros(1)) if of else None for of in contributed),
-        since=np.concatenate(since) if since else None,
-        foreign=np.array(sum(foreign)) if foreign else None,
+        equations=equations,
+        of_weight=several[0].of_weight,
     )
-
-
-def _of_entries(several: Iterable[Array | None]) -> list[Array]:
-    """Return the ranks' entries of a gradient; none if they are of different shapes."""
-    known = [entries for entries in several if entries is not None]
-    return known if len({entries.shape for entries in known}) == 1 else []
 
 
 def _totals(
     several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
 ) -> Totals[Array]:
-    """Merge the totals of the ranks' passes over all rows, which have the same fields."""
-    added = joined([replace(x, scales=None) for x in several], sum)
-    whole = np.where(added.G_G == 0, 1.0, added.G_G)
-    own = [x.concentration * (x.G_G / whole) ** 2 for x in several]
-    scales = None if several[0].scales is None else _scales(several, seen, generator)
-    return replace(added, concentration=sum(own, np.zeros(1)), scales=scales)
+    """Merge the totals of the ranks' passes over all rows."""
+    G_G = np.sum([x.G_G for x in several], axis=0)
+    whole = np.where(G_G == 0, 1.0, G_G)
+    return Totals(
+        active=np.sum([x.active for x in several], axis=0),
+        G_G=G_G,
+        concentration=np.sum([x.concentration * (x.G_G / whole) ** 2 for x in several], axis=0),
+        own_G=_of_every((x.own_G for x in several), sum),
+        own_own=_of_every((x.own_own for x in several), sum),
+        scales=_of_every(
+            (x.scales for x in several), lambda of: _scales(of, several, seen, generator)
+        ),
+    )
 
 
 def _scales(
-    several: Sequence[Totals[Array]], seen: Sequence[Sampled[Array]], generator: np.random.Generator
+    scales: Sequence[ScaleTotals[Array]],
+    several: Sequence[Totals[Array]],
+    seen: Sequence[Sampled[Array]],
+    generator: np.random.Generator,
 ) -> ScaleTotals[Array]:
     """Merge the sums over scales."""
-    scales = [x.scales for x in several if x.scales is not None]
     count, sums = np.concatenate([x.active for x in several]), np.array([x.sum[0] for x in scales])
     off = np.where(count > 0, sums / count - sums.sum() / count.sum(), 0.0)
     squares = np.concatenate([x.deviation for x in scales]) ** 2 + count * off**2
@@ -310,8 +298,14 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
         factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
     """
     c = 1.0 if math.isnan(factor) else factor
+    seen = replace(layer.evidence, factor=factor)
+    if c == 1:
+        return replace(layer, evidence=seen)
     pairs = pairs_of(layer.vectors)
-    products = _scaled(layer.products, pairs, c)
+    if seen.e_by_rows:  # everything but z and d is linear in G
+        products = _scaled(layer.products, pairs, c, (Vector.G, Vector.OWN, Vector.E, Vector.REST))
+        return replace(layer, products=products, evidence=seen)
+    products = _scaled(layer.products, pairs, c, (Vector.G, Vector.OWN))
     if Vector.REST in layer.vectors:  # e − D G, which depends on the units
         e_e = of_rows(layer, Vector.E, Vector.E)
         if Vector.OWN in layer.vectors:
@@ -323,15 +317,11 @@ def in_units(layer: RankSums, factor: float) -> RankSums:
             own_own = layer.scale**2 * of_rows(layer, Vector.G, Vector.G)
         rest = np.maximum(e_e - 2 * c * own_e + c**2 * own_own, 0.0)
         products[:, column_of(pairs, Vector.REST, Vector.REST)] = rest
-    return replace(
-        layer,
-        products=products,
-        evidence=replace(layer.evidence, factor=np.array(factor)),
-    )
+    return replace(layer, products=products, evidence=seen)
 
 
-def _scaled(products: Array, pairs: Pairs, factor: float) -> Array:
-    """Return the dot products of pairs, with G and what is linear in it multiplied by a factor."""
-    powers = [sum(vector in (Vector.G, Vector.OWN) for vector in pair) for pair in pairs]
+def _scaled(products: Array, pairs: Pairs, factor: float, of: Sequence[Vector]) -> Array:
+    """Return the dot products of pairs, with some vectors multiplied by a factor."""
+    powers = [sum(vector in of for vector in pair) for pair in pairs]
     found: Array = products * factor ** np.array(powers, dtype=np.float64)
     return found

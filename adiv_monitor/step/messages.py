@@ -6,14 +6,13 @@ executed, and every value that is read has its field's type (`report/written.py`
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 
 import numpy as np
 
 from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.report import StepReport
-from adiv_monitor.report.written import read
-from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.report.written import plain, read
+from adiv_monitor.step.rank_contribution import Contribution, RankContribution
 
 _END = b"\0"  # of the JSON, which never holds it
 
@@ -22,9 +21,8 @@ def encode(part: RankContribution) -> bytes:
     """Return a rank's contribution as bytes; in the JSON, arrays are replaced by their shapes."""
     arrays = [np.asarray(number, "<f8") for number in numbers_of(part)]
     shapes = [" ".join(map(str, array.shape)) for array in arrays]
-    bare = replace(with_numbers(part, shapes), report=None)
-    plain = {**asdict(bare), "report": part.report.to_dict(quantiles=True)}
-    return json.dumps(plain).encode() + _END + b"".join([array.tobytes() for array in arrays])
+    text = json.dumps(plain(with_numbers(part, shapes)))
+    return text.encode() + _END + b"".join([array.tobytes() for array in arrays])
 
 
 def decode(message: bytes) -> RankContribution:
@@ -34,7 +32,7 @@ def decode(message: bytes) -> RankContribution:
         ValueError: the message is not from `encode`.
     """
     text, _, rest = message.partition(_END)
-    bare = read(RankContribution, json.loads(text))
+    bare = read(Contribution, json.loads(text))
     shapes = [tuple(map(int, shape.split())) for shape in numbers_of(bare)]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes], dtype=np.int64)
     *arrays, surplus = np.split(np.frombuffer(rest, "<f8"), ends)
@@ -46,7 +44,7 @@ def decode(message: bytes) -> RankContribution:
 
 def encode_report(report: StepReport, ranks: Sequence[int]) -> bytes:
     """Return a report and the ranks that it covers as bytes."""
-    return json.dumps({"ranks": list(ranks), "report": report.to_dict(quantiles=True)}).encode()
+    return json.dumps({"ranks": list(ranks), "report": plain(report)}).encode()
 
 
 def decode_report(message: bytes) -> tuple[StepReport, list[int]]:

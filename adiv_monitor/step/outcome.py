@@ -8,7 +8,6 @@ import numpy as np
 
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.maths.readings import Judged, LayerMeasures, measure
-from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
     REALISED,
     Array,
@@ -20,31 +19,16 @@ from adiv_monitor.maths.sums import (
 from adiv_monitor.report import MEASURES, LayerReading, StepReport
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
-from adiv_monitor.step.gradient_check import (
-    Compared,
-    compared,
-    earlier_share,
-    speaks_against,
-)
-from adiv_monitor.step.merge_rows import in_units
-from adiv_monitor.step.rank_contribution import Facts, RankContribution, was_zeroed
+from adiv_monitor.step.gradient_check import earlier_share, settled, was_zeroed
+from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
 # Reasons that say that γ is not the gradient of the loss; with the others it is, or may be.
-_NOT_THE_LOSSES = ("weighed", "edited", "earlier", "apart")
+_NOT_THE_LOSSES = ("weighed", "earlier", "apart")
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
     "ranks": "Rows of {} are missing from other ranks",
     "shared": "The weights of {} are used by other layers too",
-    "unknown": (
-        "The gradient of {} is in units that are not known (set by hand, or by a hook that came "
-        "after the forward pass?)"
-    ),
-    "other": (
-        "The gradient of {} was set by hand: it is not that of the last backward pass, from which "
-        "the rows are"
-    ),
-    "edited": "The gradient of {} was changed since the backward pass, by more than a factor",
     "apart": (
         "The gradients of the parameters of {} were multiplied by different factors (each clipped "
         "by itself?)"
@@ -73,22 +57,19 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     if part.refused:
         return replace(part.report, notes=(*part.report.notes, *part.refused))
     facts = part.facts
-    entries = compared([layer.evidence for layer in part.layers.values()])
-    judged = {
-        path: _judged(layer, entries_of, facts, suspected=path in history.suspected)
-        for (path, layer), entries_of in zip(part.layers.items(), entries, strict=True)
-    }
+    layers = part.layers if part.is_settled else settled(part.layers)
+    judged = {path: _judged(layer, facts) for path, layer in layers.items()}
     measured = measure(judged)
     kept = {path: of.layer for path, of in judged.items()}
     reasons = {path: of.layer.evidence.reason for path, of in judged.items()}
-    for path, found in measured.items():
-        if found.suspected:
-            reasons[path] = "more" if found.holds_more else "seems"
+    reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
     if "more" in reasons.values():  # a forgotten `zero_grad()` would show in all layers
         reasons = {path: "more" if of == "earlier" else of for path, of in reasons.items()}
     readings = {p: _reading(layer, measured[p], facts) for p, layer in kept.items()}
     history.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
-    history.suspected = {path for path, found in measured.items() if found.suspected}
+    if not part.is_settled:  # ranks would not agree on what they check
+        doubted = any(found.suspected for found in measured.values())
+        history.checks(layers, reasons, doubted=doubted)
     attention, of_attention = attention_outcome(part.attention, part.no_attention)
     notes = (
         *part.report.notes,
@@ -100,31 +81,24 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         *_rounded(kept),
         *of_attention,
     )
-    # The sum of gradients that were zeroed one by one, as of single samples, is an edit, too.
-    zeroed = 0 if "edited" in reasons.values() else part.report.zeroed_passes
+    # The sum of gradients that were zeroed one by one, as of single samples, is none of the last.
+    zeroed = 0 if "more" in reasons.values() else part.report.zeroed_passes
     return replace(
         part.report, layers=readings, notes=notes, attention=attention, zeroed_passes=zeroed
     )
 
 
-def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspected: bool) -> Judged:
-    """Return a layer with the reason, if any, why its measures must use its rows alone."""
+def _judged(layer: LayerSums[Array], facts: Facts) -> Judged:
+    """Return a layer with what its parameters' products tell about its rows."""
     seen, dots = layer.evidence, layer.dots
-    reason = seen.reason
-    if not reason:
-        reason = speaks_against(seen, entries, dots.gamma_gamma, facts.gradient_scale)
-    if reason == "unknown" and factor_of(layer) > 0:  # 0: ‖gradient after backward‖ overflowed
-        layer = in_units(layer, 1 / factor_of(layer))
-        seen = replaced(seen, factor=None)
-    if reason:
-        layer = replaced(layer, evidence=replaced(seen, reason=reason))
     own_gamma = own_w = math.nan
     if seen.reason != "shared":
         own_gamma, own_w = dots.gamma_gamma, math.nan if dots.w_gamma is None else dots.w_gamma
-    if reason in _NOT_THE_LOSSES:
+    if seen.reason in _NOT_THE_LOSSES:
         own_w = math.nan  # −⟨γ, ΔΘ⟩ is not the descent of the loss, which only the rows know
-    exact = not reason and not facts.gradient_lost
-    return Judged(layer, exact, suspected, own_gamma, own_w)
+    exact = not seen.reason and not facts.gradient_lost
+    is_checked = seen.equations is not None
+    return Judged(layer, exact, is_checked, own_gamma, own_w)
 
 
 def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
@@ -221,7 +195,7 @@ def _reading(layer: LayerSums[Array], found: LayerMeasures, facts: Facts) -> Lay
         gradient_factor=factor if dots.gamma_gamma > 0 else math.nan,
         features=about.features,
         non_finite=() if found.is_finite else finite.non_finite(layer),
-        earlier_share=earlier_share(layer.evidence, dots.gamma_gamma),
+        earlier_share=earlier_share(layer.evidence),
         module=about.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),

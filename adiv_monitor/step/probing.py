@@ -28,7 +28,6 @@ from adiv_monitor.probe.rows import LayerOnProbe, ProbeRows
 from adiv_monitor.probe.run import run, why_not
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
-from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.row_moves import Change, act, added
 
 T = TypeVar("T")
@@ -126,19 +125,18 @@ class ProbeStep:
         """Return the records of the calls of each attention, by path."""
         return {} if self._attentions is None else self._attentions.sums()
 
-    def gradient_is_final(self, capture: Capture, steps: ParameterSteps, *, updates: bool) -> None:
+    def gradient_is_final(self, capture: Capture, *, updates: bool) -> None:
         """Run the model with the parameters before the step.
 
         Args:
             capture: the capture of the step.
-            steps: the parameters' step.
             updates: whether an optimizer step follows.
         """
         self.discard()
         self._capture = capture
-        self._safely(self._measure, capture, steps, updates)
+        self._safely(self._measure, capture, updates)
 
-    def _measure(self, capture: Capture, steps: ParameterSteps, updates: bool) -> None:
+    def _measure(self, capture: Capture, updates: bool) -> None:
         probing = self._probing
         if why := why_not(self._modules):
             raise Unknown(why)
@@ -172,9 +170,8 @@ class ProbeStep:
         elif batch.loss is None:
             self.notes += [_NO_LOSS[measure] for measure in self._probing.measures]
         else:
-            why = batch.why_no_loss or "it was not computed when the model ran on the probe"
-            self.notes.append(f"The loss on the probe is not known: {why}.")
-        self._layers = rows.layers(self._probing.max_rows)
+            self.notes.append(f"The loss on the probe is not known: {batch.why_no_loss}.")
+        self._layers = rows.of_layers(self._probing.max_rows)
         if self._attentions is not None:
             self._attentions.begin(knows_loss=knows_loss)
             if not self._attentions.saw_any:
@@ -207,8 +204,7 @@ class ProbeStep:
         assert batch is not None
 
         def again() -> tuple[ProbeRows, Losses | None]:
-            rows = ProbeRows(model, self._capture, None, self._layers)
-            with rows:
+            with (rows := ProbeRows(model, self._capture, None, self._layers)):
                 return rows, batch.run()
 
         for parameter, old in self._before.items():
@@ -219,17 +215,14 @@ class ProbeStep:
         whole, losses = self._run(batch, self._before, again)
         lost = []
         for path, layer in self._layers.items():
-            try:
-                z_half, z = half.z(path), whole.z(path)
-            except Unknown:
+            z_half, z = half.z(path), whole.z(path)
+            if z_half is None or z is None:
                 lost.append(path)
-                continue
-            if layer.d is None:
-                continue
-            r = layer.z - z
-            b = r - 2 * (layer.z - z_half)
-            vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
-            self.realised[path] = Moved(layer.total, dots.of_rows(vectors, REALISED))
+            elif layer.d is not None:
+                r = layer.z - z
+                b = r - 2 * (layer.z - z_half)
+                vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
+                self.realised[path] = Moved(layer.total, dots.of_rows(vectors, REALISED))
         if lost:
             self.notes.append(
                 f"The real change of {listed(lost)} is not known: it has other calls or rows when "

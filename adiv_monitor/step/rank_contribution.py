@@ -8,7 +8,7 @@ import numpy as np
 
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, Dots, LayerSums, T, Vector, factor_of, of_rows
+from adiv_monitor.maths.sums import Array, Dots, LayerSums, T, Vector, of_rows
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.parameter_steps import PieceNumbers
 from adiv_monitor.step.run_history import RunHistory
@@ -16,8 +16,6 @@ from adiv_monitor.step.transfer import StepSums
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
 RULE_TOLERANCE = 0.05
-# A smaller factor from the gradient after the backward pass to the final one shows no scaling.
-_ZEROED = 1e-20
 
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
 _MOVED = (
@@ -53,7 +51,7 @@ class Facts:
 
 
 @dataclass
-class RankContribution(Generic[T]):
+class Contribution(Generic[T]):
     """A rank's contribution to a report.
 
     Attributes:
@@ -69,6 +67,7 @@ class RankContribution(Generic[T]):
         elements: number of elements of the trained parameters whose turn it is.
         attention: records of attentions by path.
         no_attention: path → why there is no record.
+        is_settled: the rows are in the units of the optimizer's gradient.
     """
 
     report: StepReport
@@ -81,6 +80,10 @@ class RankContribution(Generic[T]):
     elements: int = 0
     attention: dict[str, AttentionSums[T]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
+    is_settled: bool = False
+
+
+RankContribution = Contribution[Array]
 
 
 def make_contribution(
@@ -149,13 +152,6 @@ def learn(history: RunHistory, part: RankContribution) -> None:
         )
 
 
-def was_zeroed(layer: LayerSums[Array]) -> bool:
-    """Return whether the gradient was set to zero after the backward pass."""
-    then = layer.evidence.then
-    was_there = factor_of(layer) < _ZEROED or (then is not None and bool(then.any()))
-    return layer.dots.gamma_gamma == 0 and was_there
-
-
 def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
     products, flags = found.products, found.flags
     # Without an optimizer there are no products of updates.
@@ -220,8 +216,7 @@ def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
         gamma_gamma = dots.gamma_gamma or 1.0
         squares = squares * of_rows(layer, Vector.E, Vector.E) / gamma_gamma
     seen, rows = layer.evidence, layer.sampled
-    factor = 1.0 if seen.factor is None else float(seen.factor)
-    length = np.sqrt(np.maximum(squares, 0.0)).sum() / (factor or 1.0)
+    length = np.sqrt(np.maximum(squares, 0.0)).sum()
     terms = float(length * rows.total / max(rows.seen, 1))
     return replaced(layer, parameters=dots, evidence=replaced(seen, terms=terms))
 

@@ -1,17 +1,12 @@
-"""The move of a layer's rows that a change of its parameters causes, and a check of γ = GᵀΦ."""
+"""The move of a layer's rows that a change of its parameters causes."""
 
 from typing import TypeGuard
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.features.rows import to_compute_dtype, to_device
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 # The numbers of products that a CPU and a GPU do in the time that the check of γ takes.
 _AS_CHECK, _AS_LAUNCHES = 2**25, 2**30
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
@@ -38,7 +33,7 @@ def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
 def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
     """Return whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P·N.
 
-    It equals e only if all rows are seen and γ = GᵀΦ, which `probe` checks.
+    It equals e only if all rows are seen and γ = GᵀΦ.
     """
     if not layer.is_direct or not isinstance(features, DenseFeatures):  # γ is JᵀGᵀΦ
         return False
@@ -46,28 +41,3 @@ def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[Dense
     width = sum(layer.sizes) / outputs if outputs else 0
     saved = rows * (width * outputs - rows * (width + outputs))
     return saved > (_AS_LAUNCHES if G.is_cuda else _AS_CHECK) and features.has_gram
-
-
-def probe(
-    layer: Layer,
-    features: DenseFeatures,
-    G: Tensor,
-    gamma: Parts,
-    generator: np.random.Generator,
-) -> Tensor:
-    """Return γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
-    of_weight, of_bias = layer.change(gamma)
-    assert of_weight is not None and features.phi is not None  # with a bias alone Φγᵀ is less work
-    width = features.phi.shape[2]
-    drawn = generator.standard_normal(width + (of_bias is not None))
-    v = to_device(drawn.astype(_NUMPY[G.dtype]), G.device)
-    found = G.new_empty(2, G.shape[1])
-    left = found[1]
-    weight = to_compute_dtype(of_weight)
-    matrix = weight.t() if features.transposed else weight.reshape(-1, width)
-    start, beta = (
-        (left, 0.0) if of_bias is None else (to_compute_dtype(of_bias).reshape(-1), drawn[width])
-    )
-    torch.addmv(start, matrix, v[:width], beta=beta, out=left)
-    torch.addmv(left, G.T, features.times(v), alpha=-1, out=found[0])
-    return found

@@ -1,14 +1,34 @@
 """What measured steps showed about a run, which later steps rely on."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ref
 
 from torch import Tensor
 
+from adiv_monitor.maths.sums import Array, LayerSums, factor_of
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.flat import Flat
+from adiv_monitor.step.gradient_check import tells
+
+# In a run in which nothing changes, all gradients are checked at every so many measured steps.
+_CHECKED_EVERY = 16
+
+
+# Reasons that are no reason to check again.
+_FORESEEN = ("", "shared", "weighed")
+
+
+def _cheapest(layers: Mapping[str, LayerSums[Array]]) -> str | None:
+    """Return the path of the layer whose check costs least and tells a factor."""
+
+    def cost(path: str) -> int:
+        layer = layers[path]
+        groups = 1 if layer.blocks is None else layer.blocks.groups
+        return layer.sampled.total * (layer.about.features or 1) * groups
+
+    return min((path for path, layer in layers.items() if tells(layer)), key=cost, default=None)
 
 
 class Untrained(NamedTuple):
@@ -33,7 +53,12 @@ class RunHistory:
         gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
         weights_change: whether the weights change after the step, so a differs from u.
         learnt: whether a first step was measured.
-        suspected: layers whose gradient seemed to exceed GᵀΦ of their rows at the last step.
+        has_several_passes: several backward passes reached some layer in the last measured step.
+        telling: at the coming measured step, only the gradient of this layer is checked: it tells
+            the factor of all; None: all are checked.
+        checked: measured steps since all gradients were checked.
+        sound: layers whose gradient was that of their rows when all were last checked, at two
+            measured steps in a row.
         distrusted: layers whose gradient was once not that of their rows times a known factor.
         seen: layers that were measured, or found to be unmeasurable.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
@@ -46,7 +71,10 @@ class RunHistory:
     gradient_changes: bool = True
     weights_change: bool = True
     learnt: bool = False
-    suspected: set[str] = field(default_factory=set)
+    has_several_passes: bool = False
+    telling: str | None = None
+    checked: int = 0
+    sound: set[str] = field(default_factory=set)
     distrusted: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)
@@ -61,6 +89,38 @@ class RunHistory:
             self.learnt = True
         self.gradient_changes |= gradient_changed
         self.weights_change |= weights_changed
+
+    def asks(self, *, surveys: bool) -> str | None:
+        """Return `telling` of the coming step, in which all functions may be watched."""
+        if surveys or self.has_several_passes or self.checked >= _CHECKED_EVERY - 1:
+            self.telling = None
+        return self.telling
+
+    def checks(
+        self,
+        layers: Mapping[str, LayerSums[Array]],
+        reasons: Mapping[str, str],
+        *,
+        doubted: bool,
+    ) -> None:
+        """Learn from a check which gradients the next one is to check.
+
+        Args:
+            layers: the layers, in the units of the optimizer's gradient.
+            reasons: why a gradient is not that of its rows; see `outcome.py`.
+            doubted: the sampled rows speak against a gradient that was not checked.
+        """
+        is_sound = not any(reasons[path] not in _FORESEEN for path in layers)
+        told = [path for path, layer in layers.items() if layer.evidence.equations is not None]
+        is_whole = told != [self.telling]
+        is_sound &= is_whole or not doubted
+        is_sound &= len({factor_of(layer) for layer in layers.values()}) == 1
+        was_sound, self.sound = self.sound, set(layers) if is_sound else set()
+        self.checked = 0 if is_whole else self.checked + 1
+        if not self.sound or self.sound != was_sound:
+            self.telling = None
+        elif is_whole:
+            self.telling = _cheapest(layers)
 
     def knows(self, paths: Collection[str]) -> bool:
         """Return whether all these layers were seen before; a new one may do anything."""

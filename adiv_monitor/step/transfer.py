@@ -86,7 +86,7 @@ class StepSums(Generic[T]):
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
     """Copy the numbers to the host, and add those of rows to the layers."""
-    found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
+    found = cast("StepSums[Array]", with_numbers(step, fetch_tensors(numbers_of(step))))
     totals = by_layer(found.totals, {p: x.sampled.total for p, x in found.layers.items()})
     layers = {
         path: replaced(found.layers[path], totals=totals.get(path), **of_rows)
@@ -120,14 +120,14 @@ def _of_rows(several: Iterable[StackedSums[Array]]) -> Iterator[tuple[str | None
 
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
     """Return all numbers, concatenated, by one transfer from each device."""
-    arrays = iter(_fetched([value for value in values if isinstance(value, Tensor)]))
+    arrays = iter(fetch_tensors([value for value in values if isinstance(value, Tensor)]))
     found: list[float] = []
     for value in values:
         found += next(arrays).reshape(-1).tolist() if isinstance(value, Tensor) else [value]
     return found
 
 
-def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
+def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:
     """Return float64 arrays of the tensors' shapes, by one transfer from each device."""
     devices = [tensor.device for tensor in tensors]
     fetched = {

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
@@ -35,8 +34,6 @@ class UnshardedParameters:
 
     Attributes:
         all_participate: all ranks participate in the all-gather of the gradients.
-        entries: sampled entries of the gradient, by id of the parameter, in the layout in which
-            backward passes leave it.
     """
 
     def __init__(self, selection: Selection, agree: Callable[[str], bool]) -> None:
@@ -50,7 +47,6 @@ class UnshardedParameters:
         self.all_participate = False
         self._unsharded: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
-        self.entries: dict[int, Tensor] = {}
 
     @property
     def has_shards(self) -> bool:
@@ -64,7 +60,6 @@ class UnshardedParameters:
             wanted: ids of the parameters whose gradients are needed.
         """
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
-        self.entries.clear()
         self._before.clear()
         self._pending.clear()
         self.all_participate = self._agree_on("gradient", self._reached)
@@ -109,10 +104,7 @@ class UnshardedParameters:
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Yield layers with γ of their pieces, as soon as their parameters are gathered."""
-        for parameter, whole in self._made(gradient):
-            self.entries[id(parameter)] = (
-                to_compute_dtype(sampled_entries(whole)).reshape(-1).clone()
-            )
+        for _ in self._made(gradient):
             yield from self._ready(layers)
         self._unsharded.clear()
 

@@ -39,7 +39,6 @@ class LayerInProgress:
         features: Φ of the rows of all calls; None once they are stacked.
         sums: the record for the host, without numbers of the rows.
         G: ∂L/∂z, as the backward pass left it.
-        factor: the factor from G to the units of the optimizer's gradient; None: 1.
         z: the outputs.
         gamma: γ of weight and bias.
         e: the move of a plain gradient step, where it is known already.
@@ -50,7 +49,6 @@ class LayerInProgress:
     features: Features | None
     sums: LayerSums[Tensor]
     G: Tensor
-    factor: Tensor | None
     z: Tensor
     gamma: Change
     e: Tensor | None = None
@@ -187,9 +185,6 @@ class Block:
         self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
         torch.stack([x.G for x in layers], out=self._of[Vector.G])
-        factors = [x.factor for x in layers if x.factor is not None]
-        if factors:
-            self._of[Vector.G] *= torch.stack(factors).to(G)[:, None, None]
         torch.stack([x.z for x in layers], out=self._of[Vector.Z])
         for x in layers:
             x.G = x.z = G.new_empty(0)  # the stacks have them now
@@ -272,8 +267,7 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
         assert x.features is not None
         form = x.features.form if x.e is None else None  # all-gathered parameters come one by one
         shapes = [g is None or (g.shape, g.dtype, g.stride()) for g in x.gamma]
-        has = x.layer.is_direct, x.factor is None
-        alike[(x if form is None else form, *shapes, *has, x.G.shape)].append(x)
+        alike[(x if form is None else form, *shapes, x.layer.is_direct, x.G.shape)].append(x)
     blocks: dict[object, list[Family]] = defaultdict(list)
     for several in alike.values():
         first = several[0]
@@ -281,8 +275,8 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
         size = max(first.features.size, first.G.numel()) if several[1:] else 0
         for part in _in_parts(several, size, first.G.device):
             with losing(part, fail):
-                G, knows_factor = part[0].G, part[0].factor is not None
-                blocks[G.shape, G.dtype, G.device, knows_factor].append(Family(part))
+                G = part[0].G
+                blocks[G.shape, G.dtype, G.device].append(Family(part))
     found = []
     for families in blocks.values():
         G = families[0].layers[0].G

@@ -20,7 +20,8 @@ from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
-from adiv_monitor.step.rank_contribution import RankContribution, was_zeroed
+from adiv_monitor.step.gradient_check import was_zeroed
+from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory, Untrained
 from adiv_monitor.step.transfer import Flags
 

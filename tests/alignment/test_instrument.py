@@ -1,11 +1,9 @@
 """Readings of models agree with the definitions, computed by hand from unfolded inputs."""
 
 import copy
-import gc
 import math
 from collections import UserDict
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -97,22 +95,6 @@ def test_spectral_alignments_are_read_on_request() -> None:
         measured = plain.read()[path].measures()
         assert not any(name.startswith("spectral") for name in measured)
         assert measured.items() <= reading.measures().items()
-
-
-def test_spectral_alignments_of_groups_and_blocks() -> None:
-    """Each row has the largest singular value of the matrix that it meets."""
-    conv = nn.Conv2d(8, 6, 3, groups=2).double()
-    x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
-    found = Alignment(conv, Probe(x, max_rows=None, spectral=True)).read()[""].spectral_cumulative
-    patches = functional.unfold(x, 3).transpose(1, 2).flatten(0, 1).unflatten(1, (2, -1))
-    groups = conv.weight.detach().flatten(1).unflatten(0, (2, 3))
-    products, bounds = 0.0, 0.0
-    for g, matrix in enumerate(groups):
-        largest = torch.linalg.svdvals(matrix)[0]
-        for row in patches[:, g]:
-            products += float((matrix @ row).square().sum())
-            bounds += float(largest**2 * row.square().sum())
-    assert found == pytest.approx(math.sqrt(products / bounds), abs=1e-9)
 
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -291,13 +273,6 @@ def test_the_weight_is_what_a_parametrization_makes() -> None:
     check(
         alignment.read()["2"], expected(before[2].weight.detach(), after[2].weight.detach(), z0, z)
     )
-
-
-def test_nothing_has_moved_yet() -> None:
-    for reading in Alignment(mlp(), Probe(torch.randn(4, 20).double())).read().values():
-        assert (reading.alpha, reading.omega, reading.u) == (None, None, None)
-        assert reading.cumulative is not None
-        assert reading.output_change_rms == 0
 
 
 def test_an_update_by_one_sample_is_fully_aligned_with_it() -> None:
@@ -520,24 +495,6 @@ def test_weights_that_the_training_caches_stay_its_own() -> None:
     assert model[0].weight is not held
 
 
-def test_an_interrupt_leaves_no_weights_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt before `with` blocks are left; what they hold dies with its traceback."""
-
-    class Interrupted(ExitStack):
-        def __exit__(self, *error: object) -> bool:
-            raise KeyboardInterrupt
-
-    model = nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2))
-    alignment = Alignment(model, Probe(torch.randn(8, 4)))
-    with monkeypatch.context() as patch:
-        patch.setattr("adiv_monitor.alignment.passes.ExitStack", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            alignment.read()
-    gc.collect()
-    assert model[0].weight is not model[0].weight
-    alignment.read()
-
-
 def test_what_a_probe_can_not_be() -> None:
     x = torch.zeros(2, 3)
     for given, error in (
@@ -555,26 +512,6 @@ def test_what_is_no_probe_of_this_model() -> None:
         Alignment(mlp(), x)
     with pytest.raises(TypeError, match=r"forward\(input\).*without targets"):
         Alignment(mlp(), Probe((x, torch.zeros(4))))
-
-
-def test_alignment_grows_by_training_and_stays_below_one() -> None:
-    torch.manual_seed(1)
-    model = mlp()
-    x = torch.randn(64, 20, dtype=torch.float64)
-    y = (x[:, 0] > 0).long()
-    alignment = Alignment(model, Probe(x))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(60):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        for reading in alignment.read().values():
-            for name in ("alpha", "omega", "u", "cumulative"):
-                value = getattr(reading, name)
-                assert value is None or value <= 1 + 1e-12
-    reading = alignment.read()["2"]
-    assert reading.alpha > 0.6
-    assert not math.isnan(reading.u)
 
 
 def test_the_forward_pass_is_that_of_evaluation() -> None:
@@ -604,24 +541,20 @@ def test_autocast_and_a_mode_of_inference_do_not_reach_it() -> None:
         assert alignment.read() == plain
 
 
-@pytest.mark.parametrize("what", ["the input in place", "a list", "a dictionary"])
-def test_what_a_model_does_to_its_arguments_is_not_there_at_the_next_reading(what: str) -> None:
+def test_what_a_model_does_to_its_arguments_is_not_there_at_the_next_reading() -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
 
         def forward(self, x: Tensor, kept: list[int], named: dict[str, int]) -> Tensor:
-            if what == "the input in place":
-                x.sub_(1)
-            elif what == "a list":
-                kept.append(1)
-            else:
-                named["n"] = named.get("n", 1) + 1
-            return self.last(torch.relu(self.first(x * (1 + len(kept)) * named.get("n", 1))))
+            x.sub_(1)
+            kept.append(1)
+            named["n"] = named.get("n", 1) + 1
+            return self.last(torch.relu(self.first(x * len(kept) * named["n"])))
 
     alignment = Alignment(Changing(), Probe((torch.randn(8, 16), [], {})))
-    for _ in range(3):
+    for _ in range(2):
         for reading in alignment.read().values():
             assert reading.output_change_rms == 0 and reading.omega is None
 
@@ -659,11 +592,6 @@ def test_a_probe_takes_a_mapping_of_any_kind_and_a_single_pattern() -> None:
     assert [layer.path for layer in Alignment(Named(), probe).layers] == ["last"]
     with pytest.raises(ValueError, match="'zz' fits no layer, expected patterns over"):
         Alignment(Named(), Probe(probe.batch, layers=["last", "zz"]))
-
-
-def test_probes_of_sparse_batches_are_told_apart() -> None:
-    one, other = (Probe((size * torch.eye(4)).to_sparse()) for size in (1.0, 2.0))
-    assert one.fingerprint == Probe(torch.eye(4).to_sparse()).fingerprint != other.fingerprint
 
 
 def test_a_reference_point_of_another_width_is_refused() -> None:

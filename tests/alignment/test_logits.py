@@ -1,9 +1,5 @@
 """Logits of attentions in the probe's pass: their values, their scale, what widths do to them."""
 
-import itertools
-import math
-import re
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +7,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("scipy")
 
-from logits import read_logits, scale_named
+from logits import read_logits
 from width import Experiment, described, measure_widths
-from width_plot import distinct
 from width_slopes import layer_widths
 
 from adiv_monitor.alignment import Probe
@@ -60,20 +55,6 @@ def test_attention_of_torch_is_seen_and_a_softmax_of_outputs_is_not() -> None:
     assert read_logits(plain, Probe(X)) == {}
 
 
-@pytest.mark.parametrize(
-    ("scales", "said"),
-    [
-        ({64: 0.25, 256: 0.125}, "q·k/√d, d 16 to 64"),
-        ({64: 1 / 16, 256: 1 / 64}, "q·k/d, d 16 to 64"),
-        ({64: 1 / 4, 256: 1 / 16}, "4 q·k/d, d 16 to 64"),
-        ({64: 0.2, 256: 0.2}, "q·k times 0.2 to 0.2, d 16 to 64"),
-        ({64: 1.0, 256: 1.0}, "softmax of q·k as it is .*, d 16 to 64"),
-    ],
-)
-def test_scales_have_names(scales: dict[int, float], said: str) -> None:
-    assert re.fullmatch(said, scale_named({64: 16, 256: 64}, scales))
-
-
 def test_the_coordinate_check_has_a_row_of_logits() -> None:
     """With heads that grow, 1/√d lets the change of logits grow where 1/d does not."""
 
@@ -98,10 +79,3 @@ def test_the_coordinate_check_has_a_row_of_logits() -> None:
     assert rows["by hand"].note == "q·k/d, d 16 to 256"
     slopes = [rows[how].move.value for how in ("fused", "by hand")]
     assert slopes[0] - slopes[1] == pytest.approx(0.5, abs=1e-3)  # √d, the same runs otherwise
-
-
-@pytest.mark.parametrize("count", [1, 10, 11, 40])
-def test_layers_have_colours_of_their_own(count: int) -> None:
-    colours = distinct(count)
-    distances = [math.dist(x, y) for x, y in itertools.combinations(colours, 2)]
-    assert min(distances, default=1.0) > 0.08

@@ -10,8 +10,8 @@ from torch import nn, optim
 
 pytest.importorskip("scipy")
 
-from width import Experiment, described, main, measure_widths
-from width_slopes import Run, layer_widths, slope
+from width import Experiment, main, measure_widths
+from width_slopes import layer_widths, slope
 
 from adiv_monitor import Monitor
 from adiv_monitor.alignment import Probe
@@ -59,17 +59,6 @@ def test_a_power_has_its_exponent() -> None:
     assert slope([(10, 0.0), (20, 2.0)]) is None
 
 
-def test_the_interval_is_that_of_a_regression() -> None:
-    """Half the interval is t(0.975, 2) · s / √Σ(x − x̄)², computed by hand."""
-    noise = [0.1, -0.1, 0.1, -0.1]
-    x = [0.0, 1.0, 2.0, 3.0]
-    found = slope([(math.exp(a), math.exp(a + e)) for a, e in zip(x, noise, strict=True)])
-    residual = [e - (0.06 - 0.04 * a) for a, e in zip(x, noise, strict=True)]
-    error = math.sqrt(sum(r**2 for r in residual) / 2 / 5)
-    assert found.value == pytest.approx(0.96)
-    assert found.half == pytest.approx(4.302653 * error, rel=1e-5)
-
-
 def test_standard_grows_and_mup_stays() -> None:
     widths = (32, 64, 128, 256)
     standard = {x.path: x for x in layer_widths(measure_widths(experiment, widths, steps=2))}
@@ -113,52 +102,3 @@ def test_the_command_by_a_function_and_by_files(
         files.append(f"{width}={file}")
     main(["--runs", *files])
     assert capsys.readouterr().out.splitlines()[3].split()[0] == "2"
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text('{"step": 0, "alignment": {}}\n')
-    with pytest.raises(ValueError, match="holds no alignments"):
-        main(["--runs", f"64={empty}"])
-    for wrong in ([], ["a:b", "--runs", files[0]]):
-        with pytest.raises(SystemExit):
-            main(wrong)
-    capsys.readouterr()
-    for few, message in (
-        (["--widths", "64"], "got widths [64], expected two"),
-        (["--steps", "0"], "got steps 0, expected at least 1"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["my_widths:mup", *few])
-        assert message in capsys.readouterr().err
-    with pytest.raises(ValueError, match="got seeds 0, expected at least 1"):
-        measure_widths(mup, [64, 128], seeds=0)
-
-
-def test_runs_that_can_not_be_compared() -> None:
-    with pytest.raises(ValueError, match="two widths"):
-        layer_widths([Run(64, {1: {}})])
-    with pytest.raises(ValueError, match="that all runs have"):
-        layer_widths([Run(64, {1: {}}), Run(128, {2: {}})])
-
-
-def test_a_layer_without_a_move_says_so() -> None:
-    records = {"a": {"fan_in": 8, "output_rms": 1.0, "output_change_rms": 0.0}}
-    text = described(layer_widths([Run(n, {1: records}) for n in (8, 16)]))
-    assert text.splitlines()[2].split() == ["a", "unclear", "–", "+0.00", "±", "inf"]
-
-
-def test_widths_that_diverged_leave_no_verdict() -> None:
-    def run(width: int, size: float) -> Run:
-        known = {"fan_in": 16.0, "output_rms": 1.0, "output_change_rms": size}
-        return Run(width, {1: {"a": known, "b": {**known, "output_change_rms": width**0.01}}})
-
-    runs = [run(64, 1.0), run(128, 1.0), run(192, 1.0), run(256, math.nan)]
-    a, b = layer_widths(runs)
-    assert (a.verdict, b.verdict) == ("unclear", "stays")
-    assert "not finite, or missing, at width 256" in described([a, b]).splitlines()[2]
-    assert slope([(64, 1.0), (128, 1.0), (256, math.inf)]).verdict == "unclear"
-
-
-def test_a_layer_that_the_first_run_lacks_is_told() -> None:
-    known = {"fan_in": 16.0, "output_rms": 1.0, "output_change_rms": 1.0}
-    runs = [Run(64, {1: {}}), *(Run(n, {1: {"a": known}}) for n in (128, 256, 512))]
-    (layer,) = layer_widths(runs)
-    assert layer.verdict == "unclear" and "at width 64" in layer.note

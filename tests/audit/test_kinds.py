@@ -161,13 +161,16 @@ def test_a_loss_that_falls_by_its_own_weight(bound: float, hits: bool) -> None:
     assert (facts[0].numbers["share"] < 0.1) is hits
 
 
-@pytest.mark.parametrize(("share", "hits"), [(0.5, True), (0.0, False)])
-def test_targets_of_which_a_share_is_flipped(share: float, hits: bool) -> None:
+@pytest.mark.parametrize(
+    ("share", "of_others", "hits"), [(0.5, 0, True), (0.0, 0, False), (0.5, 1, False)]
+)
+def test_targets_of_which_a_share_is_flipped(share: float, of_others: int, hits: bool) -> None:
     x = functional.interpolate(torch.randn(64, 1, 4, 4, generator=GENERATOR), (16, 16))
     y = (x[:, 0] > 0).float()
     flipped = torch.rand(64, generator=GENERATOR) < share
     x = x + 0.1 * torch.randn(x.shape, generator=GENERATOR)
     x[flipped] = x[flipped].flip(3)
+    y = y.roll(of_others, 0)
     of = setup(
         model=nn.Conv2d(1, 1, 3, padding=1),
         batches=((x, y),),

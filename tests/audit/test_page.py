@@ -310,7 +310,7 @@ def test_a_comparison_marks_what_lies_beyond_the_errors() -> None:
 
 @pytest.mark.slow
 def test_a_large_report_is_a_small_file() -> None:
-    """At this rate 500 layers at 100 steps, which tests/benchmarks/page.py makes, are 5 MB."""
+    """At this rate 500 layers at 100 steps are 5 MB."""
     layers = [f"encoder.layers.{i}.attention.projection" for i in range(50)]
     report = example_audits.made_up(layers, 100)
     assert len(page(report).encode()) < 270_000 + 50 * 9_200

@@ -537,7 +537,7 @@ def sequential(optimizer: SGD) -> LRScheduler:
         (lambda o: LinearLR(o, 1e-3, 1, 500), 0.1),
         (lambda o: LambdaLR(o, lambda step: min(1.0, (step + 1) / 2000)), 0.1),
         (lambda o: LambdaLR(o, lambda step: min((step + 1) ** -0.5, (step + 1) / 8e3)), 0.1 / 20),
-        (lambda o: LambdaLR(o, lambda step: (step + 1) / 1e5), 0.01),  # as far as it is followed
+        (lambda o: LambdaLR(o, lambda step: (step + 1) / 1e5), 0.1),  # its end is not seen
         (lambda o: OneCycleLR(o, max_lr=2.5, total_steps=200), 2.5),
         (lambda o: CyclicLR(o, base_lr=0.1, max_lr=0.7, step_size_up=30), 0.7),
         (sequential, 0.1),

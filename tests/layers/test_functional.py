@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from adiv_layers import functional
+from adiv_layers.forms import least_square, representable
 from torch.autograd import gradcheck, gradgradcheck
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -196,3 +197,12 @@ def test_l2_norm():
 def test_settings_out_of_range(function, settings):
     with pytest.raises(ValueError, match="must be"):
         function(*tensors(), **settings)
+
+
+def test_eps_is_kept_above_what_would_be_flushed_to_zero():
+    tiny = torch.finfo(torch.float16).tiny
+    assert representable(1e-12, torch.float16) == tiny
+    assert representable(1e-3, torch.float16) == 1e-3
+    squares = torch.ones(2, dtype=torch.float32)
+    assert least_square(1e-30, squares) == torch.finfo(torch.float32).tiny
+    assert least_square(1e-3, squares) == pytest.approx(1e-6)

@@ -76,15 +76,6 @@ def test_batch_form_reaches_the_projection(rows):
     torch.testing.assert_close(step, projected, rtol=1e-8, atol=1e-8)
 
 
-def test_batch_form_in_float32():
-    x, grad = torch.randn(200, 30) + 3, torch.randn(200, 8)
-    layer = GradientOnlyLinear(30, 8, form="batch")
-    layer(x).backward(grad)
-    weight, bias = by_rows("batch", x.double(), grad.double(), True)
-    torch.testing.assert_close(layer.weight.grad.double(), weight, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(layer.bias.grad.double(), bias, rtol=1e-3, atol=1e-4)
-
-
 def test_damping_reaches_the_solve():
     layer = GradientOnlyLinear(6, 3, form="batch", damping=0.5, dtype=torch.float64)
     x, grad = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)

@@ -252,8 +252,7 @@ def convolution(dims: int, groups: Callable[[int], int]) -> Callable[[int], nn.M
 
 # Dimensions of the data, and a layer of this width.
 GROUPED: dict[str, tuple[int, Callable[[int], nn.Module]]] = {
-    **{f"depthwise {d}d": (d, convolution(d, lambda width: width)) for d in (1, 2, 3)},
-    "kernel of 25": (2, lambda width: nn.Conv2d(width, width, 5, padding=2, groups=width)),
+    **{f"depthwise {d}d": (d, convolution(d, lambda width: width)) for d in (1, 3)},
     "transposed": (1, lambda width: nn.ConvTranspose1d(width, width, 3, groups=width, padding=1)),
     "more groups": (1, convolution(1, lambda width: width // 8)),
     "heads": (1, Heads),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from setups import leaves
 from torch import Tensor
 
 from adiv_monitor.features.rows import squares
@@ -227,7 +228,7 @@ def random_layer(
         Sampled(rows, 3 * rows),
         names,
         products_of(random, rows, pairs_of(names)),
-        Evidence(1e-16, factor=positive()[0]),
+        Evidence(1e-16, factor=float(positive()[0])),
         Dots(*positive(3).tolist()),
         scale=positive(rows, 1) if groups == 1 else None,
         blocks=None if groups == 1 else blocks,
@@ -285,7 +286,7 @@ def test_layers_measured_together_are_as_measured_alone(groups: int, known: str)
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
     def of(total: int, **others: Any) -> LayerSums[Tensor]:
-        evidence: Evidence[Tensor] = Evidence(1e-7, now=(None, torch.tensor([8.0])))
+        evidence: Evidence[Tensor] = Evidence(1e-7, equations=torch.tensor([8.0]))
         nothing = torch.empty(0)
         return LayerSums(About("x"), Sampled(1, total), (), nothing, evidence, **others)
 
@@ -324,7 +325,8 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert y.common is not None and (y.common.products.tolist(), y.common.sum) == ([5], None)
     assert x.blocks is not None and x.blocks.largest.tolist() == [4]
     assert y.realised is not None and y.realised.products.tolist() == [9]
-    assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
+    assert x.evidence.equations is not None and x.evidence.equations.tolist() == [8]
+    assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
     assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]
     assert [part.tolist() for part in found.products.w_w] == [[3, 4]]

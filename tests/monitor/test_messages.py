@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 
 
 @pytest.fixture(scope="module")
-def known() -> tuple[RankContribution[Any], StepReport]:
+def known() -> tuple[RankContribution, StepReport]:
     """Return a step's contribution as it is sent, and its report, with many kinds of entries."""
     model, tokens, targets = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -61,7 +61,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-def test_what_was_sent_is_what_comes(known: tuple[RankContribution[Any], StepReport]) -> None:
+def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport]) -> None:
     part, report = known
     assert part.layers and part.attention
     assert same(part, decode(encode(part)))
@@ -111,7 +111,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_every_value_has_the_type_of_its_field(
-    name: str, known: tuple[RankContribution[Any], StepReport]
+    name: str, known: tuple[RankContribution, StepReport]
 ) -> None:
     text, _, numbers = encode(known[0]).partition(b"\0")
     plain = json.loads(text)

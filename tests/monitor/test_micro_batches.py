@@ -179,7 +179,7 @@ def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
             optimizer.step()
     report = monitor.latest
     assert report is not None
-    assert any("by more than a factor" in note for note in report.notes)
+    assert any("holds more than these rows" in note for note in report.notes)
     for reading in report.layers.values():  # plain gradient descent
         assert reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)
 

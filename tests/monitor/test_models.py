@@ -148,9 +148,7 @@ def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: 
     monitored, reports = train(monitored=True)
     assert monitored == plain
     assert bool(plain) == (way != "none")
-    # Complete when the next forward pass begins, or, if it is compiled, at the next step.
-    late = way != "none"
-    assert reports == ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2] if late else [0, 1, 1, 1, 1, 2, 2, 2, 2, 3])
+    assert reports == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
 
 
 def test_frozen_unreached_and_foreign_parameters() -> None:

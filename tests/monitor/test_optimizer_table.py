@@ -227,7 +227,10 @@ def test_every_measure_is_what_the_step_really_did(name: str) -> None:
         estimated = any("estimated from rows" in note for note in report.notes)
         assert estimated == (name == "clipping by value")
         for path, reading in report.layers.items():
-            compare(reading, truth.of(path))
+            expected = truth.of(path)
+            if estimated:  # the unit of an edited gradient is not defined
+                del expected["effective_lr"], expected["descent"]
+            compare(reading, expected)
             assert reading.standard_error == {}
 
 

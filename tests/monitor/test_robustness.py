@@ -21,7 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adiv_monitor import AdivError, Monitor, StepReport
-from adiv_monitor.features import DenseFeatures, Rows, register_features
+from adiv_monitor.features import DenseFeatures, Features, Rows, register_features
 from adiv_monitor.sinks import MemorySink
 
 
@@ -266,10 +266,8 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
         assert "relative error" in report.unsupported["net.2"]
 
 
-class _OddScale:
+class _OddScale(Features):
     """Features of a layer with one row, whose scale is not one number per row."""
-
-    groups = 1
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -279,11 +277,6 @@ class _OddScale:
 
     def by_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return self.x @ weight.t()
-
-    def by_bias(self, bias: torch.Tensor) -> None: ...
-
-    def restrict(self, **_: bool) -> "_OddScale":
-        return self
 
     def joined(self, others: object) -> "_OddScale":
         return self

@@ -301,7 +301,7 @@ def test_the_variation_of_attentions_scales_is_not_biased(spread: float) -> None
     scales = random.lognormal(0, spread, (2000, 1)) * random.lognormal(0, 0.5, (2000, 30))
     index = np.stack([random.choice(2000, 8, replace=False) for _ in range(DRAWS)])
     some, none = scales[index], np.zeros(())
-    sums = ScaleSums(none, np.full((DRAWS, 8), 30.0), some.sum(2), (some**2).sum(2), none, 1.0)
+    sums = ScaleSums(np.full((DRAWS, 8), 30.0), some.sum(2), (some**2).sum(2), none, 1.0)
     found = attention_scale_cv(sums, 1 - 8 / 2000).value
     truth = scales.std() / scales.mean()
     assert found.mean() == pytest.approx(truth, abs=0.15 * found.std())

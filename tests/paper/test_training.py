@@ -37,6 +37,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow(one_in=3, first=2)
 @pytest.mark.parametrize(("last", "torn"), [(1, False), (2, True), (3, True)])
 def test_results_do_not_depend_on_a_kill(
     last: int, torn: bool, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

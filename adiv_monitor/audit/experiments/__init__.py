@@ -1,17 +1,9 @@
 """All questions: importing their files registers them."""
 
-# ruff: noqa: F401
-from adiv_monitor.audit.experiments import (
-    activations,
-    answers,
-    axes,
-    backward,
-    beginning,
-    data,
-    exchange,
-    loss_inputs,
-    modules,
-    places,
-    state,
-    terms,
-)
+from importlib import import_module
+
+for _name in (
+    *("activations", "answers", "axes", "backward", "beginning", "data", "exchange"),
+    *("loss_inputs", "modules", "places", "state", "terms"),
+):
+    import_module(f"{__name__}.{_name}")

@@ -102,7 +102,8 @@ def _draws(call: Call) -> bool:
 
 def _drawn(call: Call) -> Tensor:
     """Return the sample, with the gradient of its mean."""
-    mean, made = call.argument(0, "mean"), call.function(*call.args, **call.kwargs)
+    mean: Tensor = call.argument(0, "mean")
+    made: Tensor = call.function(*call.args, **call.kwargs)
     return mean + (made - mean).detach() if made.shape == mean.shape else made
 
 

@@ -63,6 +63,15 @@ def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
     return found
 
 
+@torch.no_grad()
+def outputs(fork: Fork, batch: Any) -> list[Tensor]:
+    """Return the outputs of the model in a loss, which may change what the model keeps."""
+    made: list[Tensor] = []
+    with fork.model.register_forward_hook(_into(made)), seeded(fork.seed):
+        fork.loss(fork.model, copied(batch))
+    return made
+
+
 def input_gradients(fork: Fork, batch: Any) -> dict[int, Tensor]:
     """Return the gradient of a random sum of all outputs, by the number of the input.
 

@@ -310,9 +310,10 @@ def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
     best = max(scores, key=lambda name: scores[name])
     facts = [Fact("", {"own": _correlation(x, y), "best": scores[best]}, {"move": best})]
     for move in ("rows-reversed", "columns-reversed"):
-        own, other = _of_each(x, y), _of_each(x, MOVES[move](y))
+        (own, other), by_chance = ((_of_each(x, z), _of_each(x, MOVES[move](z)))
+                                   for z in (y, y.roll(1, 0)))  # fmt: skip
         told = ((own - other).abs() > CLEARLY) & (torch.maximum(own, other) > FITS)
-        if int(told.sum()) >= ENOUGH / 2:
+        if int(told.sum()) >= max(ENOUGH / 2, 3 * int((torch.maximum(*by_chance) > FITS).sum())):
             share = float((other > own)[told].float().mean())
             facts.append(Fact("", {"share": share}, {"move": move}))
     return facts

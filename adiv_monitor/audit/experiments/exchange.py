@@ -19,7 +19,7 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     few,
     given_inputs,
     input_gradients,
-    passed,
+    outputs,
     still,
     with_tensor,
 )
@@ -409,12 +409,12 @@ def state_carried(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("no two batches are of the same length")
 
     fork = still(setup.fork())
-    if torch.equal(*(passed(fork, before).outputs for _ in range(2))):
+    if all(map(torch.equal, *(outputs(fork, before) for _ in range(2)))):
         return ()  # outputs for a batch do not change when it is given again
 
     def outputs_after(before: Any) -> list[Tensor]:
         fork = still(setup.fork())
-        passed(fork, before)
+        outputs(fork, before)
         return [x for x in ChangedInputs(fork, batch).own if x.shape[:1] == (size,)]
 
     other = mapped(before, lambda x: _first_other(x) if x.shape[:1] == (size,) else x)

@@ -56,7 +56,7 @@ def starved(call: Call, fork: Fork) -> Fact | None:
 @of_each_call("running-statistics")
 def running(call: Call, fork: Fork) -> Fact | None:
     """Return the momentum of running statistics that stay as they began, or are of one batch."""
-    norm = _batch_norm(call, fork)
+    norm: Any = _batch_norm(call, fork)
     momentum = getattr(norm, "momentum", None)
     if norm is None or norm.num_batches_tracked is None or momentum is None:
         return None

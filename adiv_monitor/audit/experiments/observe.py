@@ -457,8 +457,8 @@ def _in_backward(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str:
         except Exception as error:
             frames = _FRAME.findall(" ".join(str(warned.message) for warned in told))
             lines = [f"{Path(file).name}:{line}" for file, line in frames if is_callers(file)]
-            if (name := _FUNCTION.search(str(error))) and lines:
-                return f"gradient of {name[1].lower()} ({lines[-1]})"
+            if (function := _FUNCTION.search(str(error))) and lines:
+                return f"gradient of {function[1].lower()} ({lines[-1]})"
         finally:
             for p, gradient in own.items():
                 p.grad = gradient

@@ -249,6 +249,8 @@ def outweighed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     not lower.
     """
     terms, couples = _couples(setup)
+    if not couples:
+        return
     exchanged = _terms(setup.fork(), exchanged=True)
     after = _terms(setup.fork_like(trained), exchanged=False)
     for i, (place, rival, gradients) in couples if len(terms) == len(after) else ():

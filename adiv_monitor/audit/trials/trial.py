@@ -467,11 +467,8 @@ def tried(
 
 def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
     """Return the findings with the reason why no fix was tried."""
-
-    def said(advice: Advice) -> Advice:
-        return advice if advice.fix is None else replace(advice, untried=why)
-
-    return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
+    said = [[replace(a, untried=why if a.fix else a.untried) for a in f.advice] for f in findings]
+    return tuple(replace(f, advice=tuple(a)) for f, a in zip(findings, said, strict=True))
 
 
 def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> Outcomes:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.forwards import Forward
@@ -23,7 +24,6 @@ from adiv_monitor.features.features import JacobianFeatures
 from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance
-from adiv_monitor.rerun.nested import mapped
 from adiv_monitor.rerun.twin import Arguments, Twin
 
 
@@ -155,7 +155,7 @@ class ParametersWithoutRule:
         reason = ""
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
-                held = mapped(arguments, partial(_held, elements, rows.shape[0]), _copied)
+                held = tree_map(partial(_held, elements, rows.shape[0]), arguments)
                 twin = Twin(module, held, began.random, self._before)
                 run = partial(_run, twin, names, outputs, own)
                 again, _ = run(tried)
@@ -191,14 +191,12 @@ def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Te
     return run(vector)[1]
 
 
-def _held(elements: Tensor | None, batch: int, tensor: Tensor) -> Tensor:
-    """Return a copy of an input, reduced to these elements if it has a batch dimension."""
-    if elements is None or not tensor.dim() or len(tensor) != batch:
-        return tensor.detach().clone()
-    return tensor.detach().index_select(0, elements.to(tensor.device))
-
-
-def _copied(value: Any) -> Any:
+def _held(elements: Tensor | None, batch: int, value: Any) -> Any:
+    """Return a copy of an input: of these elements alone, if it has a batch dimension."""
+    if isinstance(value, Tensor):
+        if elements is None or not value.dim() or len(value) != batch:
+            return value.detach().clone()
+        return value.detach().index_select(0, elements.to(value.device))
     try:
         return copy.deepcopy(value)
     except Exception as error:

@@ -117,7 +117,8 @@ told(__name__, "targets-moved", "Targets that are transposed or flipped", suffer
 told(__name__, "targets-moved", "", suffers,
      "{share:.0%} of the targets of pixels fit their images better if they are flipped ('{move}'), "
      "and the others do not.",
-     [Number("share of the targets that fit better flipped", "share", above=MIXED)],
+     [Number("share of the targets that fit better flipped", "share", above=MIXED,
+            below=1 - MIXED)],
      Advice("flip images and targets together"), where=lambda fact: "share" in fact.numbers
      )  # fmt: skip
 

@@ -80,7 +80,7 @@ told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,
      Advice("draw the weights around zero, as torch.randn does"),
      # Another finding says so, and that they stay so.
      unless=lambda record: record.trained or any(e.measure == "alike" for e in _gains(record)),
-     of_modules=True, acts_below=1.0)  # fmt: skip
+     of_modules=True)  # fmt: skip
 
 
 _SAID = {

@@ -192,8 +192,7 @@ told(__name__, "gradient-hooks", "Hooks that change the gradient", suffers,
      explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 
-@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING,
-            acts_below=1.0)  # fmt: skip
+@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING)
 def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]

@@ -145,8 +145,8 @@ def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
         names = listed([f"param_groups[{i}] ({rate:g})" for i, rate in own.items()])
         yield Advice(f"give {names} the learning rate of the other layers, {usual:g}")
     if factors := remedies.rates_per_layer(record, layers):
-        own = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
-        said = f"give these layers their own learning rates: {listed(own)}"
+        each = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
+        said = f"give these layers their own learning rates: {listed(each)}"
         yield Advice(said, "rate-per-layer")
     if not read.scale_free(record):
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")

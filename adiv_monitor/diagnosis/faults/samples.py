@@ -43,7 +43,7 @@ told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
      "{place} reshapes {of} to {to} across the axes, and mixes positions.",
      [Number("reshapes that cut across axes")],
      Advice("exchange axes with permute, not with view, unless a shift is intended"),
-     explains=LEARNING, acts_below=1.0)  # fmt: skip
+     explains=LEARNING)  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
@@ -98,8 +98,7 @@ told(__name__, "attention-axis", "Attention weights summed over another axis", s
      explains=LEARNING)  # fmt: skip
 
 
-@fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",),
-       acts_below=1.0)  # fmt: skip
+@fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",))
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training.
 

@@ -252,19 +252,19 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     meant = knows_loss and bool(record.losses) and (fell or not course.is_measure(record))
     strength: Strength = "note" if meant or read.still_rises(record) else "watch"
     factor = max(3.0, usual_factor(moves.values()) or 0.0)
-    said, do = "", ("give these layers a learning rate above zero",)
+    said, do = "", "give these layers a learning rate above zero"
     if not any(moves.values()):
         said = "The learning rate is zero, or other code resets the weights."
     elif read.still_rises(record):
-        said, do = RISES_YET, ()
+        said, do = RISES_YET, ""
     else:
         do = (f"use a learning rate {factor:g} times as high, for these layers or for all, unless "
-              "pretrained weights should stay close to their values",)  # fmt: skip
+              "pretrained weights should stay close to their values")  # fmt: skip
     yield Finding("stands-still", strength,
         f"In a typical step, the activations of {these(record, [*moves])} move by at most "
         f"{max(moves.values()):.3g} times their length. Healthy layers that train from scratch "
         f"move by at least {LOW:g}. {said}".rstrip(),
-        of_layers("update_ratio", moves, LOW), tuple(map(Advice, do)),
+        of_layers("update_ratio", moves, LOW), (Advice(do),) * bool(do),
         layers=tuple(moves), since=min(still[p].since or 0 for p in moves))  # fmt: skip
 
 

@@ -132,7 +132,7 @@ told(__name__, "targets-out-of-range", "Targets that the outputs can't reach", "
      "then falls without bound.", _OUTSIDE,
      Advice("scale the targets into 0 to 1 (masks of 0 and 255: divide by 255), or use another "
             "loss, such as mse_loss"),
-     where=lambda fact: "farthest" in fact.words, acts_below=1.0,
+     where=lambda fact: "farthest" in fact.words,
      explains=(*LEARNING, "exploding", "non-finite", "unbounded-loss"))  # fmt: skip
 told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGMOIDS),
      where=lambda f: "sum" in f.words and f.words["function"] != "cross_entropy")  # fmt: skip

@@ -19,6 +19,7 @@ from adiv_monitor.features.rows import (
     Index,
     Rows,
     Whole,
+    in_parts,
     shares_memory,
     squares,
     to_compute_dtype,
@@ -111,7 +112,11 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
             return None
         return Whole(patch_squares(geometry, input).flatten().sqrt_(), of_bias or 0.0)
 
-    return Use("convolution", weight, bias, features, geometry.spatial_last, whole)
+    def times(v: Tensor) -> Tensor:
+        parts = in_parts(geometry.batched(input))
+        return torch.cat([patch_products(geometry, part, v) for part in parts])
+
+    return Use("convolution", weight, bias, features, geometry.spatial_last, whole, times=times)
 
 
 @uses("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -173,6 +178,28 @@ def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     if not geometry.by_position:
         sums = _windows(geometry, sums).sum(tuple(range(-len(geometry.kernel), 0)))
     return sums.squeeze(1)
+
+
+def _convolved(geometry: Geometry, x: Tensor, kernels: Tensor) -> Tensor:
+    """Return the convolution of x, (batch, channels, *spatial), with other kernels."""
+    dims, sides = len(geometry.kernel), [a for a, b in geometry.padding if a == b]
+    if len(sides) < dims or geometry.spacing:  # a convolution cannot pad like this
+        x, sides = _padded(geometry, x), [0] * dims
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
+    return convolve(x, kernels, None, geometry.stride, sides, geometry.dilation, geometry.groups)
+
+
+def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
+    """Return the products of all patches with vectors, (batch, *positions, groups, m).
+
+    Args:
+        geometry: the positions of the patches.
+        input: the input, (batch, channels, *spatial).
+        v: (groups, patch size, m).
+    """
+    kernels = v.mT.reshape(-1, geometry.channels, *geometry.kernel)
+    found = _convolved(geometry, to_compute_dtype(input), kernels).movedim(1, -1)
+    return found.reshape(*found.shape[:-1], geometry.groups, v.shape[2])
 
 
 def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:

@@ -108,6 +108,21 @@ class BagFeatures(Features):
         """Return Σ_k a_k φ_k."""
         return self.phi.t() @ active
 
+    @property
+    def width(self) -> tuple[int, int]:
+        """One group; every token has an entry."""
+        return 1, self.phi.shape[1]
+
+    def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
+        """Return the weighted sum of the entries for every bag."""
+        return (self.phi @ v[0].to(self.phi.dtype))[:, None]
+
+    def weight_times(
+        self, weight: Tensor, v: Float[Tensor, "1 vocabulary m"]
+    ) -> Float[Tensor, "1 n_total m"]:
+        """Return Wᵀv."""
+        return weight.to(v.dtype).mT[None] @ v
+
     def pick(self, rows: Tensor) -> "BagFeatures":
         """Return the features of some of the rows."""
         return BagFeatures(self.phi.index_select(0, rows))

@@ -28,7 +28,7 @@ ROOMS = (
 )
 ELSEWHERE = {
     *("merge_ranks.py", "merge_rows.py", "ranks.py", "unsharded.py"),
-    *("messages.py", "shard_accumulation.py"),
+    "messages.py",
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions
 }
@@ -47,7 +47,7 @@ GUARDS = {
     },
     "capture/backward_hooks.py": {"_guarded"},
     # They pass their arguments to a guarded function.
-    "capture/hook.py": {"__call__", "<lambda>", "_call", "_ran"},
+    "capture/hook.py": {"__call__", "<lambda>", "hook"},
     "probe/batch.py": {"_guarded"},
     "capture/loss_hook.py": {"_guarded"},
     "step/controller.py": {"release", "closure_then_read"},

@@ -1,0 +1,177 @@
+"""The check of a gradient: whether γ is c·GᵀΦ of the rows that were seen, and with which c.
+
+For a vector v in place of an output's weights, every row gives one number φ_r·v in the forward
+pass, and every backward pass h = Σ_r g_r (φ_r·v), which sees all rows. At the optimizer's step
+γv = c·h if γ = c·GᵀΦ (R. Freivalds 1977): one equation for each output and vector, and one for each
+output from the bias alone, where h = Σ_r g_r φ_b. `step/gradient_check.py` solves them.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from adiv_layers.autocast import without_autocast
+from jaxtyping import Float
+from torch import Tensor
+
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.features.features import DenseFeatures, Features
+from adiv_monitor.features.rows import (
+    Rows,
+    compute_dtype,
+    contracted,
+    to_compute_dtype,
+)
+from adiv_monitor.features.uses import Use
+
+# A layer with few outputs gets several vectors, until it has this many equations.
+_EQUATIONS = 16
+# Numbers of features that are gathered at once.
+_MOST = 2**22
+
+
+@dataclass(slots=True, eq=False)
+class Products:
+    """The products φ_r·v of all rows of one call.
+
+    Attributes:
+        v: the vectors, (groups, width, m); None if no weight is trained.
+        of_weight: Φ_W v, (*rows, groups, m); None without v.
+        of_bias: φ_b of every row, (*rows, groups or 1, 1), or one number; None without a bias.
+    """
+
+    v: Tensor | None
+    of_weight: Tensor | None
+    of_bias: Tensor | float | None
+
+    def contracted(self, gradient: Float[Tensor, "*rows channels"]) -> Tensor:
+        """Return h of a pass, the weight's equations first."""
+        parts = []
+        if self.of_weight is not None:
+            parts.append(contracted(self.of_weight, gradient).flatten())
+        if isinstance(self.of_bias, Tensor):
+            parts.append(contracted(self.of_bias, gradient).flatten())
+        elif self.of_bias is not None:
+            rows = tuple(range(gradient.dim() - 1))
+            total = gradient.sum(rows, dtype=compute_dtype(gradient)) if rows else gradient
+            parts.append(to_compute_dtype(total) * self.of_bias)
+        return torch.cat(parts)
+
+
+def _all() -> None:
+    return None
+
+
+class Check:
+    """Computes products with vectors that are the same in all steps and ranks.
+
+    Args:
+        telling: asked once, in the forward pass, for the path of the only layer to check; None:
+            all are checked.
+    """
+
+    def __init__(self, telling: Callable[[], str | None] = _all) -> None:
+        self._telling = telling
+        self._drawn: dict[object, Tensor] = {}
+
+    @cached_property
+    def _only(self) -> str | None:
+        return self._telling()
+
+    def products(self, layer: Layer, use: Use, features: Features, rows: Rows) -> Products | None:
+        """Return the products of all rows of a call; None if its layer is not checked.
+
+        Args:
+            layer: the layer.
+            use: the use.
+            features: the features of the sampled rows, untrained ones included.
+            rows: the sampled rows.
+        """
+        if self._only not in (None, layer.path):
+            return None
+        width = features.width if layer.is_direct else None
+        if width is None or (isinstance(features, DenseFeatures) and features.mixes_rows):
+            return None
+        bias = features.bias if isinstance(features, DenseFeatures) else None
+        bias = bias if layer.bias is not None else None
+        v = None if layer.weight is None else self._vectors(layer, features, use)
+        like = use.bias if use.weight is None else use.weight
+        assert like is not None
+        with torch.no_grad(), without_autocast(like):
+            if v is not None and len(v) > 1 and rows.chosen is not None:
+                # There are as many products as activations: only the bias is checked.
+                v, is_number = None, not isinstance(bias, Tensor)
+                return Products(v, None, bias) if is_number and bias is not None else None
+            if v is not None and use.times is not None:
+                return Products(v, use.times(v), bias)
+            return _gathered(use, features, rows, v, has_bias=bias is not None)
+
+    def _vectors(self, layer: Layer, features: Features, use: Use) -> Tensor:
+        """Return vectors for a layer, exact in every dtype."""
+        assert features.width is not None and layer.weight is not None and use.weight is not None
+        groups, width = features.width
+        outputs = max(1, use.weight.numel() // max(1, width))  # of all groups together
+        m = max(1, min(width, math.ceil(_EQUATIONS / outputs)))
+        dtype, device = compute_dtype(use.weight), use.weight.device
+        key = groups, width, m, dtype, device
+        if key not in self._drawn:
+            drawn = np.random.default_rng(0).standard_normal((groups, width, m), np.float32)
+            rounded = torch.from_numpy(drawn).bfloat16().to(dtype)
+            self._drawn[key] = rounded.to(device, non_blocking=True)
+        return self._drawn[key]
+
+
+def _gathered(
+    use: Use, features: Features, rows: Rows, v: Tensor | None, *, has_bias: bool
+) -> Products:
+    """Compute the products from the features of all rows, part by part."""
+    of_weight, of_bias = [], []
+    for part in _parts(use, features, rows):
+        if v is not None:
+            products = part.times(v)
+            if isinstance(part, DenseFeatures) and part.weight_gain is not None:
+                products = products * part.weight_gain[..., None]
+            of_weight.append(products)
+        if has_bias:
+            assert isinstance(part, DenseFeatures) and part.bias is not None
+            bias = part.bias
+            if part.bias_gain is not None:
+                bias = bias * part.bias_gain
+            of_bias.append(bias)
+    numbers = [bias for bias in of_bias if not isinstance(bias, Tensor)]
+    found: Tensor | float | None = None
+    if numbers:
+        found = numbers[0]
+    elif of_bias:
+        found = torch.cat([b[..., None] for b in of_bias if isinstance(b, Tensor)])
+    return Products(v, torch.cat(of_weight) if of_weight else None, found)
+
+
+def _parts(use: Use, features: Features, rows: Rows) -> Iterable[Features]:
+    """Return the features of all rows."""
+    if rows.chosen is None:
+        return [features]
+    numbers = sum(tensor.numel() for tensor in features._tensors.values())
+    most = max(1, _MOST * max(rows.count, 1) // max(numbers, 1))
+    if most >= rows.total:
+        return [use.features(Rows(rows.shape, None, rows.device))]
+    return (
+        use.features(Rows(rows.shape, np.arange(i, min(i + most, rows.total)), rows.device))
+        for i in range(0, rows.total, most)
+    )
+
+
+def of_gradient(
+    features: Features, weight: Tensor | None, bias: Tensor | None, v: Tensor | None
+) -> Tensor:
+    """Return γv in the order of `Products.contracted`, for γ of weight and bias."""
+    parts = []
+    if v is not None:
+        assert weight is not None
+        parts.append(features.weight_times(weight, v).flatten())
+    if bias is not None:
+        parts.append(to_compute_dtype(bias).flatten())
+    return torch.cat(parts)
