@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.pieces import Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
-from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
-from adiv_monitor.maths import dots
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths.sums import T
 from adiv_monitor.rerun.surroundings import version
-from adiv_monitor.step.flat import Entries, Flat
+from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.run_history import RunHistory
 
 
@@ -68,25 +67,22 @@ class ParameterSteps:
         self._keeps_update = new or history.weights_change
         # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
         self.has_copies = copy_gradient or history.gradient_changes or self._keeps_update
-        self._gradients: dict[int, Tensor] = {}  # of whole parameters, by id
+        gradients: dict[int, Tensor] = {}  # of whole parameters, by id
         self._whole: dict[int, int] = {}  # key of the piece that is all of a parameter, by id
         self._gamma: dict[int, Tensor] = {}
         for key, piece in self._pieces.items():
             of = id(piece.parameter)
-            if of not in self._gradients:
-                self._gradients[of] = gradient(piece.parameter)
+            if of not in gradients:
+                gradients[of] = gradient(piece.parameter)
             if piece.view is None:
                 self._whole[of] = key
-            self._gamma[key] = piece.own(self._gradients[of])
-        self._seen = Entries(self._gradients)
+            self._gamma[key] = piece.own(gradients[of])
         flat = self._made(self._values())
         self._copied: Flat | None = flat  # γ
         flat.apply(torch._foreach_copy_, self._gamma)
         self._given, self._gamma = self._gamma, flat.views
         squares = flat.squares()
         self.products: PieceNumbers[Tensor] = PieceNumbers(tuple(flat.keys), squares)
-        norms = [x.sqrt().to(compute_dtype(b)) for x, b in zip(squares, flat.buffers, strict=True)]
-        self._norms = dict(zip(flat.keys, (x for n in norms for x in n.unbind()), strict=True))
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -100,7 +96,7 @@ class ParameterSteps:
             self._before, self._copied, self._gamma = self._copied, None, self._given
         assert self._before is not None
         self._before.apply(torch._foreach_copy_, values)
-        self._at_first = _versions(self._gradients.values())
+        self._at_first = _versions(self._given.values())
 
     def _values(self) -> dict[int, Tensor]:
         return {key: piece.value() for key, piece in self._pieces.items()}
@@ -127,18 +123,6 @@ class ParameterSteps:
     def gamma(self, piece: Piece) -> Tensor:
         """Return γ of a piece."""
         return self._gamma[piece.key]
-
-    def gamma_norms(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return tensors with the norms of the parameters' gradients."""
-        keys = [self._whole.get(id(p)) for p in parameters]
-        return [
-            dots.norms(self._gradients[id(p)]) if key is None else self._norms[key]
-            for p, key in zip(parameters, keys, strict=True)  # None: only pieces are measured
-        ]
-
-    def entries_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the `sampled_entries` of the parameter's gradient, or of this rank's part."""
-        return self._seen.of(id(parameter))
 
     def stepped(self) -> None:
         """Take the updates after the optimizer's step."""
@@ -167,12 +151,12 @@ class ParameterSteps:
         self.products.w_w = w.dots(w) if self._keeps_update else w.squares()
         if self._copied is not None:
             self.products.w_gamma = w.dots(self._copied)
-            changed = self._seen.differ(self._gradients)
+            changed = self._copied.differs(self._given)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
             self.products.w_gamma = w.sums()
-            changed = torch.tensor(self._at_first != _versions(self._gradients.values()))
-        self._gradients.clear()
+            changed = torch.tensor(self._at_first != _versions(self._given.values()))
+        self._given = {}
         return changed
 
     def applied(self) -> Tensor | None:
