@@ -46,7 +46,7 @@ _MONITOR_TESTS = {
     "maths/estimates.py": ["test_measures", "test_standard_errors", *_MEASURED],
     "maths/measures.py": ["test_measures", "test_standard_errors", "test_realised", *_MEASURED],
     "maths/readings.py": ["test_measures", "test_attention_measures", "test_realised", *_COURSE],
-    "maths/dots.py": ["test_measures", *_MEASURED],
+    "step/vectors.py": ["test_measures", "test_uneven_rows", *_MEASURED],
     "maths/totals.py": ["test_all_rows", "test_uneven_rows", *_MEASURED],
     "capture/sampling.py": ["test_sampling"],
     "step/parameter_steps.py": ["test_distributed", "test_sharded", *_COURSE],

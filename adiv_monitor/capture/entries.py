@@ -1,20 +1,8 @@
 """The entries of tensors by which gradients are recognised, in memory order."""
 
-import torch
 from torch import Tensor
 
 _RANGES, _RANGE = 16, 64
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def is_small(tensor: Tensor) -> bool:
-    """Return whether `sampled_entries` are all of a tensor's entries."""
-    return tensor.numel() <= _RANGES * _RANGE
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of the numbers as integers."""
-    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def sampled_entries(tensor: Tensor) -> Tensor:

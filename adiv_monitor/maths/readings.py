@@ -6,7 +6,7 @@ them costs little more than for one. What a layer does not have is NaN.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -134,35 +134,38 @@ class _Layers:
     def __init__(self, judged: Sequence[Judged]) -> None:
         layers = self.layers = [x.layer for x in judged]
         self._products = _filled([_products(x) for x in layers], fill=0.0)
-        rows, scales = self._products.shape[1], [x.totals and x.totals.scales for x in layers]
+        rows = self._products.shape[1]
+        blocks, common = [x.blocks for x in layers], [x.common for x in layers]
+        totals = [x.totals for x in layers]
+        scales = [x.scales if x else None for x in totals]
 
-        def of_rows(get: Callable[[LayerSums[Array]], Array | None]) -> PerRow:
-            found = _filled([get(x) for x in layers])
+        def of_rows(values: Sequence[Array | None]) -> PerRow:
+            found = _filled(values)
             return np.pad(found, ((0, 0), (0, rows - found.shape[1])), constant_values=np.nan)
 
         def of(values: Sequence[Array | None]) -> PerLayer:
             return np.array([math.nan if x is None else float(x.reshape(-1)[0]) for x in values])
 
-        self.scale = of_rows(lambda x: x.scale)
+        self.scale = of_rows([x.scale for x in layers])
         self.has_scale = np.array([x.scale is not None for x in layers])
-        self.has_blocks = np.array([x.blocks is not None for x in layers])
-        pivots = [x.blocks and x.blocks.pivot for x in layers]
-        self.pivot = of([None if x is None or not x.size else x for x in pivots])
-        self.sums = of_rows(lambda x: x.blocks and x.blocks.sums)
-        self.norms = of_rows(lambda x: x.blocks and x.blocks.norms)
-        self.largest = of_rows(lambda x: x.blocks and x.blocks.largest)
-        self.common = of_rows(lambda x: x.common and x.common.products)
-        self.lengths = of_rows(lambda x: x.common and x.common.norms)
-        self.has_common = np.array([x.common is not None for x in layers])
+        self.has_blocks = np.array([x is not None for x in blocks])
+        self.pivot = of([x.pivot if x and x.pivot.size else None for x in blocks])
+        self.sums = of_rows([x.sums if x else None for x in blocks])
+        self.norms = of_rows([x.norms if x else None for x in blocks])
+        self.largest = of_rows([x.largest if x else None for x in blocks])
+        self.groups = np.array([float(x.groups) if x else 1.0 for x in blocks])
+        self.common = of_rows([x.products if x else None for x in common])
+        self.lengths = of_rows([x.norms if x else None for x in common])
+        self.has_common = np.array([x is not None for x in common])
         self.bias_alone = np.array([x.about.bias_alone for x in layers])
-        self.active = of([x.totals and x.totals.active for x in layers])
-        self.all_G_G = of([x.totals and x.totals.G_G for x in layers])
-        self.concentration = of([x.totals and x.totals.concentration for x in layers])
-        self.all_own_G = of([x.totals and x.totals.own_G for x in layers])
-        self.all_own_own = of([x.totals and x.totals.own_own for x in layers])
-        self.scale_sum = of([x and x.sum for x in scales])
-        self.deviation = of([x and x.deviation for x in scales])
-        self.scale_max = of([x and x.largest for x in scales])
+        self.active = of([x.active if x else None for x in totals])
+        self.all_G_G = of([x.G_G if x else None for x in totals])
+        self.concentration = of([x.concentration if x else None for x in totals])
+        self.all_own_G = of([x.own_G if x else None for x in totals])
+        self.all_own_own = of([x.own_own if x else None for x in totals])
+        self.scale_sum = of([x.sum if x else None for x in scales])
+        self.deviation = of([x.deviation if x else None for x in scales])
+        self.scale_max = of([x.largest if x else None for x in scales])
         self.has_scales = np.array([x is not None for x in scales])
         self.attainable = of([x.attainable for x in layers])
         self.has_attainable = np.array([x.attainable is not None for x in layers])
@@ -170,8 +173,6 @@ class _Layers:
         names = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
         every = [[getattr(x.dots, name) for name in names] for x in layers]
         self.dots = dict(zip(names, np.array(every, dtype=np.float64).T, strict=True))
-        groups = [1.0 if x.blocks is None else float(x.blocks.groups) for x in layers]
-        self.groups = np.array(groups)
         self.own_gamma = np.array([x.own_gamma for x in judged])
         self.own_w = np.array([x.own_w for x in judged])
         factor = np.array([factor_of(x) for x in layers])
@@ -298,8 +299,8 @@ def _measure(layers: Sequence[Judged]) -> list[LayerMeasures]:
         if x.moved:
             found |= {name: (of, None) for name, of in _of_realised(x.moved).items()}
         share = x.sample.share_of(~np.isnan(cosines))
-        values = quantiles(cosines, LEVELS, share, Ends(-1, 1), x.tolerance)
-        distributions["row_cosine"] = (*values, np.ones_like(has_scale))
+        of_rows = quantiles(cosines, LEVELS, share, Ends(-1, 1), x.tolerance)
+        distributions["row_cosine"] = (*of_rows, np.ones_like(has_scale))
     found |= {name: (_certain(value), None) for name, value in _of_parameters(x).items()}
     for name, (values, errors, known) in distributions.items():
         for i, suffix in enumerate(_PERCENTILES, start=len(QUANTILE_LEVELS)):

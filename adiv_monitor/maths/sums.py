@@ -224,7 +224,7 @@ class FamilySums(Generic[T]):
     vectors: tuple[Vector, ...]
     scale: T | None
     blocks: Blocks[T] | None
-    common: tuple[T | None, ...] | None
+    common: tuple[T, T, T | None] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

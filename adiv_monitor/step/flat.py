@@ -9,7 +9,6 @@ from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.capture.entries import bits, sampled_entries
 from adiv_monitor.features.rows import compute_dtype, joined
 from adiv_monitor.maths.totals import reduced, wide
 
@@ -85,6 +84,14 @@ class Flat:
             buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self.buffers
         )
 
+    def differs(self, others: Mapping[int, Tensor]) -> Tensor:
+        """Return whether any part differs from its tensor; NaN equals itself."""
+        pairs = [(self.views[key], others[key]) for key in self.keys]
+        flags = [((a != b) & ~(a.isnan() & b.isnan())).any() for a, b in pairs]
+        if not flags:  # one of several ranks may have nothing to measure
+            return torch.zeros((), dtype=torch.bool)
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
     def _by_tensor(self, lines: Iterable[Tensor]) -> tuple[Tensor, ...]:
         # Sequential float32 sums of many alike numbers would drift.
         return tuple(
@@ -115,34 +122,3 @@ def _line_dots(a: Tensor, b: Tensor) -> Tensor:
             lines = x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)
             parts.append(torch.linalg.vecdot(*lines))
     return joined(parts)
-
-
-class Entries:
-    """Copies of sampled entries of many tensors, concatenated for each dtype and device."""
-
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        kinds = _sampled(tensors)
-        self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
-
-    def differ(self, tensors: Mapping[int, Tensor]) -> Tensor:
-        """Return whether any of these entries of the same tensors differs now, bit by bit."""
-        flags = []
-        for kind, parts in _sampled(tensors).items():
-            if kind not in self._flat:
-                return torch.ones((), dtype=torch.bool)
-            now, then = torch.cat(list(parts.values())), self._flat[kind]
-            if now.shape != then.shape:
-                return torch.ones((), dtype=torch.bool)
-            flags.append((bits(now) != bits(then)).any())  # NaN equals itself
-        if not flags:  # one of several ranks may have nothing to measure
-            return torch.zeros((), dtype=torch.bool)
-        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-
-
-def _sampled(tensors: Mapping[int, Tensor]) -> dict[object, dict[int, Tensor]]:
-    """Return the `sampled_entries` of tensors, by dtype, device and number of dimensions."""
-    kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
-    for key, tensor in tensors.items():
-        entries = sampled_entries(tensor)
-        kinds[entries.dtype, entries.device, entries.dim()][key] = entries
-    return kinds

@@ -20,7 +20,7 @@ from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths.sums import T
 from adiv_monitor.rerun.surroundings import version
-from adiv_monitor.step.flat import Entries, Flat
+from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.run_history import RunHistory
 
 
@@ -67,17 +67,16 @@ class ParameterSteps:
         self._keeps_update = new or history.weights_change
         # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
         self.has_copies = copy_gradient or history.gradient_changes or self._keeps_update
-        self._gradients: dict[int, Tensor] = {}  # of whole parameters, by id
+        gradients: dict[int, Tensor] = {}  # of whole parameters, by id
         self._whole: dict[int, int] = {}  # key of the piece that is all of a parameter, by id
         self._gamma: dict[int, Tensor] = {}
         for key, piece in self._pieces.items():
             of = id(piece.parameter)
-            if of not in self._gradients:
-                self._gradients[of] = gradient(piece.parameter)
+            if of not in gradients:
+                gradients[of] = gradient(piece.parameter)
             if piece.view is None:
                 self._whole[of] = key
-            self._gamma[key] = piece.own(self._gradients[of])
-        self._seen = Entries(self._gradients)
+            self._gamma[key] = piece.own(gradients[of])
         flat = self._made(self._values())
         self._copied: Flat | None = flat  # γ
         flat.apply(torch._foreach_copy_, self._gamma)
@@ -97,7 +96,7 @@ class ParameterSteps:
             self._before, self._copied, self._gamma = self._copied, None, self._given
         assert self._before is not None
         self._before.apply(torch._foreach_copy_, values)
-        self._at_first = _versions(self._gradients.values())
+        self._at_first = _versions(self._given.values())
 
     def _values(self) -> dict[int, Tensor]:
         return {key: piece.value() for key, piece in self._pieces.items()}
@@ -152,12 +151,12 @@ class ParameterSteps:
         self.products.w_w = w.dots(w) if self._keeps_update else w.squares()
         if self._copied is not None:
             self.products.w_gamma = w.dots(self._copied)
-            changed = self._seen.differ(self._gradients)
+            changed = self._copied.differs(self._given)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
             self.products.w_gamma = w.sums()
-            changed = torch.tensor(self._at_first != _versions(self._gradients.values()))
-        self._gradients.clear()
+            changed = torch.tensor(self._at_first != _versions(self._given.values()))
+        self._given = {}
         return changed
 
     def applied(self) -> Tensor | None:

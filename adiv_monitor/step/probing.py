@@ -19,7 +19,6 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
-from adiv_monitor.maths import dots
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED, Moved
 from adiv_monitor.probe.attention import Attentions
@@ -222,7 +221,8 @@ class ProbeStep:
                 r = layer.z - z
                 b = r - 2 * (layer.z - z_half)
                 vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
-                self.realised[path] = Moved(layer.total, dots.of_rows(vectors, REALISED))
+                products = [torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in REALISED]
+                self.realised[path] = Moved(layer.total, torch.stack(products, -1))
         if lost:
             self.notes.append(
                 f"The real change of {listed(lost)} is not known: it has other calls or rows when "

@@ -108,11 +108,13 @@ def _of_rows(several: Iterable[StackedSums[Array]]) -> Iterator[tuple[str | None
                 if part.scale is not None:
                     found["scale"] = part.scale[i]
                 if (of := part.blocks) is not None:
-                    arrays = of.pivot, of.sums, of.norms, of.largest, of.entries
-                    found["blocks"] = Blocks(of.groups, *(y[i] for y in arrays), of.entry_rows)
+                    arrays = (of.sums[i], of.norms[i], of.largest[i], of.entries[i])
+                    found["blocks"] = Blocks(of.groups, of.pivot[i], *arrays, of.entry_rows)
                 if part.common is not None:
-                    of_one = (y if y is None or y.ndim == 1 else y[i] for y in part.common)
-                    found["common"] = Common(*of_one)
+                    products_of, norms, sums = part.common
+                    one = i if norms.ndim > 1 else slice(None)
+                    total = None if sums is None else sums[one]
+                    found["common"] = Common(products_of[one], norms[one], total)
                 yield path, found
 
 

@@ -263,7 +263,8 @@ class Form:
             terms = ",".join(operand.letters for operand in self.data)
             each = [to_compute_dtype(operand.tensor).square() for operand in self.data]
             norm = torch.einsum(f"{terms}->{self.rows}", each).sqrt_()
-        return norm.reshape(-1) * self._volume(self.absent) ** 0.5
+        found: Tensor = norm.reshape(-1) * float(self._volume(self.absent)) ** 0.5
+        return found
 
 
 def _alone(own: str, others: Sequence[Operand], result: str) -> Iterator[Operand]:
