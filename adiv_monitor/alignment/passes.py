@@ -128,7 +128,6 @@ class _Uses(SecondPass):
         known: Layer | str | None = None,
         *,
         checked: bool = True,
-        inputs: object = None,
     ) -> None:
         """Take a use of weights."""
         layer = self.layers.of(use, known)
@@ -151,7 +150,6 @@ class _Uses(SecondPass):
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
         random: Randomness | None,
-        inputs: object,
     ) -> list[Tensor]:
         """Take the linear maps in a recurrent call."""
         layers = {use.part: self.layers.of(use) for use in uses_of(made)}
@@ -183,7 +181,6 @@ class _Uses(SecondPass):
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
-        inputs: object,
     ) -> None:
         """Say why parameters without a rule are not measured."""
         for name in names:
