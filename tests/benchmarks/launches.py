@@ -11,10 +11,11 @@ operations that move no data:
 - queries: sizes, strides, devices, `_local_scalar_dense` (it is a copy to the host), and the
   profiler's marks.
 
-A `_foreach` operation counts once, as it is launched on a GPU (on a CPU it is a loop inside). A
-measured step is one in the middle of a run in which every step is measured: it begins with the
-report of the step before. Copies from the device to the host are counted too, on any machine: see
-`Launches`. `max_rows` has its default.
+A `_foreach` operation counts once, as it is launched on a GPU (on a CPU it is a loop inside). Every
+step of the run is measured: one begins with the report of the step before. The gradients of all
+layers are checked in the second step, and in the sixth that of one layer alone, as in most steps.
+Copies from the device to the host are counted too, on any machine: see `Launches`. `max_rows` has
+its default.
 
 Known before: ResNet-18 dispatched 5,342 in a measured step and 321 in a plain one (without the 28
 additions to BatchNorm's counters and to shared gradients), other models 121 to 126 per layer.
@@ -53,6 +54,8 @@ EXPECTED = {
     "convnext": "≤ 40 per layer",
     "gpt": "≤ 40 per layer",
 }
+
+CHECKED, UNCHECKED = 1, 5  # steps before one in which the gradients are checked, and are not
 
 _MONITOR = Path(adiv_monitor.__file__).parent
 # Places that pass a mode's intercepted calls on to torch: the calls belong to their callers.
@@ -229,15 +232,16 @@ def count_task(
     task: Task,
     monitor: dict[str, object] | None = None,
     begins: Callable[[Launches], None] = lambda _: None,
+    after: int = 2,
 ) -> tuple[Launches, int]:
-    """Count the third step of a task; return the count, and the number of measured layers."""
+    """Count a step of a task after some others; return the count, and the number of layers."""
     # A CPU takes parts that fit into its cache, in as many operations; a GPU takes the whole.
     with (
         mock.patch.multiple(rows, CHUNK=2**62, SLOW=()),
         mock.patch.object(vectors, "STACKED", 2**62),
     ):
         trainer = Trainer(task, monitor)
-        for _ in range(2):
+        for _ in range(after):
             trainer.step()
         held = resident(trainer.model, trainer.optimizer, trainer.x, trainer.y)
         launches = count(trainer.step, held, begins)
@@ -260,16 +264,19 @@ def main(given: list[str] | None = None) -> None:
     for name in chosen:
         title = TASKS[name].title
         plain, _ = count_task(TASKS[name])
-        measured, layers = count_task(TASKS[name], {"every_n_steps": 1})
-        per_layer = (measured.kernels - plain.kernels) / layers
-        kernels = (f"{plain.kernels:,}", f"{measured.kernels:,}", layers, f"{per_layer:.1f}")
-        rows.append((title, *kernels, measured.copies.total(), EXPECTED.get(name, "")))
+        checked, layers = count_task(TASKS[name], {"every_n_steps": 1}, after=CHECKED)
+        measured, _ = count_task(TASKS[name], {"every_n_steps": 1}, after=UNCHECKED)
+        counts = [measured.kernels, checked.kernels]
+        kernels = [f"{plain.kernels:,}", *(f"{n:,}" for n in counts), layers]
+        per_layer = [f"{(n - plain.kernels) / layers:.1f}" for n in counts]
+        copies = measured.copies.total()
+        rows.append((title, *kernels, *per_layer, copies, EXPECTED.get(name, "")))
         most = measured.places.most_common(arguments.where or 0)
         places += [(title, place or "(the training step)", n) for place, n in most]
     lines += table(
         (
-            *("model", "plain", "measured", "layers", "extra per layer"),
-            *("copies to the host", "goal"),
+            *("model", "plain", "measured", "with the check", "layers", "extra per layer"),
+            *("with the check", "copies to the host", "goal"),
         ),
         rows,
     )
