@@ -362,7 +362,10 @@ class Forwards:
         is_on = bool(running.forwards) and running.forwards[-1].is_open
         if is_on is (running.mode is not None):
             return
-        others = [mode for mode in function_modes() if mode is not running.mode]
+        modes = function_modes()
+        others = [mode for mode in modes if mode is not running.mode]
+        if running.forwards and running.mode is not None and len(others) == len(modes):
+            return  # it handles a call, as for modules made by `torch.cond`: torch puts it back
         if is_on:
             running.mode = _Mode(self._watcher, self._guard)
             set_function_modes([*others, running.mode])
