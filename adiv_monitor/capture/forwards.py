@@ -261,6 +261,8 @@ class Forwards:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Handle the end of a forward; without keyword arguments if it raised."""
+        if self._running.mode is not None and not self._running.forwards:
+            self._unwind()  # the stack had no room for it in a forward inside of this one
         if id(module) in self._left or self._running.forwards:
             self._guarded(self._leave, module, args, *(more if more[1:] else ({}, None)))
 
@@ -319,6 +321,9 @@ class Forwards:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         running, given = self._running, (*args, *kwargs.values())
+        if output is None and any(forward.module is module for forward in running.forwards):
+            while running.forwards[-1].module is not module:
+                running.forwards.pop()  # it raised, and the stack had no room for its own hook
         forward = running.forwards[-1] if running.forwards else None
         if forward is not None and forward.module is not module:
             forward = None
@@ -357,9 +362,16 @@ class Forwards:
         is_on = bool(running.forwards) and running.forwards[-1].is_open
         if is_on is (running.mode is not None):
             return
-        others = [mode for mode in function_modes() if mode is not running.mode]
-        running.mode = _Mode(self._watcher, self._guard) if is_on else None
-        set_function_modes(others if running.mode is None else [*others, running.mode])
+        modes = function_modes()
+        others = [mode for mode in modes if mode is not running.mode]
+        if running.forwards and running.mode is not None and len(others) == len(modes):
+            return  # it handles a call, as for modules made by `torch.cond`: torch puts it back
+        if is_on:
+            running.mode = _Mode(self._watcher, self._guard)
+            set_function_modes([*others, running.mode])
+        else:
+            set_function_modes(others)
+            running.mode = None  # afterwards: if it raises, the mode is still known
 
     def _unwind(self) -> None:
         """Forget the forward calls of this thread and remove its mode."""

@@ -1,4 +1,4 @@
-"""Models nested as deep as Python's stack allows: the monitor uses none of that depth."""
+"""Models nested nearly as deep as Python's stack allows for modules with hooks."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,10 +7,17 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _has_any_global_hook,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import _get_current_function_mode_stack
 
 from adiv_monitor import Monitor
 
 LIMIT = 1000  # Python's default
+ROOM = 10  # modules whose frames the monitor's hooks need at the innermost one
 
 
 class Around(nn.Module):
@@ -90,7 +97,11 @@ def train(name: str, depth: int, every: int | None) -> tuple[list[Tensor], Monit
 
 @cache
 def deepest(name: str) -> int:
-    """Return the greatest depth of a model that trains without a monitor."""
+    """Return the greatest depth of a model that trains with empty hooks on all modules."""
+    hooks = (
+        register_module_forward_pre_hook(lambda *_: None),
+        register_module_forward_hook(lambda *_: None),
+    )
     least, most = 100, 600
     while least + 1 < most:
         depth = (least + most) // 2
@@ -99,15 +110,17 @@ def deepest(name: str) -> int:
             least = depth
         except RecursionError:
             most = depth
+    for hook in hooks:
+        hook.remove()
     return least
 
 
 @pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_as_deep_as_can_be_trained_is_measured(name: str, every: int) -> None:
+def test_a_model_nearly_as_deep_as_hooks_allow_is_measured(name: str, every: int) -> None:
     # The frames below are as many as in `deepest`, except those of the search.
-    for depth in (150, 200, deepest(name)):
+    for depth in (150, deepest(name) - ROOM):
         expected, _ = train(name, depth, None)
         found, monitor = train(name, depth, every)
         assert all(map(torch.equal, found, expected))
@@ -117,8 +130,20 @@ def test_a_model_as_deep_as_can_be_trained_is_measured(name: str, every: int) ->
         assert not any(report.notes for report in monitor.reports)
 
 
+@pytest.mark.filterwarnings("ignore")  # of hooks that overflow it, too
+def test_what_overflows_the_stack_leaves_nothing_behind() -> None:
+    model = nested(Around, 230)
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    monitor.attach()
+    with pytest.raises(RecursionError):
+        model(torch.randn(2, 3))
+    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    monitor.close()
+    assert not _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+
 class Outermost(Around):
-    """A model with a parameter without a rule at the top: a deep copy of all of it is rerun."""
+    """A model with a parameter without a rule at the top: all of it is run again."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
@@ -128,20 +153,21 @@ class Outermost(Around):
         return self.inner(torch.atan2(x, self.shift))
 
 
+@pytest.mark.filterwarnings("ignore")  # of what is lost
 def test_where_the_stack_does_not_suffice_a_layer_is_lost_not_the_run() -> None:
-    torch.manual_seed(0)
-    plain, watched = (Outermost(nested(Around, 200)) for _ in range(2))
-    watched.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 3)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, watched)]
-    monitor = Monitor(watched, optimizers[1])
-    monitor.attach()
-    for model, optimizer in zip((plain, watched), optimizers, strict=True):
-        for _ in range(2):
-            model(x).square().sum().backward()
-            optimizer.step()
-    monitor.close()
-    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
-    assert monitor.latest is not None
-    (reason,) = monitor.latest.unsupported.values()
-    assert "maximum recursion depth exceeded" in reason
+    reasons = []
+    for depth in range(deepest("around") - ROOM, deepest("around") - 1):
+        torch.manual_seed(0)
+        plain, watched = (Outermost(nested(Around, depth)) for _ in range(2))
+        watched.load_state_dict(plain.state_dict())
+        x = torch.randn(2, 3)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, watched)]
+        with Monitor(watched, optimizers[1]) as monitor:
+            for model, optimizer in zip((plain, watched), optimizers, strict=True):
+                for _ in range(2):
+                    model(x).square().sum().backward()
+                    optimizer.step()
+        assert all(map(torch.equal, plain.parameters(), watched.parameters()))
+        if monitor.latest is not None:
+            reasons.extend(monitor.latest.unsupported.values())
+    assert reasons and all("maximum recursion depth exceeded" in reason for reason in reasons)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import utils as operators
 from torch._higher_order_ops.map import map as mapped
+from torch.overrides import _get_current_function_mode_stack
 
 from adiv_monitor import Monitor
 
@@ -73,6 +74,7 @@ def test_operators_with_branches_keep_the_gradients_of_what_they_close_over(name
     for monitored in runs[1:]:
         assert all(map(torch.equal, monitored, runs[0]))
     assert operators._set_compilation_env is usual
+    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
 
 def outside(net: Net, h: Tensor) -> Tensor:
