@@ -17,7 +17,7 @@ from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import is_wrapper
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings, devices_of, is_rerun, version
+from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
 from adiv_monitor.rerun.thread import ThreadState
 
 SAMPLES = 8
@@ -265,7 +265,7 @@ class FirstPass:
                 self._judged = call
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
-        if torch.compiler.is_compiling() or is_rerun() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
             return
         try:
             with ThreadState(), torch._C.DisableTorchFunction():
