@@ -22,7 +22,7 @@ from adiv_monitor.capture.runs import Runs
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.surroundings import reruns
 from adiv_monitor.rerun.thread import function_modes, is_seen, run_apart, set_function_modes
 
 Function = Callable[..., Any]
@@ -268,7 +268,7 @@ class Forwards:
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and track the running forward calls even after failures."""
-        if is_rerun() is not self._repeated:
+        if reruns() != self._repeated:  # a rerun within one is not watched either
             return
         try:
             if is_seen():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.hook import Hook, ModuleHook, trains
 from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.selection import inside_wrappers
-from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.surroundings import reruns
 from adiv_monitor.rerun.thread import ThreadState
 
 # The module that computes the loss in the training loop, or: output of a model call → loss.
@@ -73,7 +73,7 @@ class LossHook:
         self._hook.remove()
 
     def _guarded(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
-        if torch.compiler.is_compiling() or is_rerun() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
             return
         try:
             self._ended(output)

@@ -158,12 +158,12 @@ def untouched(
         random.set()
 
     with ExitStack() as stack:
-        stack.callback(setattr, _rerun, "under_way", _rerun.under_way)
+        stack.callback(setattr, _rerun, "depth", _rerun.depth)
         stack.callback(surely, set_function_modes, function_modes())
         stack.callback(surely, put_back)
         set_function_modes(())
         parametrize._cache_enabled, parametrize._cache = 0, {}
-        _rerun.under_way = True
+        _rerun.depth += 1
         for context in (forced_eager(), torch.inference_mode(False), torch.enable_grad()):
             stack.enter_context(context)
         # The graph of a running forward pass may have saved them: no write to a copy counts there.
@@ -201,17 +201,17 @@ def _set(values: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 class _Rerun(threading.local):
-    """Flag of a thread: whether it reruns part of a training step, which is no step itself."""
+    """Number of the reruns in which a thread is, one within another; none is a training step."""
 
-    under_way = False
+    depth = 0
 
 
 _rerun = _Rerun()
 
 
-def is_rerun() -> bool:
-    """Whether this thread is rerunning an earlier call."""
-    return _rerun.under_way
+def reruns() -> int:
+    """Return how many reruns of earlier calls this thread is in, one within another."""
+    return _rerun.depth
 
 
 def devices_of(modules: Iterable[nn.Module]) -> set[torch.device]:

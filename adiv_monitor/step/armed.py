@@ -15,7 +15,7 @@ from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.rerun.eager import forced_eager
-from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.surroundings import reruns
 from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
@@ -95,7 +95,7 @@ class Armed:
             hooks.put_on()
 
     def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
-        if module is not self.capture.first or not more[1:] or is_rerun() or not trains(args):
+        if module is not self.capture.first or not more[1:] or reruns() or not trains(args):
             return
         if module.training and torch.is_grad_enabled():
             self.guard(self.capture.next_ran, args, more[0])

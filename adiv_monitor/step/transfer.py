@@ -88,10 +88,11 @@ def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
     """Copy the numbers to the host, and add those of rows to the layers."""
     found = cast("StepSums[Array]", with_numbers(step, fetch_tensors(numbers_of(step))))
     totals = by_layer(found.totals, {p: x.sampled.total for p, x in found.layers.items()})
+    rows = dict(_of_rows(found.rows))  # also of layers that were lost since
     layers = {
-        path: replaced(found.layers[path], totals=totals.get(path), **of_rows)
-        for path, of_rows in _of_rows(found.rows)
-        if path in found.layers  # others were lost since
+        path: replaced(layer, totals=totals.get(path), **rows[path])
+        for path, layer in found.layers.items()  # in the order of the model
+        if path in rows
     }
     return replaced(found, layers=layers)
 

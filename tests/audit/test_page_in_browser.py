@@ -9,7 +9,6 @@ pytest.importorskip("jinja2", reason="makes the page")
 pytest.importorskip("matplotlib", reason="draws its pictures")
 
 import example_audits
-import page as benchmark
 from audit.browser import Browser, chromium
 
 from adiv_monitor.pages import compare, page
@@ -237,11 +236,3 @@ def test_words_and_tables_need_no_script(browser: Browser, files: Path) -> None:
     assert "One thing to fix" in text
     assert "encoder.10" in text
     assert "The heat map needs JavaScript" in text
-
-
-def test_the_benchmark_of_the_page_runs(
-    browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = tmp_path / "result.md"
-    benchmark.main(["--quick", "--write", str(result)])
-    assert "| open |" in result.read_text() == capsys.readouterr().out

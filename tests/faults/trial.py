@@ -142,7 +142,7 @@ def afterwards_clean() -> Iterator[None]:
         yield
     finally:
         state.put_back()
-        _rerun.under_way = False
+        _rerun.depth = 0
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
         eager._leave_all()

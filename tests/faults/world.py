@@ -76,7 +76,7 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "default dtype": torch.get_default_dtype(),
         "stance": (len(eager._holders), eager._outside),
-        "rerun": _rerun.under_way,
+        "rerun": _rerun.depth,
         "threads": threading.active_count(),
         "all modules": [*_global_forward_pre_hooks.items(), *_global_forward_hooks.items()],
         "all optimizers": [

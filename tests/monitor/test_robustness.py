@@ -300,6 +300,15 @@ def test_features_that_are_wrong_switch_off_their_layer_alone() -> None:
         assert "scale() gave torch.float32 of shape ()" in report.unsupported["1"]
 
 
+def test_layers_are_in_the_models_order_whatever_their_shapes() -> None:
+    model = nn.Sequential(*(nn.Linear(*shape) for shape in ((3, 2), (2, 3), (3, 2), (2, 3))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    assert list(monitor.reports[0].layers) == ["0", "1", "2", "3"]
+
+
 @pytest.mark.parametrize("uses", [1, 2, 3, 4, 5, 6])
 def test_a_large_layer_that_fails_takes_no_report_with_it(uses: int) -> None:
     """Wherever in a step a layer's features fail, the other layers are measured."""

@@ -89,8 +89,8 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     if read.still_rises(record) or (is_long and course.fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
     began = read.at_first(record, "update_ratio")[:1]
-    if not is_long and any(all(t.value >= LOW for t in step.values()) for step in began):
-        return  # they moved well at first, so the training has probably come to its end
+    if not is_long and any(LOW <= t.value <= HIGH for step in began for t in step.values()):
+        return  # some moved well at first, so the training has probably come to its end
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         path = read.worst_first(_moves(record))[0]
         largest = moves[path].value
@@ -226,7 +226,7 @@ def interference(record: Record) -> Iterator[Finding]:
 def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     """Find layers that hardly move, typically or lately.
 
-    Those with a healthy move in a step of the first quarter have settled, unless the loss did not
+    Those that moved by more in a step of the first quarter have settled, unless the loss did not
     fall. One such step is enough, so that the result hardly depends on how many are measured. If
     the loss falls, small moves do no harm that shows: AdamW with its default learning rate moves
     layers of small networks that learn well by 0.001 to 0.009. Then, and where the loss is not
@@ -243,7 +243,7 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
         still |= {p: t for p, t in read.by_layer(part, "update_ratio").items() if t.below(limit)}
     for report in _quarter(peak, last=False).reports if fell else ():
         values = value_of(record, report, "update_ratio")
-        named_ones |= {path for path, value in values.items() if LOW <= value <= HIGH}
+        named_ones |= {path for path, value in values.items() if limit <= value <= HIGH}
     moves = {p: still[p].value for p in sorted(still, key=lambda p: still[p].value)
              if p not in named_ones}  # fmt: skip
     if not moves:

@@ -53,7 +53,7 @@ GUARDS = {
     "alignment/passes.py": {"__exit__"},
     "capture/second_pass.py": {"__exit__"},
     "rerun/eager.py": {"__exit__"},
-    "rerun/surroundings.py": {"is_rerun"},
+    "rerun/surroundings.py": {"reruns"},
     "capture/loss_hook.py": {"_guarded"},
     "step/controller.py": {"release", "closure_then_read"},
     "step/armed.py": {"_ran"},
