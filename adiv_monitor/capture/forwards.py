@@ -112,6 +112,7 @@ class _Running(threading.local):
         self.mode: _Mode | None = None  # while it is on
         self.inside = ""  # the name of the opened function
         self.plain: nn.Module | None = None  # the module whose use is known, and just taken
+        self.is_looking = False  # while the watcher handles an event, it may run modules itself
 
 
 class Watcher:
@@ -268,8 +269,10 @@ class Forwards:
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and track the running forward calls even after failures."""
-        if reruns() != self._repeated:  # a rerun within one is not watched either
+        # A rerun within one is not watched either.
+        if reruns() != self._repeated or self._running.is_looking:
             return
+        self._running.is_looking = True
         try:
             if is_seen():
                 run_apart(body, *args)
@@ -281,6 +284,8 @@ class Forwards:
                 self._guard.broken = True
                 raise
             self._guard.failed(error)
+        finally:
+            self._running.is_looking = False
 
     @property
     def _counts(self) -> bool:

@@ -101,8 +101,9 @@ class GlobalHooks:
     """
 
     def __init__(self, before: Callable[..., None] | None, after: Callable[..., None]) -> None:
-        self._before = before
-        self._after = after
+        # Weakly: in a reference cycle this object would wait for Python's garbage collector.
+        self._before = None if before is None else _weakly(before)
+        self._after = _weakly(after)
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
@@ -110,10 +111,9 @@ class GlobalHooks:
         """Register the hooks; call `remove` afterwards, even if this raises."""
         _expect(is_on=True)
         if self._before is not None:
-            self._handles.append(register_module_forward_pre_hook(_weakly(self._before)))
-        after = _weakly(self._after)
+            self._handles.append(register_module_forward_pre_hook(self._before))
         self._handles.append(
-            register_module_forward_hook(after, with_kwargs=True, always_call=True)
+            register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
         )
 
     def remove(self) -> None:

@@ -56,6 +56,7 @@ class Call:
         precision: the rounding of the gradients that arrived.
         evaluates: whether the model was in eval mode.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
+        summed: the graph task with which the ceiling has the call's rows; None: it has none.
     """
 
     features: Features
@@ -74,6 +75,7 @@ class Call:
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
         self.every_row: Features | None = None  # only for the ceiling
+        self.summed: int | None = None
         self.evaluates = False
 
     def look(
@@ -223,7 +225,7 @@ class LayerRows:
         """Add the rows of a call, with the gradient of all of them, to the sums for the ceiling."""
         if call.every_row is not None:
             self._ceilings.setdefault(task, Ceiling()).add(call.every_row, gradient)
-            call.every_row = None
+            call.every_row, call.summed = None, task
 
     def forget(self, tasks: Iterable[int]) -> None:
         """Forget what some passes brought. Calls may get another gradient later."""
@@ -253,7 +255,11 @@ class LayerRows:
     @property
     def ceiling_is_whole(self) -> bool:
         """Whether the ceiling accounts for every call in the parameters' gradient."""
-        return all(len(call.arrived) == 1 for call in self.calls if call.arrived)
+        return all(
+            [*call.arrived] == [call.summed]
+            for call in self.calls
+            if call.arrived and call.summed is not None
+        )
 
     def settle(self) -> list[Call]:
         """Return the calls that a gradient reached.

@@ -216,11 +216,12 @@ class FinalGradient:
         self, layer: Layer, rows: LayerRows
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
         """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
-        if (ceiling := rows.ceiling) is None:
+        ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
+        if ceiling is None and is_whole:
             return None, None
         if not layer.is_direct:
             why = _COMPUTED
-        elif not rows.ceiling_is_whole:
+        elif ceiling is None or not is_whole:
             why = _SUMMED
         elif self._is_alone:
             return ceiling.cosine(), None

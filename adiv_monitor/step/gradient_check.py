@@ -29,6 +29,8 @@ _ENOUGH = 3
 _EXACT = 1e-3
 # A pass that brings less than this part of a gradient has no factor.
 _SILENT = 1e-12
+# Passes that differ by less than this part can't be told apart.
+_ALIKE = 1e-4
 # A factor of a gradient that was set to zero: rows have a direction, but no length.
 _ZEROED = 1e-38
 
@@ -281,10 +283,15 @@ def _relative(
 
 
 def _solved(matrix: Array, side: Array) -> Array:
-    """Solve equations by least squares, with columns of any size."""
+    """Solve equations by least squares, with columns of any size; 0 for columns that are zero.
+
+    Columns that can't be told apart, as of passes with the same rows, have the same factor.
+    """
     if not np.isfinite(side).all():
         return np.zeros(matrix.shape[1])
-    norms = np.linalg.norm(matrix, axis=0)
+    norms, total = np.linalg.norm(matrix, axis=0), matrix.sum(1)
+    equal = np.where(norms > 0, (total @ side) / (total @ total or 1.0), 0.0)
     norms[norms == 0] = 1.0
-    found: Array = np.linalg.lstsq(matrix / norms, side, rcond=None)[0] / norms
+    rest = side - matrix @ equal
+    found: Array = equal + np.linalg.lstsq(matrix / norms, rest, rcond=_ALIKE)[0] / norms
     return found

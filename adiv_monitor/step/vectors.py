@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from adiv_monitor.maths.totals import MOST_ENTRIES
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
+M = TypeVar("M")
 _ORDER = tuple(Vector)
 
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
@@ -72,11 +74,11 @@ class Family:
         first, *others = [x.features for x in layers if x.features is not None]
         self._is_stacked = first.form is not None
         self._features = first.stacked(others) if self._is_stacked else first
+        self._rows = len(layers[0].G)
+        self._scale = self._scale_of_rows()
         if others:
             for x in layers:
                 x.features = None
-        self._rows = len(layers[0].G)
-        self._scale = self._scale_of_rows()
 
     def _scale_of_rows(self) -> Float[Tensor, "layers rows groups"] | None:
         groups, G = self._features.groups, self.layers[0].G
@@ -276,17 +278,33 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
         assert first.features is not None
         size = max(first.features.size, first.G.numel()) if several[1:] else 0
         for part in _in_parts(several, size, first.G.device):
-            with losing(part, fail):
-                G = part[0].G
-                blocks[G.shape, G.dtype, G.device].append(Family(part))
+            for family in _made(Family, part, fail, lambda x: [x]):
+                G = family.layers[0].G
+                blocks[G.shape, G.dtype, G.device].append(family)
     found = []
     for families in blocks.values():
         G = families[0].layers[0].G
         size = G.numel() * max(len(family.layers) for family in families)
         for some in _in_parts(families, size, G.device):
-            with losing([x for family in some for x in family.layers], fail):
-                found.append(Block(some, updates=updates))
+            found += _made(partial(Block, updates=updates), some, fail, lambda x: x.layers)
     return found
+
+
+def _made(
+    make: Callable[[list[P]], M],
+    of: list[P],
+    fail: Fail,
+    layers: Callable[[P], Sequence[LayerInProgress]],
+) -> list[M]:
+    """Make one of all parts; one of each, if that fails, so that one layer spares the others."""
+    try:
+        return [make(of)]
+    except Exception:
+        found = []
+        for part in of:
+            with losing(layers(part), fail):
+                found.append(make([part]))
+        return found
 
 
 def _in_parts(several: list[P], size: int, device: torch.device) -> list[list[P]]:

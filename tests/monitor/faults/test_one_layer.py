@@ -1,6 +1,6 @@
 """Work that fails for several layers is retried per layer; one failing layer spares the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,7 @@ from faults.trial import REASON, Fault, Trial, take, unmonitored
 from torch import nn
 
 from adiv_monitor.capture import watching
-from adiv_monitor.maths import readings, totals
-from adiv_monitor.step import outcome
+from adiv_monitor.step import vectors
 
 DEEP = SCENARIOS["deep"]
 PATHS = ["0", "1", "2", "3"]
@@ -22,49 +21,36 @@ def measures(trial: Trial) -> list[dict[str, dict[str, float]]]:
     return [{p: r.measures() for p, r in report.layers.items()} for report in trial.reports]
 
 
-def without_room(function: Callable[..., object]) -> Callable[..., object]:
-    """Wrap a function so that memory suffices for one layer, but not for several."""
-
-    def limited(first: Sequence[object], *others: object) -> object:
-        if len(first) > 1:
-            raise torch.OutOfMemoryError(REASON)
-        return function(first, *others)
-
-    return limited
-
-
 def test_out_of_memory_for_several_layers_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = measures(take(DEEP, on_error="raise"))
-    for module, name in ((readings, "_measure_alike"), (totals, "_of_stacked")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, without_room(getattr(module, name)))
-            found = take(DEEP, on_error="raise")
-        assert [list(report) for report in measures(found)] == [PATHS, PATHS]
-        for one, other in zip(measures(found), expected, strict=True):
+    for kind in (vectors.Family, vectors.Block):  # the second with several of the first
+
+        def without_room(
+            self: Any, of: Sequence[object], *, make: Any = kind.__init__, **options: bool
+        ) -> None:
+            if len(of) > 1:
+                raise torch.OutOfMemoryError(REASON)
+            make(self, of, **options)
+
+        monkeypatch.setattr(kind, "__init__", without_room)
+        found = measures(take(DEEP, on_error="raise"))
+        assert [list(report) for report in found] == [PATHS, PATHS]
+        for one, other in zip(found, expected, strict=True):
             for path in PATHS:
-                assert one[path] == pytest.approx(other[path], rel=1e-12, nan_ok=True), name
+                assert one[path] == pytest.approx(other[path], rel=1e-12, nan_ok=True)
 
 
-def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(
+def test_a_layer_whose_rows_can_not_be_stacked_is_the_only_one_that_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measure, measure_alike = readings.measure, readings._measure_alike
-    seen: dict[str, readings.Judged] = {}
+    make = vectors.Family.__init__
 
-    def noted(
-        layers: dict[str, readings.Judged], *others: Any
-    ) -> dict[str, readings.LayerMeasures]:
-        seen.clear()
-        seen.update(layers)
-        return measure(layers, *others)
-
-    def fails(layers: Sequence[readings.Judged]) -> list[readings.LayerMeasures]:
-        if any(numbers is seen.get("1") for numbers in layers):
+    def fails(self: vectors.Family, layers: Sequence[vectors.LayerInProgress]) -> None:
+        if any(x.layer.path == "1" for x in layers):
             raise Fault(REASON)
-        return measure_alike(layers)
+        make(self, layers)
 
-    monkeypatch.setattr(outcome, "measure", noted)
-    monkeypatch.setattr(readings, "_measure_alike", fails)
+    monkeypatch.setattr(vectors.Family, "__init__", fails)
     trial = take(DEEP)
     assert trial.result == unmonitored("deep")
     for report in trial.reports:
