@@ -165,10 +165,10 @@ def not_finite(case: Case) -> None:
     assert (first.name, first.strength, first.since) == ("non-finite", "act", step)
     assert case.headline.startswith("To fix: values that are not finite")
     assert first.summary.startswith(f"Step {step} is the first with values that are not finite")
-    assert first.summary.endswith(f"The first one is in: {place}.")
+    assert f"The first one is in: {place}." in first.summary
     read(case, first.summary)
     (line,) = case.seen.logged
-    assert f"adiv-monitor: values that are not finite since step {step} → " in line.getMessage()
+    assert line.getMessage().startswith(f"adiv-monitor: values that are not finite since step {step}")
     (warned,) = case.seen.warned
     measured = min(report.step for report in case.seen.reports if report.step >= BREAKS)
     assert warned.startswith(f"adiv_monitor: step {step}: not finite (NaN, infinite or too large")
@@ -214,7 +214,7 @@ def dead(case: Case) -> None:
 def held_still(case: Case) -> None:
     assert case.layers("stands-still") == ("second",)
     assert set(case.findings) == {"stands-still"}
-    read(case, "second' at all: the learning rate is zero")
+    read(case, "The learning rate is zero, or other code resets the weights.")
 
 
 def without_gradients(case: Case) -> None:
@@ -240,7 +240,7 @@ def converged(case: Case) -> None:
 
 def resumed(case: Case) -> None:
     if not case.knows_loss:
-        read(case, "usual at its end")
+        read(case, "usual at the end of a training")
 
 
 CHECKS = {
