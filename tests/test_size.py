@@ -11,10 +11,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "adiv_monitor"
 # Part: its folders and files, and the most code lines that it may have. A ceiling only goes down.
 CEILINGS: dict[str, tuple[Sequence[str], int]] = {
-    "audit and diagnosis": (("audit", "diagnosis"), 9_160),
+    "audit and diagnosis": (("audit", "diagnosis"), 9_000),
     "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_750),
     "max_lr": (("max_lr",), 1_300),
-    "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 14_740),
+    "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 12_550),
     "report and top level": ((), 2_300),  # the rest
 }
 NO_CODE = {
