@@ -168,7 +168,8 @@ def not_finite(case: Case) -> None:
     assert f"The first one is in: {place}." in first.summary
     read(case, first.summary)
     (line,) = case.seen.logged
-    assert line.getMessage().startswith(f"adiv-monitor: values that are not finite since step {step}")
+    said = f"adiv-monitor: values that are not finite since step {step}"
+    assert line.getMessage().startswith(said)
     (warned,) = case.seen.warned
     measured = min(report.step for report in case.seen.reports if report.step >= BREAKS)
     assert warned.startswith(f"adiv_monitor: step {step}: not finite (NaN, infinite or too large")
