@@ -32,7 +32,7 @@ QUIET = {"nothing", "note"}  # neither to fix nor to watch
 STRENGTHS = {
     "healthy": (QUIET, QUIET),
     "not finite": ({"act"}, {"act"}),
-    "flat: learning rate too high": ({"act", "watch"}, {"act", "watch"}),
+    "flat: learning rate too high": ({"act", "watch"}, {"nothing", "act", "watch"}),
     "flat: random labels": ({"watch"}, {"nothing", "note", "watch"}),
     "diverged": ({"act"}, {"act", "watch"}),
     "learning rate too low": ({"watch"}, {"watch"}),
@@ -197,7 +197,8 @@ def diverged(case: Case) -> None:
     assert case.findings["rate-too-high"].strength == ("act" if case.knows_loss else "watch")
     read(case, "The first step moved the activations of the median layer by ")
     assert "learning rate × 10" not in case.seen.findings_text
-    flat(case)
+    if case.knows_loss:  # it follows from the rate
+        assert case.findings["loss-stuck"].strength == "note"
 
 
 def too_low(case: Case) -> None:
