@@ -122,19 +122,20 @@ class Ranks:
             point: name of the point, the same in all ranks; no rank calls this twice with it.
             patience: largest time to wait, in seconds.
         """
+        # First: once this rank has come, an error must not keep it from what all agree on.
+        _clear(self._agreed, 1)  # all have come to the last one, so none reads those before it
+        _clear(self._missed, _KEPT)  # a rank this late still gets no, but only after waiting
         store, key = _store(), f"{self._place()}/{step}/{point}"
         store.compare_set(key, "", _OPEN)
         is_last = store.add(f"{key}/came", 1) == self.world
         end = time.monotonic() + patience
-        while not is_last and _value(key) == _OPEN.encode() and time.monotonic() < end:
-            if len(self.present()) < self.world - 1:
-                break
-            time.sleep(PAUSE)
+        with suppress(Exception):  # the answer counts
+            while not is_last and _value(key) == _OPEN.encode() and time.monotonic() < end:
+                if len(self.present()) < self.world - 1:
+                    break
+                time.sleep(PAUSE)
         agreed = store.compare_set(key, _OPEN, "yes" if is_last else "no") == b"yes"
-        if agreed:  # all have come here, so none reads the last answer any more
-            _clear(self._agreed)
         (self._agreed if agreed else self._missed).append(key)
-        _clear(self._missed, _KEPT)  # a rank this late still gets no, but only after waiting
         return agreed
 
 
