@@ -157,11 +157,6 @@ def to_compute_dtype(tensor: Tensor) -> Tensor:
     return tensor if dtype is torch.float32 or dtype is torch.float64 else tensor.float()
 
 
-def floats_to_compute_dtype(tensor: Tensor) -> Tensor:
-    """Cast a floating-point tensor by `to_compute_dtype`; return tokens and masks unchanged."""
-    return to_compute_dtype(tensor) if tensor.is_floating_point() else tensor
-
-
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share storage, so that a write to one may change the other."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -34,8 +34,7 @@ from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook, LossOf
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Selection, trainable
-from adiv_monitor.capture.trace import Plan, Trace
-from adiv_monitor.capture.world import world_size
+from adiv_monitor.capture.trace import Trace
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.rerun.eager import in_compiled_code
 from adiv_monitor.step.armed import Armed
@@ -212,7 +211,7 @@ class StepController:
             self._is_overtaken,
             self._failures.safely,
         )
-        plan = self._plan(selection)
+        plan = self._trace.plan(selection, self._history.distrusted)
         context = Context(
             guard,
             fail=self._failures.switch_off,
@@ -243,12 +242,6 @@ class StepController:
         )
         hooks = [each for each in (probe, self._followed.loss) if each is not None]
         return Armed(number, capture, step, selection, turn, guard, others, hooks)
-
-    def _plan(self, selection: Selection) -> Plan | None:
-        """Return a plan for measuring the coming step by plain hooks; None if they can't do it."""
-        if world_size() > 1:
-            return None  # all functions need to be watched
-        return self._trace.plan(selection, self._history.distrusted)
 
     def _look(self) -> None:
         """Record that an armed step's forward pass begins, and whether its caller is compiled."""

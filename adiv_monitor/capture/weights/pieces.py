@@ -241,12 +241,6 @@ def whole_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Return an identifier of the memory that a tensor uses."""
-    memory: int = tensor.untyped_storage()._cdata
-    return memory
-
-
 def gradient(parameter: nn.Parameter) -> Tensor:
     """Return ∂L/∂θ from `.grad`, or this rank's part; zeros if there is none."""
     if parameter.grad is None:
