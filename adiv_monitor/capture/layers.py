@@ -1,13 +1,12 @@
 """The layers found in one step, with their calls and rows."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable
 
-import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Piece, Source, overlap, together
@@ -30,30 +29,21 @@ class Layers:
         provenance: the provenance of tensors.
         chooser: chooses rows.
         context: the run around the step.
-        is_due: whether a layer is due in this step; the others are found, but not watched.
 
     Attributes:
         found: the layers found so far, by path.
-        rows: the rows of the watched layers, by path.
-        led: paths of the layers found so far, by the id of their first parameter.
+        rows: the rows of the watched layers, by path: those that are due in this step.
     """
 
     def __init__(
-        self,
-        names: Names,
-        provenance: Provenance,
-        chooser: Chooser,
-        context: Context,
-        is_due: Callable[[Layer], bool] = lambda layer: True,
+        self, names: Names, provenance: Provenance, chooser: Chooser, context: Context
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
-        self.led: dict[int, list[str]] = defaultdict(list)
         self.names = names
         self.provenance = provenance
-        self._chooser = chooser
         self.context = context
-        self._is_due = is_due
+        self._chooser = chooser
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -120,29 +110,13 @@ class Layers:
         """Register a layer that was found, and watch it if it is due."""
         path = layer.path
         self.found[path] = layer
-        self.led[id(layer.parameters[0])].append(path)
-        if self._is_due(layer) and not self.is_off(path):
-            self.rows[path] = LayerRows(self._chooser)
+        if self.names.selection.is_due(layer) and not self.is_off(path):
+            self.rows[path] = LayerRows(layer, self._chooser)
         return layer
-
-    # --- calls -----------------------------------------------------------------------------------
-
-    def new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
-        """Create the next call of a watched layer and choose its rows.
-
-        Args:
-            layer: the layer.
-            shape: the shape of z without its channels.
-            device: the device of z.
-        """
-        call = Call(layer, self.rows[layer.path].choose(shape, device))
-        call.evaluates = not self.names.root.training
-        return call
 
     def forget(self, path: str) -> None:
         """Remove a layer that turned out not to exist."""
-        lead = self.found.pop(path).pieces[0].parameter
-        self.led[id(lead)].remove(path)
+        del self.found[path]
         self.rows.pop(path, None)
 
     # --- layers that are not watched -------------------------------------------------------------
