@@ -130,7 +130,7 @@ class Capture:
 
     def saw_calls(self) -> bool:
         """Return whether any layer was called with gradients enabled."""
-        return self._catch.saw_calls
+        return bool(self._catch.modes)
 
     def forward_passes(self) -> int:
         """Return the number of forward passes with gradients: of calls of the first layer."""
@@ -160,19 +160,20 @@ class Capture:
         self.removed.clear()
         found: dict[Layer, LayerRows] = {}
         lost: dict[Layer, str] = {}
-        is_alone, modes = world_size() == 1, set[bool]()
+        is_alone = world_size() == 1
         for layer in self.layers.in_order():
             rows = self.rows.get(layer.path)
             if rows is None:
                 continue
-            is_reached = rows.settle()
+            if len(rows.tasks) > 1:
+                rows.settle()
             # The first parameter has a gradient nearly always.
             has_none = layer.parameters[0].grad is None and _has_none(layer)
+            is_reached = bool(rows.calls)
             if is_reached and has_none:
                 self.removed += layer.parameters
             if is_reached and not (has_none and is_alone):
                 found[layer] = rows
-                modes |= {call.evaluates for call in rows.calls}
             else:
                 lost[layer] = _REMOVED if is_reached else NO_GRADIENT if has_none else _ELSEWHERE
                 rows.release()
@@ -180,7 +181,7 @@ class Capture:
         for layer, why in lost.items():  # a use without a gradient is none if others train it
             if not all(p in trained or self.without_rule.why(id(p)) for p in layer.parameters):
                 self.unreached[layer.path] = why
-        self.evaluated = tuple(_evaluated(self._model)) if modes == {True} else ()
+        self.evaluated = tuple(_evaluated(self._model)) if self._catch.modes == {False} else ()
         self.passes.meant = is_alone and self.watching.differentiates_inputs
         for path in self.layers.shared(found, self.without_rule.unmeasured):
             self.rows[path].is_shared = True

@@ -20,7 +20,6 @@ from weakref import WeakSet
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.check import Equations, of_gradient
@@ -80,13 +79,13 @@ class Catch:
         without_rule: measures modules as a whole.
 
     Attributes:
-        saw_calls: whether any watched layer was called.
+        modes: whether the model was in training mode, in all calls of watched layers.
     """
 
     def __init__(
         self, layers: Layers, forwards: Forwards, without_rule: ParametersWithoutRule
     ) -> None:
-        self.saw_calls = False
+        self.modes = set[bool]()
         self._layers = layers
         self._rows = layers.rows
         self._context = layers.context
@@ -120,12 +119,12 @@ class Catch:
         if rows is None:
             return None
         z = use.layout(output)
-        call = self._new_call(rows, z)
+        call = self._new_call(rows, z, tuple(z.shape[:-1]))
         features = self._look(call, use, z)
         if isinstance(known, str) and known not in self._context.checked and len(call.z):
             rows.linear = reproduces(use, features, call.z)
         tensor, layout = at_gradient(output, use.layout)
-        arrive = self._hook([call], self._arrives, call, layout)
+        arrive = partial(self._reached, (rows.layer.path,), self._arrives, call, layout)
         self._hooks.append(on_gradient(tensor, arrive))
         return call
 
@@ -147,7 +146,8 @@ class Catch:
         if calls:
             returned = Returned.of(made, outputs)
             late = LateRows(made, returned, random, calls, self._replayed)
-            late.watch(outputs, used, partial(self._hook, [*calls.values()]))
+            paths = [call.layer.path for call in calls.values()]
+            late.watch(outputs, used, partial(partial, self._reached, paths))
             self._late.add(late)
         return used
 
@@ -171,25 +171,24 @@ class Catch:
         if layer is None or layer.path not in self._rows:
             return
         rows, z = self._rows[layer.path], outputs.rows(tensors)
-        call = self._new_call(rows, z)
+        call = self._new_call(rows, z, tuple(z.shape[:-1]))
         call.z = call.rows.take(z)
         try:
             call.features = self._without_rule.features(
                 module, names, arguments, outputs, call.z, self._forwards.forward, call.rows
             )
-            if any(other.z.shape[1] != call.z.shape[1] for other in rows.alive):
+            if any(other.z.shape[1] != call.z.shape[1] for other in rows.alive()):
                 raise Refused("the rows of its output have another length at every call")
         except Refused as refusal:
             self._without_rule.refuse(left, str(refusal))
             self._layers.forget(layer.path)
             return
-        arrive = self._hook([call], self._arrives, call, as_it_is)
+        arrive = partial(self._reached, (layer.path,), self._arrives, call, as_it_is)
         outputs.hook(tensors, arrive, self._guard)
 
-    def _new_call(self, rows: LayerRows, z: Tensor, shape: tuple[int, ...] | None = None) -> Call:
-        self.saw_calls = True
-        evaluates = not self._root.training
-        return rows.new_call(shape or tuple(z.shape[:-1]), z.device, evaluates=evaluates)
+    def _new_call(self, rows: LayerRows, z: Tensor, shape: tuple[int, ...]) -> Call:
+        self.modes.add(self._root.training)
+        return rows.new_call(shape, z.device)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Take the rows of a call, and return their features, untrained ones included."""
@@ -209,12 +208,6 @@ class Catch:
         return features
 
     # --- the backward pass -----------------------------------------------------------------------
-
-    def _hook(
-        self, calls: Sequence[Call], function: Callable[..., None], *args: Any
-    ) -> Callable[[Tensor], None]:
-        """Return a hook that calls a function, with these arguments first, for watched layers."""
-        return partial(self._reached, [call.layer.path for call in calls], function, *args)
 
     def _reached(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and keep its failures away from the backward pass.
@@ -286,7 +279,7 @@ class Catch:
         stand_in = self._provenance.stand_in(lead)
         counts = self._accumulates(lead if stand_in is None else stand_in)
         before = [*rows.tasks]
-        counted = [task for task in before if rows.tasks[task].counts]
+        counted = [task for task in before if rows.tasks[task].counts] if before else before
         rows.versions = versions(rows.layer)
         rows.tasks[task] = Pass(counts, (rows.versions[0], self._running.steps))
         is_zeroed = lead.grad is None
@@ -310,7 +303,10 @@ class Catch:
         if key not in self._nodes:
             if not parameter.requires_grad:
                 return False
-            self._nodes[key] = get_gradient_edge(parameter).node
+            torch._C._set_grad_enabled(True)
+            viewed: Any = parameter.view_as(parameter).grad_fn
+            torch._C._set_grad_enabled(False)
+            self._nodes[key] = viewed.next_functions[0][0]
         try:
             return bool(torch._C._will_engine_execute_node(self._nodes[key]))
         except RuntimeError:  # `autograd.grad` of this very parameter

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Layer, Selection, elements, listed
-from adiv_monitor.capture.weights.pieces import Piece, covered
+from adiv_monitor.capture.weights.pieces import covered
 from adiv_monitor.report.wording import NO_GRADIENT
 
 # Why a frozen parameter counts as trained and has no reading.
@@ -66,14 +66,15 @@ def coverage_of(
         is_measured: whether the step was measured.
     """
     seen = capture.layers.found
-    due = {path for path, layer in seen.items() if selection.is_due(layer)}
-    known = {**told, **{path: why for path, why in off.items() if path in due}}
+    watched = {path for path, layer in seen.items() if off and selection.is_due(layer)}
+    known = {**told, **{path: why for path, why in off.items() if path in watched}}
     selection = _accountable(selection, seen.values())
-    trained = [p for p in selection.trained if selection.due is None or id(p) in selection.due]
+    sizes, due = selection.sizes, selection.due
+    trained = [p for p in selection.trained if due is None or id(p) in due]
     missing = _missing(trained, [seen[path] for path in seen if path in measured])
     lacking = missing
     if known:
-        lacking = _missing(trained, [x for path, x in seen.items() if path in {*measured, *known}])
+        lacking = _missing(trained, [seen[p] for p in seen if p in measured or p in known])
 
     def why(parameter: nn.Parameter) -> str:
         if not is_measured:
@@ -81,7 +82,7 @@ def coverage_of(
         return _why_off(parameter, selection, off) or _why(parameter, capture)
 
     frozen = [p for p in trained if not p.requires_grad and id(p) not in selection.places]
-    names, total = selection.names, sum(map(elements, trained))
+    names, total = selection.names, sum([sizes[id(p)] for p in trained])
     return Coverage(
         elements=total,
         share=(total - sum(missing.values())) / total if total else 0.0,
@@ -107,18 +108,14 @@ def _accountable(selection: Selection, layers: Iterable[Layer]) -> Selection:
 
 def _missing(trained: Iterable[Tensor], layers: Iterable[Layer]) -> dict[int, int]:
     """Return by parameter id how many trained elements lie in none of these layers."""
-    pieces: dict[int, list[Piece]] = defaultdict(list)
-    for layer in layers:
-        for piece in layer.pieces:
-            pieces[id(piece.parameter)].append(piece)
+    pieces = [piece for layer in layers for piece in layer.pieces]
+    whole = {id(piece.parameter) for piece in pieces if piece.view is None}
     found = {}
     for p in trained:
-        own = pieces.get(id(p), ())
-        if own and own[0].view is None:  # the whole parameter
-            continue
-        count = elements(p) - covered(p, own)
-        if count or is_lazy(p):
-            found[id(p)] = count
+        if id(p) not in whole:
+            count = elements(p) - covered(p, [x for x in pieces if x.parameter is p])
+            if count or is_lazy(p):
+                found[id(p)] = count
     return found
 
 

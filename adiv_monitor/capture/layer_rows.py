@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 import torch
@@ -54,7 +54,6 @@ class Call:
     Attributes:
         layer: the layer with the weights that this call used.
         rows: the chosen rows.
-        evaluates: whether the model was in eval mode.
         precision: the rounding of the gradients that arrived.
         features: φ of the chosen rows.
         z: the outputs of the chosen rows.
@@ -71,7 +70,6 @@ class Call:
 
     layer: Layer
     rows: Rows
-    evaluates: bool = False
     precision: float = 0.0
     features: Features = field(init=False)
     z: Tensor = field(init=False)
@@ -148,6 +146,7 @@ class LayerRows:
         tasks: the backward passes that brought one, by graph task, the running one included.
         dropped: whether rows were dropped because their gradient was zeroed before a step.
         ceiling: sums over all rows, if requested.
+        ceiling_is_whole: whether these account for every call in the parameters' gradient.
         linear: how well the rule reproduced the output; None: not checked.
         earlier: γv of the gradient that was there before the first pass; None: there was none.
         versions: of the parameters when their gradient last arrived.
@@ -161,45 +160,45 @@ class LayerRows:
         self.tasks: dict[int, Pass] = {}
         self.dropped = False
         self.ceiling: Ceiling | None = None
+        self.ceiling_is_whole = True
         self.linear: Tensor | None = None
         self.earlier: Equations | None = None
         self.versions: list[int] = []
         self.v: Tensor | None = None
         self.is_shared = False
-        self._waiting: WeakSet[Call] = WeakSet()
+        self._waiting: dict[ref[Call], None] = {}  # among others, calls without a gradient
         self._ceilings: dict[int, Ceiling] = {}  # by graph task
         self._chooser = chooser
         self._bound: Threshold | None = None  # of all calls; a single call needs none
         self._bounded = 0  # the number of these
 
-    def new_call(
-        self, shape: tuple[int, ...], device: torch.device, *, evaluates: bool = False
-    ) -> Call:
+    def new_call(self, shape: tuple[int, ...], device: torch.device) -> Call:
         """Create a call whose rows compete with those of all calls that may count.
 
         Args:
             shape: the shape of z without its channels.
             device: the device of z.
-            evaluates: see `Call`.
         """
-        count = len(self.calls) + len(self._waiting)
-        if not count:
+        others = self.alive() if self.calls or self._waiting else ()
+        if not others:
             rows = self._chooser.first(shape, device)
         else:
-            if self._bound is None or count != self._bounded:  # some have gone
-                several = [call.rows for call in self.alive]
+            if self._bound is None or len(others) != self._bounded:  # some have gone
+                several = [call.rows for call in others]
                 self._bound = Threshold(self._chooser.max_rows, several)
             rows = self._chooser.further(shape, device, self._bound.bound)
             self._bound.add(rows)
-            self._bounded = count + 1
-        call = Call(self.layer, rows, evaluates)
-        self._waiting.add(call)
+            self._bounded = len(others) + 1
+        call = Call(self.layer, rows)
+        self._waiting[ref(call)] = None
         return call
 
-    @property
     def alive(self) -> list[Call]:
-        """The calls that have a gradient or may get one."""
-        return [*self.calls, *self._waiting]
+        """Return the calls that have a gradient or may get one."""
+        held = [call for each in self._waiting if (call := each()) is not None]
+        held = [call for call in held if call not in self.calls]
+        self._waiting = {ref(call): None for call in held}
+        return [*self.calls, *held]
 
     def release(self) -> None:
         """Release all calls."""
@@ -207,9 +206,7 @@ class LayerRows:
 
     def arrive(self, call: Call, task: int, found: Arrived) -> None:
         """Take what a backward pass brought to a call."""
-        if not call.arrived:
-            self.calls[call] = None
-            self._waiting.discard(call)
+        self.calls[call] = None
         call.arrived[task] = found
         if call.products is not None:
             self.v = call.products.v
@@ -229,7 +226,7 @@ class LayerRows:
                 call.arrived.pop(task, None)
         for call in [call for call in self.calls if not call.arrived]:
             del self.calls[call]
-            self._waiting.add(call)
+            self._waiting[ref(call)] = None
 
     def zeroed(self, tasks: Sequence[int], passes: Passes) -> None:
         """Drop the rows of passes whose gradient was zeroed, and tell `passes`."""
@@ -241,23 +238,13 @@ class LayerRows:
         last = max(tasks)
         after = min((task for task in self.tasks if task > last), default=last)
         is_other = self.tasks[after].state != self.tasks[last].state
-        passes.were_zeroed(id(self.layer.parameters[0]), tasks, norm, is_other=is_other)
+        passes.were_zeroed(tasks, norm, is_other=is_other)
         self.forget(tasks)
 
-    @property
-    def ceiling_is_whole(self) -> bool:
-        """Whether the ceiling accounts for every call in the parameters' gradient."""
-        return all([*x.arrived] == [x.summed] for x in self.calls if x.summed is not None)
-
-    def settle(self) -> bool:
-        """Forget passes that do not count, and return whether a gradient reached any call.
-
-        If no pass accumulated a gradient, the user assigned those of all passes.
-        """
-        counts = [each.counts for each in self.tasks.values()]
-        if any(counts) and not all(counts):
+    def settle(self) -> None:
+        """Forget passes that do not count; if none does, the user assigned the gradients of all."""
+        if any(each.counts for each in self.tasks.values()):
             self.forget([task for task, each in self.tasks.items() if not each.counts])
-        return bool(self.calls)
 
     def sums(self) -> dict[int, Equations] | None:
         """Return h of each pass, over all calls; None if it is not known for one."""
@@ -278,9 +265,12 @@ class LayerRows:
         reached = [*self.calls]
         for call in reached:
             call.weigh(factors)
-        self.ceiling = Ceiling.joined(
-            [of.rescaled(factors.get(task, 1.0)) for task, of in self._ceilings.items()]
-        )
+        if any(call.summed is not None for call in reached):
+            several = [of.rescaled(factors.get(task, 1.0)) for task, of in self._ceilings.items()]
+            self.ceiling = Ceiling.joined(several)
+            self.ceiling_is_whole = all(
+                [*call.arrived] == [call.summed] for call in reached if call.summed is not None
+            )
         if self._bound is not None:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable
+from operator import attrgetter
 
 from torch import Tensor, nn
 
@@ -110,7 +111,7 @@ class Layers:
         """Register a layer that was found, and watch it if it is due."""
         path = layer.path
         self.found[path] = layer
-        if self.names.selection.is_due(layer) and not self.is_off(path):
+        if path not in self.context.switched_off and self.names.selection.is_due(layer):
             self.rows[path] = LayerRows(layer, self._chooser)
         return layer
 
@@ -139,7 +140,7 @@ class Layers:
 
     def in_order(self) -> list[Layer]:
         """Return the layers that were seen, in the model's order."""
-        return sorted(self.found.values(), key=lambda layer: layer.place)
+        return sorted(self.found.values(), key=attrgetter("place"))
 
     def of_parts(self, parameter: Tensor) -> list[str]:
         """Return the paths of the layers that a parameter, or a part of it, belongs to."""

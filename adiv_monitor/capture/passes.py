@@ -2,11 +2,9 @@
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +15,18 @@ from adiv_monitor.capture.hook import has_data, on_gradient
 from adiv_monitor.rerun.thread import ThreadState
 
 
-@dataclass(eq=False)
-class _Zeroing:
-    """Gradients that were found to be zeroed in one backward pass.
+class _Zeroed(NamedTuple):
+    """Passes whose gradients were zeroed, at one layer.
 
     Attributes:
-        passes: by parameter, number of the passes whose gradients were zeroed.
-        norms: norms of these gradients.
-        is_other: whether an optimizer stepped, or a weight changed, since these passes.
+        tasks: their graph tasks.
+        norm: norm of what they brought.
+        is_other: whether an optimizer stepped, or a weight changed, since.
     """
 
-    passes: Counter[int] = field(default_factory=Counter)
-    norms: list[Tensor] = field(default_factory=list)
-    is_other: bool = False
+    tasks: Sequence[int]
+    norm: Tensor
+    is_other: bool
 
 
 class Passes:
@@ -51,7 +48,7 @@ class Passes:
         self._guard = guard or Guard()
         self._hooks: list[RemovableHandle] = []
         self._entered: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
-        self._zeroings: dict[int, _Zeroing] = {}  # by the last zeroed pass
+        self._zeroed: list[_Zeroed] = []
         self._active = True
 
     def detach(self) -> None:
@@ -86,24 +83,20 @@ class Passes:
         """For each pass, the gradient at the loss; the sum over the losses that it has."""
         return [reduce(torch.add, self._entered[task].values()) for task in self._counted()]
 
-    def were_zeroed(self, key: int, tasks: Sequence[int], norm: Tensor, *, is_other: bool) -> None:
-        """Note that the gradients of some passes were zeroed.
+    def were_zeroed(self, tasks: Sequence[int], norm: Tensor, *, is_other: bool) -> None:
+        """Note that the gradients of some passes were zeroed at a layer.
 
         Args:
-            key: id of the parameter.
             tasks: the graph tasks of these passes.
             norm: norm of what they brought.
-            is_other: whether an optimizer stepped, or the parameter changed, since.
+            is_other: whether an optimizer stepped, or the weight changed, since.
         """
-        found = self._zeroings.setdefault(max(tasks), _Zeroing())
-        found.passes[key] += len(tasks)
-        found.norms.append(norm)
-        found.is_other |= is_other
+        self._zeroed.append(_Zeroed(tasks, norm, is_other))
 
     @property
     def norms(self) -> list[Tensor]:
         """The norms of all gradients that were zeroed."""
-        return [norm for found in self._zeroings.values() for norm in found.norms]
+        return [found.norm for found in self._zeroed]
 
     def told(self, losses: Sequence[float], norms: Sequence[float]) -> tuple[Sequence[float], int]:
         """Return the step's gradients at the loss, and the number of its zeroed passes.
@@ -115,13 +108,12 @@ class Passes:
             losses: `losses`, on the host.
             norms: `norms`, on the host.
         """
-        left = iter(norms)
-        first, passes = 0, Counter[int]()
-        for last, found in self._zeroings.items():
-            own = [*islice(left, len(found.norms))]
-            if found.is_other or not all(map(math.isfinite, own)):
-                first = sum(task <= last for task in self._counted())
-                passes.clear()
-            else:
-                passes += found.passes
-        return losses[first:], 0 if self.meant else max(passes.values(), default=0)
+        others = [
+            max(found.tasks)
+            for found, norm in zip(self._zeroed, norms, strict=True)
+            if found.is_other or not math.isfinite(norm)
+        ]
+        last = max(others, default=-1)
+        first = sum(task <= last for task in self._counted())
+        zeroed = {task for found in self._zeroed for task in found.tasks if task > last}
+        return losses[first:], 0 if self.meant else len(zeroed)

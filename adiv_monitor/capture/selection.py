@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin, is_lazy
 
 from adiv_monitor.capture.weights.pieces import (
     Parts,
@@ -117,12 +117,12 @@ class Place:
     module: nn.Module
     name: str
 
-    @property
+    @cached_property
     def full_name(self) -> str:
         """The parameter's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
-    @property
+    @cached_property
     def home(self) -> tuple[str, str]:
         """The path and name of the parameter before torch's parametrization moved it."""
         owner, moved, rest = f".{self.full_name}".partition(".parametrizations.")
@@ -193,6 +193,11 @@ class Selection:
             dict.fromkeys(place.path for places in self.places.values() for place in places)
         )
 
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """The numbers of elements of the trained parameters, by id."""
+        return {id(p): elements(p) for p in self.trained}
+
     def is_due(self, layer: Layer) -> bool:
         """Return whether a layer is due in this step, as its first parameter is."""
         return self.due is None or id(layer.pieces[0].parameter) in self.due
@@ -250,7 +255,9 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Return an iterator over the model's trainable parameters, each once."""
     held = held_in_place_of(model)
-    return (held.get(id(p), p) for p in model.parameters() if p.requires_grad)
+    every = (p for module in model.modules() for p in module._parameters.values())
+    found = {id(p): p for p in every if p is not None and p.requires_grad}
+    return iter([held.get(key, p) for key, p in found.items()])
 
 
 def paths_of_parameters(model: nn.Module) -> dict[int, str]:
@@ -379,7 +386,7 @@ def listed(paths: Sequence[str]) -> str:
 
 def elements(parameter: Tensor) -> int:
     """Return the number of elements of a parameter; 0 if it is lazy."""
-    return 0 if is_lazy(parameter) else parameter.numel()
+    return 0 if isinstance(parameter, UninitializedTensorMixin) else parameter.numel()
 
 
 def _unusable(parameter: Tensor, *, parallel: bool) -> str | None:
