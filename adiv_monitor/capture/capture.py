@@ -7,6 +7,7 @@ gradients. `layers` maps each use to its layer.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer, Selection, listed, named_modules
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.pieces import Pieces
+from adiv_monitor.capture.weights.pieces import Piece, Pieces, overlap
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.capture.world import world_size
@@ -61,14 +62,15 @@ class Capture:
         selection: the parameters to watch.
         layers: the layers found so far.
         rows: the rows of the watched layers, by path.
-        watching: finds the uses.
+        watching: finds the uses, and the first module that runs.
         without_rule: the parameters without a rule.
         plan: the modules with known uses.
+        pieces: all pieces of parameters that were seen.
         passes: follows the backward passes.
         unreached: by path of a layer without a gradient, why it has none.
         removed: parameters that got a gradient in the backward pass, and have none any more.
         evaluated: see `StepReport.evaluated`.
-        next_batch: `batch` of the next training step's forward pass; empty: not known.
+        next_batch: sums of the batch of the next training step; empty: not known.
         without_gradient: ids of the parameters without a gradient as the hooks were removed.
         frozen: ids of the parameters that did not require one.
     """
@@ -94,11 +96,12 @@ class Capture:
         self.selection = selection
         self.plan = plan
         is_watched = plan is None or bool(plan.watched)
-        self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
+        provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
+        self.pieces = provenance.pieces
         self.without_rule = ParametersWithoutRule(selection, context.guard)
         self.forwards = Forwards.of(selection, context.guard, plan)
         names = Names(model, selection, self.forwards)
-        self.layers = Layers(names, self._provenance, chooser, context)
+        self.layers = Layers(names, provenance, chooser, context)
         self.rows = self.layers.rows
         self._catch = Catch(self.layers, self.forwards, self.without_rule)
         self.watching = Watching(
@@ -108,11 +111,6 @@ class Capture:
     def attach(self) -> None:
         """Put hooks on the modules. `detach` removes them, even if this method raises."""
         self.forwards.watch(self.watching)
-
-    @property
-    def pieces(self) -> Pieces:
-        """All pieces of parameters that were seen."""
-        return self._provenance.pieces
 
     def detach(self) -> None:
         """Remove every hook; hooks in graphs that are already built become inactive."""
@@ -137,18 +135,8 @@ class Capture:
         owners, calls = set(self.selection.owners), self.watching.record.calls
         return next((calls[module] for module in calls if module in owners), 0)
 
-    @property
-    def first(self) -> nn.Module | None:
-        """The first module with parameters that ran."""
-        return self.watching.first
-
-    @property
-    def batch(self) -> tuple[Tensor, ...]:
-        """Sums of the tensors that entered the first module that ran; see `sums_of`."""
-        return self.watching.batch
-
     def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Take the same sums of the arguments with which `first` runs in the next step."""
+        """Take `sums_of` the arguments with which the first module runs in the next step."""
         self.next_batch = sums_of(args, kwargs)
 
     def finish(self) -> dict[Layer, LayerRows]:
@@ -161,10 +149,9 @@ class Capture:
         found: dict[Layer, LayerRows] = {}
         lost: dict[Layer, str] = {}
         is_alone = world_size() == 1
-        for layer in self.layers.in_order():
-            rows = self.rows.get(layer.path)
-            if rows is None:
-                continue
+        for rows in sorted(self.rows.values(), key=attrgetter("layer.place")):
+            layer = rows.layer
+            rows.is_shared = False  # of an earlier attempt
             if len(rows.tasks) > 1:
                 rows.settle()
             # The first parameter has a gradient nearly always.
@@ -183,9 +170,21 @@ class Capture:
                 self.unreached[layer.path] = why
         self.evaluated = tuple(_evaluated(self._model)) if self._catch.modes == {False} else ()
         self.passes.meant = is_alone and self.watching.differentiates_inputs
-        for path in self.layers.shared(found, self.without_rule.unmeasured):
-            self.rows[path].is_shared = True
+        self._share(found)
         return found
+
+    def _share(self, reached: Mapping[Layer, LayerRows]) -> None:
+        """Mark the layers that share at least one parameter entry with another use."""
+        elsewhere = self.without_rule.unmeasured
+        users: dict[int, list[tuple[LayerRows, Piece]]] = defaultdict(list)
+        for layer, rows in reached.items():
+            for piece in layer.pieces:
+                users[id(piece.parameter)].append((rows, piece))
+        for key, uses in users.items():
+            pieces = [piece for _, piece in uses] if uses[1:] else []
+            if key in elsewhere or (pieces and overlap(pieces[0].parameter, pieces)):
+                for rows, _ in uses:
+                    rows.is_shared = True
 
     def cut_off(self) -> list[nn.Parameter] | None:
         """Return the parameters that are cut off from the loss; None: not known in this step.
@@ -199,11 +198,9 @@ class Capture:
         for key, places in self.selection.places.items():
             for place in places:
                 held[place.module].append(self.selection.held[key])
-        removed = set(map(id, self.removed))
-        reached = {
-            module: any(p.grad is not None or id(p) in removed for p in several)
-            for module, several in held.items()
-        }
+        trained = {id(p) for p in self.selection.parameters if p.grad is not None}
+        trained.update(map(id, self.removed))
+        reached = {m: not trained.isdisjoint(map(id, several)) for m, several in held.items()}
         return [p for module in self.forwards.runs.cut_off(reached) for p in held[module]]
 
     def tell(self, trace: Trace) -> None:

@@ -103,7 +103,7 @@ class Check:
         v = None if layer.weight is None else self._vectors(layer, features, use)
         like = use.bias if use.weight is None else use.weight
         assert like is not None
-        with torch.no_grad(), without_autocast(like):
+        with without_autocast(like):
             if v is not None and len(v) > 1 and rows.chosen is not None:
                 # There are as many products as activations: only the bias is checked.
                 v, is_number = None, not isinstance(bias, Tensor)
