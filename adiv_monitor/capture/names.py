@@ -18,19 +18,14 @@ _MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class without torch's prefix: "Linear" for an `FSDPLinear`."""
-    kind: type = type(module)
-    return _name_of(kind)
+    return _name_of(type(module))
 
 
 @cache
 def _name_of(kind: type) -> str:
-    while own := next((b for b in kind.__bases__ if kind.__name__ in _made_of(b)), None):
-        kind = own
-    return kind.__name__
-
-
-def _made_of(kind: type) -> list[str]:
-    return [f"{prefix}{kind.__name__}" for prefix in _MADE]
+    made = {f"{prefix}{base.__name__}": base for base in kind.__bases__ for prefix in _MADE}
+    own = made.get(kind.__name__)
+    return kind.__name__ if own is None else _name_of(own)
 
 
 class Names:

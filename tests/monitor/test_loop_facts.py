@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture import passes
 
 
 class Net(nn.Module):
@@ -100,25 +98,24 @@ def test_a_model_left_in_eval_mode(asked: dict[str, Any], wrap: Callable[..., nn
     assert found == [set(), set(), set(CHANGED), set(CHANGED)]
 
 
-def test_parts_in_eval_mode_are_meant() -> None:
+def in_parts(model: Net) -> None:
+    """Keep statistics frozen on purpose."""
+    model.norm.eval()
+
+
+def after_an_evaluation(model: Net) -> None:
+    """Evaluate with gradients on."""
+    model.eval()
+    loss_of(model)
+    model.train()
+
+
+@pytest.mark.parametrize("look", [in_parts, after_an_evaluation])
+def test_what_is_no_training_in_eval_mode(look: Callable[[Net], None]) -> None:
     model = Net()
 
     def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        model.norm.eval()
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
-    assert [report.evaluated for report in reports_of(model, step)] == [()] * 4
-
-
-def test_an_evaluation_with_gradients_on_is_no_training_in_eval_mode() -> None:
-    model = Net()
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        model.eval()
-        loss_of(model)
-        model.train()
+        look(model)
         optimizer.zero_grad()
         loss_of(model).backward()
         optimizer.step()
@@ -311,57 +308,6 @@ def test_passes_of_another_networks_step_are_none_of_this_one(first: str) -> Non
     reports = reports_of(critic, step, 3, loss=criterion)
     told = [(report.loss_gradients, report.zeroed_passes) for report in reports]
     assert told == [((0.5, 0.5), 0)] * 3
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_loss_among_the_outputs(known: bool) -> None:
-    """Without the loss that the loop differentiates, no gradient at it is known."""
-    model, criterion = two_layers(), nn.CrossEntropyLoss()
-
-    def loss(output: Tensor) -> Tensor:
-        return output if known else output.detach().requires_grad_() + 0
-
-    with_loss = nn.Sequential(model, WithTargets(criterion))
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        optimizer.zero_grad()
-        (with_loss(batch(number)) / 2).backward()
-        optimizer.step()
-
-    reports = reports_of(with_loss, step, 3, loss=loss)
-    assert [report.loss_gradients for report in reports] == [(0.5,) if known else ()] * 3
-
-
-class WithTargets(nn.Module):
-    """A criterion that knows its targets."""
-
-    def __init__(self, criterion: nn.Module) -> None:
-        super().__init__()
-        self.criterion = criterion
-
-    def forward(self, outputs: Tensor) -> Tensor:
-        loss: Tensor = self.criterion(outputs, TARGETS)
-        return loss
-
-
-def test_losses_have_hooks_in_measured_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, criterion = two_layers(), nn.CrossEntropyLoss()
-    hooked: list[int] = []
-    put_on = passes.on_gradient
-
-    def counted(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        hooked[-1] += 1
-        return put_on(tensor, hook)
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        hooked.append(0)
-        optimizer.zero_grad()
-        criterion(model(batch(number)), TARGETS).backward()
-        optimizer.step()
-
-    monkeypatch.setattr(passes, "on_gradient", counted)
-    reports_of(model, step, every_n_steps=2, loss=criterion)
-    assert hooked == [0] * 4 + [1, 0] * 2
 
 
 # --- the batches ----------------------------------------------------------------------------------

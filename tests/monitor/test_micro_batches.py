@@ -21,8 +21,7 @@ def loss_of_part(model: nn.Module, batch: tuple[Tensor, Tensor], part: slice) ->
 FIRST, SECOND = slice(0, 3), slice(3, 6)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
+def test_a_micro_batch_that_asks_for_nothing() -> None:
     """A zero gradient has no defined factor; its rows are zero-gradient rows."""
     model, batch = mlp()
 
@@ -31,9 +30,6 @@ def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
             (weight * loss_of_part(model, batch, part)).backward()
 
     alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
-    if hooked:
-        for parameter in model.parameters():
-            parameter.register_hook(lambda g: 1.0 * g)
     found = one_step(model, in_turn)
     same(found, alone, but=("idle_share",))
     assert not found.notes
@@ -182,22 +178,6 @@ def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
     assert any("holds more than these rows" in note for note in report.notes)
     for reading in report.layers.values():  # plain gradient descent
         assert reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)
-
-
-def test_gradients_zeroed_after_others_were_clipped() -> None:
-    """Each pass checks anew whether the gradient was zeroed."""
-    model, batch = mlp()
-    parts = slice(0, 2), slice(2, 4), SECOND
-
-    def in_turn(model: nn.Module) -> None:
-        loss_of_part(model, batch, parts[0]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        loss_of_part(model, batch, parts[1]).backward()
-        model.zero_grad(set_to_none=False)
-        loss_of_part(model, batch, parts[2]).backward()
-
-    alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
-    same(one_step(model, in_turn), alone)
 
 
 def test_the_ceiling_forgets_what_was_zeroed() -> None:
