@@ -18,7 +18,8 @@ _MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class without torch's prefix: "Linear" for an `FSDPLinear`."""
-    return _name_of(type(module))
+    kind: type = type(module)
+    return _name_of(kind)
 
 
 @cache
