@@ -77,12 +77,14 @@ class ParameterSteps:
             if piece.view is None:
                 self._whole[of] = key
             self._gamma[key] = piece.own(gradients[of])
-        flat = self._made(self._values())
+        values = self._values()
+        # On a CPU large gradients are read where they are; elsewhere θ comes over the copy of γ.
+        self._reads = not self.has_copies and any(value.is_cpu for value in values.values())
+        flat = Flat(values, self._gamma) if self._reads else self._made(values)
         self._copied: Flat | None = flat  # γ
         flat.apply(torch._foreach_copy_, self._gamma)
         self._given, self._gamma = self._gamma, flat.views
-        squares = flat.squares()
-        self.products: PieceNumbers[Tensor] = PieceNumbers(tuple(flat.keys), squares)
+        self.products: PieceNumbers[Tensor] = PieceNumbers(flat.keys, flat.squares())
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -90,7 +92,7 @@ class ParameterSteps:
     def keep_parameters(self) -> None:
         """Copy the parameters before an optimizer step, over the copy of γ if it is not needed."""
         values = self._values()
-        if self.has_copies:
+        if self.has_copies or self._reads:
             self._before = self._made(values)
         else:
             self._before, self._copied, self._gamma = self._copied, None, self._given
@@ -151,10 +153,13 @@ class ParameterSteps:
         self.products.w_w = w.dots(w) if self._keeps_update else w.squares()
         if self._copied is not None:
             self.products.w_gamma = w.dots(self._copied)
-            changed = self._copied.differs(self._given)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
             self.products.w_gamma = w.sums()
+        if self.has_copies:
+            assert self._copied is not None
+            changed = self._copied.differs(self._given)
+        else:
             changed = torch.tensor(self._at_first != _versions(self._given.values()))
         self._given = {}
         return changed
@@ -178,8 +183,8 @@ class ParameterSteps:
 
     def _release(self) -> None:
         """Release all copies; on a CPU the next step uses their memory again."""
-        flats = [x for x in dict.fromkeys((self._before, self._taken, self._copied)) if x]
-        self._history.flats = [x for x in flats if all(b.is_cpu for b in x.buffers)]
+        flats = dict.fromkeys((self._before, self._taken, None if self._reads else self._copied))
+        self._history.flats = [x for x in flats if x and all(v.is_cpu for v in x.views.values())]
         self._before = self._copied = None
         self._gamma = self._given = {}
 
