@@ -15,7 +15,7 @@ from typing import Generic
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.pieces import Piece, gradient
+from adiv_monitor.capture.weights.pieces import Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths.sums import T
@@ -120,11 +120,18 @@ class ParameterSteps:
     def update_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return w of a parameter after the optimizer's step; None if there is no copy of it."""
         key = self._whole.get(id(parameter))
-        return None if key is None else to_compute_dtype(self.taken(self._pieces[key]))
+        return None if key is None else to_compute_dtype(self.taken[key])
 
-    def gamma(self, piece: Piece) -> Tensor:
-        """Return γ of a piece."""
-        return self._gamma[piece.key]
+    @property
+    def gamma(self) -> Parts:
+        """γ of every piece."""
+        return self._gamma
+
+    @property
+    def taken(self) -> Parts:
+        """The subtracted update w = θ before − θ of every piece."""
+        assert self._taken is not None
+        return self._taken.views
 
     def stepped(self) -> None:
         """Take the updates after the optimizer's step."""
@@ -136,11 +143,6 @@ class ParameterSteps:
             taken.apply(torch._foreach_copy_, self._before.views)
         taken.apply(torch._foreach_sub_, values)
         self._history.flats.clear()  # no more are needed
-
-    def taken(self, piece: Piece) -> Tensor:
-        """Return the subtracted update w = θ before − θ of a piece."""
-        assert self._taken is not None
-        return self._taken.views[piece.key]
 
     def finish_update(self) -> Tensor:
         """Take the products of w, and return whether `.grad` has changed since its copy.
