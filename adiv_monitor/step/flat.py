@@ -1,7 +1,7 @@
 """Many tensors end to end in one buffer, so that one operation serves all of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -22,30 +22,30 @@ _LARGE, _CACHED = 2**17, 2**16
 class Flat:
     """Tensors in one buffer for each dtype and device, with sums of products by tensor.
 
-    On a CPU, large tensors are not in a buffer.
+    On a CPU, large tensors have memory of their own, or are read where they are.
 
     Args:
         like: the tensors whose shapes, dtypes and devices the parts have, by key.
-        read: the tensors themselves, by key, that are the parts which are not in a buffer.
 
     Attributes:
         keys: the keys, in the order of the sums.
-        views: the parts, by key.
+        views: the parts, by key, once they are taken.
+        buffers: one for each dtype and device.
     """
 
-    def __init__(
-        self, like: Mapping[int, Tensor], read: Mapping[int, Tensor] | None = None
-    ) -> None:
+    def __init__(self, like: Mapping[int, Tensor]) -> None:
         self._like = _described(like)
-        self._large = [key for key, x in like.items() if x.is_cpu and x.numel() >= _LARGE]
+        self._large = tuple(key for key, x in like.items() if x.is_cpu and x.numel() >= _LARGE)
         alike: dict[object, list[int]] = defaultdict(list)
-        for key in [key for key in like if key not in set(self._large)]:
+        for key in [key for key in like if key not in self._large]:
             alike[like[key].shape, like[key].stride()].append(key)
         kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
         for key in chain(*alike.values()):  # at equal distances, to be stacked without a copy
             kinds[like[key].dtype, like[key].device][key] = like[key]
+        self._kinds = [tuple(kind) for kind in kinds.values()]
+        self.keys = (*chain(*self._kinds), *self._large)
         self.views: dict[int, Tensor] = {}
-        self._buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self._lengths: list[Tensor] = []  # in lines, of each tensor of a buffer
         for kind in kinds.values():
             lines = [-(-tensor.numel() // _LINE) for tensor in kind.values()]
@@ -55,45 +55,58 @@ class Flat:
             for (key, tensor), length in zip(kind.items(), lines, strict=True):
                 self.views[key] = _view(buffer, start, tensor)
                 start += length * _LINE
-            self._buffers.append(buffer)
+            self.buffers.append(buffer)
             self._lengths.append(torch.tensor(lines).to(buffer.device, non_blocking=True))
-        for key in self._large:
-            self.views[key] = torch.empty_like(like[key]) if read is None else read[key]
-        self.keys = tuple(self.views)
-        own = () if read is not None or not self._large else (tuple(self._large),)
-        self._kinds = (*map(tuple, kinds.values()), *own)  # that are written to together
+        self._memory: dict[int, Tensor] = {}  # of the large ones
 
     def fits(self, like: Mapping[int, Tensor]) -> bool:
         """Whether the parts are as those of other tensors; then their memory can be used again."""
         # Tensors that were made in inference mode can't be written to outside of it.
-        usable = not any(view.is_inference() for view in self.views.values())
+        usable = not any(x.is_inference() for x in (*self.buffers, *self._memory.values()))
         return usable and self._like == _described(like)
+
+    def take(self, tensors: Mapping[int, Tensor], *, read: bool = False) -> None:
+        """Copy tensors, by key; large ones that are only read become the parts themselves."""
+        if read:
+            self._memory.clear()
+        elif not self._memory:
+            self._memory = {key: torch.empty_like(tensors[key]) for key in self._large}
+        for key in self._large:
+            self.views[key] = tensors[key] if read else self._memory[key]
+        self.apply(torch._foreach_copy_, tensors, self._kinds if read else None)
+
+    def release(self) -> None:
+        """Refer to no other tensors any more."""
+        for key in self._large:
+            self.views.pop(key, None)
 
     def apply(
         self,
         function: Callable[..., object],
         others: Mapping[int, Tensor],
+        kinds: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         """Call a `_foreach` function that writes to the parts, with other tensors by key."""
-        for kind in self._kinds:
-            function([self.views[key] for key in kind], [others[key] for key in kind])
+        for kind in (*self._kinds, self._large) if kinds is None else kinds:
+            if kind:
+                function([self.views[key] for key in kind], [others[key] for key in kind])
 
     def dots(self, other: "Flat") -> tuple[Float[Tensor, " tensors"], ...]:
         """Return ⟨a, b⟩ of each tensor with its counterpart, in the order of `keys`, in parts."""
-        pairs = zip(self._buffers, other._buffers, strict=True)
+        pairs = zip(self.buffers, other.buffers, strict=True)
         of_buffers = self._by_tensor(_line_dots(a, b) for a, b in pairs)
         return of_buffers + self._of_large(other)
 
     def squares(self) -> tuple[Float[Tensor, " tensors"], ...]:
         """Return ‖a‖² of each tensor, as `dots` does; it reads the buffer once."""
-        lines = ((buffer.view(-1, _LINE), compute_dtype(buffer)) for buffer in self._buffers)
+        lines = ((buffer.view(-1, _LINE), compute_dtype(buffer)) for buffer in self.buffers)
         norms = (torch.linalg.vector_norm(of, dim=1, dtype=dtype) for of, dtype in lines)
         return self._by_tensor(wide(norm).square() for norm in norms) + self._of_large(self)
 
     def sums(self) -> tuple[Float[Tensor, " tensors"], ...]:
         """Return the sum of each tensor's entries, one vector for each buffer."""
         return self._by_tensor(
-            buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self._buffers
+            buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self.buffers
         )
 
     def differs(self, others: Mapping[int, Tensor]) -> Tensor:

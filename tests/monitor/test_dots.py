@@ -24,9 +24,9 @@ def test_tensors_in_one_buffer_have_their_own_sums(
         for _ in range(2)
     )
     b[1] = torch.randn(3, 400, dtype=dtype)  # of another order in memory
-    one, other = flat.Flat(a), flat.Flat(a, b)
-    one.apply(torch._foreach_copy_, a)
-    other.apply(torch._foreach_copy_, b)
+    one, other = flat.Flat(a), flat.Flat(a)
+    one.take(a)
+    other.take(b, read=True)
     assert other.views[1] is b[1], "a large one is not copied"
     for found, first, second in ((one.squares(), a, a), (one.dots(other), a, b)):
         expected = [(first[i].double() * second[i].double()).sum() for i in one.keys]
