@@ -86,8 +86,8 @@ class Features:
         """Return the features of these rows and those of other calls of the same layer."""
         if not others:
             return self
-        parts = [features._tensors for features in (self, *others)]
-        return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+        parts = [vars(features) for features in (self, *others)]
+        return self._with({name: torch.cat([p[name] for p in parts]) for name in self._tensors})
 
     def _with(self: F, tensors: dict[str, Any]) -> F:
         return replace(self, **tensors)  # type: ignore[type-var]
@@ -106,8 +106,8 @@ class Features:
         """Return the features of several layers: tensors get a first dimension of layers."""
         if not others:
             return self._with({name: tensor[None] for name, tensor in self._tensors.items()})
-        parts = [features._tensors for features in (self, *others)]
-        return self._with({name: torch.stack([p[name] for p in parts]) for name in parts[0]})
+        parts = [vars(features) for features in (self, *others)]
+        return self._with({name: torch.stack([p[name] for p in parts]) for name in self._tensors})
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
