@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.catch import at_gradient, trained_of
 from adiv_monitor.capture.forwards import Forward, FunctionToCall
-from adiv_monitor.capture.gathering import as_view, trained_of
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import winners
@@ -25,7 +25,7 @@ from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, unroll, uses_of
-from adiv_monitor.features.rows import Index, Rows, behind_view, joined, to_device
+from adiv_monitor.features.rows import Index, Rows, joined, to_device
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.rerun.randomness import Randomness
@@ -170,14 +170,7 @@ class ProbeRows(SecondPass):
         found = self._z[path]
         return joined(found) if len(found) == len(self._known[path].rows) else None
 
-    def use(
-        self,
-        use: Use,
-        output: Tensor,
-        known: Layer | str | None = None,
-        *,
-        checked: bool = True,
-    ) -> None:
+    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take the rows of a use."""
         if self._attentions is not None:
             self._attentions.used(use, output, self._forwards)
@@ -185,9 +178,7 @@ class ProbeRows(SecondPass):
         if layer is None:
             return
         call = self._take(layer, use.layout(output), use.features)
-        viewed, layout = behind_view(output), use.layout
-        if viewed is not output:
-            layout = partial(as_view, layout, output.shape, output.stride())
+        viewed, layout = at_gradient(output, use.layout)
         if call is not None:
             self._ask([viewed], lambda g: call.arrive(None if g[0] is None else layout(g[0])))
 

@@ -3,8 +3,8 @@
 The events of a step, what handles them, and what holds a layer afterwards:
 
     before the forward pass    `arm` puts hooks on the modules
-    a module runs              `capture/gathering.py`, `Gathering.use`: a `Call`, with Φ and z
-    the backward pass          `Gathering._on_gradient`, `Accumulation._after`: the call has G
+    a module runs              `capture/catch.py`, `Catch.use`: a `Call`, with Φ and z
+    the backward pass          `Catch._arrives`: the call has G
     the optimizer's step       `step_begins` → `MeasuredStep.gradient_is_final`: `Capture.finish`
         begins                 gives `LayerRows`; `FinalGradient.begin` computes e:
                                `LayerInProgress`

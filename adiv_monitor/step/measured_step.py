@@ -219,7 +219,7 @@ class MeasuredStep:
             self._flags,
             loss_gradients=tuple(passes.losses),
             zeroed=tuple(passes.norms),
-            batch=self._capture.batch,
+            batch=self._capture.watching.batch,
             next_batch=self._capture.next_batch,
         )
         found = fetch(

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.selection import FROZEN
+from adiv_monitor.capture.coverage import FROZEN
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
