@@ -27,7 +27,7 @@ from adiv_monitor.probe.rows import LayerOnProbe, ProbeRows
 from adiv_monitor.probe.run import run, why_not
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
-from adiv_monitor.step.row_moves import Change, act, added
+from adiv_monitor.step.vectors import Change
 
 T = TypeVar("T")
 _NO_ATTENTION = (
@@ -188,7 +188,7 @@ class ProbeStep:
         """Take the change of a layer's weight and bias."""
         layer = self._layers.get(path)
         if layer is not None:
-            layer.d = added(*act(change, layer.features))
+            layer.d = layer.features.move(*change)
 
     def updated(self) -> None:
         """Run the model with the parameters half-way and after the step."""
