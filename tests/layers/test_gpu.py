@@ -185,8 +185,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["affine-like", "norm-like"])
 @pytest.mark.parametrize(
-    ("case", "layout"),
-    [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]],
+    ("case", "layout"), [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]]
 )
 def test_patch_norm(case, layout, form, dtype, monkeypatch):
     shape, weight_shape, *settings = CONV[case]
@@ -215,8 +214,7 @@ def test_gradient_only(shape, dtype, form, monkeypatch):
 
 @pytest.mark.parametrize("form", ["proportional", "disproportional"])
 @pytest.mark.parametrize(
-    ("case", "layout"),
-    [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]],
+    ("case", "layout"), [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]]
 )
 def test_gradient_only_conv(case, layout, form, monkeypatch):
     shape, weight_shape, *settings = CONV[case]

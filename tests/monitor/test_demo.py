@@ -43,10 +43,7 @@ class Story(NamedTuple):
 
 def told(folder: Path, *arguments: str) -> Story:
     """Run the demo in a folder; its logs go to runs/ in it."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as out,
-    ):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["demo.py", *arguments])
         loaded().main()

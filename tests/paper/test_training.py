@@ -159,7 +159,4 @@ def test_banks_of_a_learning_rate_are_updated_together() -> None:
         ([*map(int, [*m.values, *m.means, *m.squares])], [len(g) for g in gradients], m.rate)
         for m, gradients in by_rate(updates)
     ]
-    assert found == [
-        ([0, 2, 3, 0, -2, -3, 0, 20, 30], [0, 2, 3], 0.1),
-        ([1, -1, 10], [1], 0.2),
-    ]
+    assert found == [([0, 2, 3, 0, -2, -3, 0, 20, 30], [0, 2, 3], 0.1), ([1, -1, 10], [1], 0.2)]
