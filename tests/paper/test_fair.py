@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 import fair
 import fair_report
-from cifar import held_out, synthetic
+from cifar import synthetic
 from experiment import Experiment
 from fair_report import Arm, accuracies, best, curves, difference, text
 from training import Run, Setting
@@ -36,21 +36,6 @@ def run(arm: Arm, rate: float, accuracy: float, seed: int = 0) -> Run:
         "depth": 2,
         "data": "x",
     }
-
-
-def test_the_grid_is_of_half_decades() -> None:
-    assert [fair.rate(k) for k in range(-4, 3)] == [0.01, 0.03, 0.1, 0.3, 1, 3, 10]
-
-
-def test_images_held_out_are_not_trained_on() -> None:
-    data = synthetic(train=60, test=10)
-    apart = held_out(data, 20)
-    assert apart.train.shape[0] == 40 and apart.test.shape[0] == 20
-    assert "held out" in apart.source and "held out" not in data.source
-    rows = torch.cat([apart.train, apart.test]).tolist()
-    labels = torch.cat([apart.train_labels, apart.test_labels]).tolist()
-    expected = zip(data.train.tolist(), data.train_labels.tolist(), strict=True)
-    assert sorted(zip(rows, labels, strict=True)) == sorted(expected)
 
 
 class Tuned(Experiment):
@@ -144,25 +129,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("--resume") == found
     with pytest.raises(SystemExit):
         command()
-
-
-def test_the_papers_setting_has_files_of_its_own(tmp_path: Path) -> None:
-    kind = fair.Kind("adam", "unit")
-    assert (fair.Kind().name, kind.name) == ("fair", "fair-adam-unit")
-    assert fair.Kind(depth=6).name == "fair-depth6"
-    assert [each.depth for each in fair.settings({TANH: [1.0]}, 1, fair.Kind(depth=6))] == [6]
-    (setting,) = fair.settings({TANH: [0.01]}, 1, kind)
-    assert (setting.optimizer, setting.pixels) == ("adam", "unit")
-    for optimizer, grids in fair.GRIDS.items():
-        claims = (*fair_report.STATED[optimizer], *fair_report.LATER[optimizer])
-        assert {name for claim in claims for name in claim[:2]} <= set(grids)
-        assert set(grids) <= set(fair_report.ORDER)
-
-
-def test_a_best_beyond_the_grid_widens_it() -> None:
-    """An earlier run with fewer seeds had widened it, and its best is still the best."""
-    places = list(fair.GRIDS["sgd"]["layernorm"])
-    steps = 0
-    while fair.widen(places, fair.rate(-2), fair.GRIDS["sgd"]["layernorm"]):
-        steps += 1
-    assert steps == 2 and places == [-6, -5, -4, -3, -2, -1]
