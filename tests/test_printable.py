@@ -151,7 +151,6 @@ def test_nothing_that_steers_is_in_a_page(tmp_path: Path) -> None:
     texts = [page(made), both, (tmp_path / "run.html").read_text()]
     assert [steers(text) for text in texts] == [[], [], []]
     data = re.search(r'id="heat-data">(.*?)</script>', texts[0], re.DOTALL)
-    assert data is not None
     layers = json.loads(data[1])["layers"]
     assert layers == [printable(STEERING), "b"] and not any(map(steers, layers))
 

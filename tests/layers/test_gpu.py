@@ -72,7 +72,6 @@ def test_triton_works_here():
     """Triton works: a kernel that does not start raises here, where a layer would fall back."""
     x = torch.ones(2, 3, device="cuda")
     kernels = choice.kernels_for(x)
-    assert kernels is not None
     kernels.UnitRows.apply(x, Correction(1.0, 1.0, 1.0, 1.0), torch.float32)
 
 

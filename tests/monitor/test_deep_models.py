@@ -124,7 +124,6 @@ def test_a_model_nearly_as_deep_as_hooks_allow_is_measured(name: str, every: int
         expected, _ = train(name, depth, None)
         found, monitor = train(name, depth, every)
         assert all(map(torch.equal, found, expected))
-        assert monitor is not None
         assert [report.step for report in monitor.reports] == list(range(0, 4, every))
         assert all(report.coverage == 1.0 for report in monitor.reports)
         assert not any(report.notes for report in monitor.reports)

@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 def loaded() -> ModuleType:
     """Return the demo as a module, with two seeds instead of five."""
     spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.SEEDS = 2

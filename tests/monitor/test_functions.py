@@ -177,7 +177,6 @@ def seen(
     lead = leaves[of.path]
     for use, made in found(lambda: model.called(leaves, *inputs), leaves.values()):
         source = use.bias if use.weight is None else use.weight
-        assert source is not None
         if source is lead or source._base is lead:
             return use, made.detach()
     raise AssertionError(f"no rule for {of.path}")
@@ -246,7 +245,6 @@ def test_what_has_no_rule_is_measured_with_its_module(name: str) -> None:
     with Monitor(model, optimizer, on_error="raise") as monitor:
         loss_of(model(torch.linspace(-1.0, 2.0, 15).double().reshape(5, 3))).backward()
         optimizer.step()
-    assert monitor.latest is not None
     assert [reading.kind for reading in monitor.latest.layers.values()] == ["module"]
 
 
@@ -282,7 +280,6 @@ def test_the_ceiling_of_the_same_call_again_is_that_of_one(name: str) -> None:
             for _ in range(calls):
                 loss_of(model(*inputs)).backward()
             optimizer.step()
-        assert monitor.latest is not None
         found.append(monitor.latest.layers["w"].attainable_cosine)
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] < 0.999
@@ -301,7 +298,6 @@ def test_half_precision(name: str) -> None:
         with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
             loss_of(model(*inputs)).backward()
             optimizer.step()
-        assert monitor.latest is not None
         found.append(monitor.latest.layers)
     full, half = found
     assert full.keys() == half.keys()
@@ -334,7 +330,6 @@ def test_grouped_products_of_torch_itself(function: Callable[..., Tensor]) -> No
         with Monitor(model, optimizer, on_error="raise") as monitor:
             loss_of(model(x)).backward()
             optimizer.step()
-        assert monitor.latest is not None
         assert monitor.latest.coverage == 1.0
         readings.append(monitor.latest.layers["w"])
     assert readings[0].kind == "experts"

@@ -172,7 +172,6 @@ def test_frozen_unreached_and_foreign_parameters() -> None:
         model["foreign"](model["used"](hidden)).square().sum().backward()
         optimizer.step()
     report = monitor.latest
-    assert report is not None
     assert report.layers.keys() == {"partly", "used"}
     assert report.layers["partly"].scale_mean == 1  # only the bias is trained
     assert report.layers["partly"].bias_share == 1
@@ -244,7 +243,6 @@ def test_each_parameter_of_a_module_has_its_own_reason() -> None:
     with Monitor(model, optimizer, on_error="raise") as monitor:
         (model(torch.randint(11, (8,))) * model.outside).square().mean().backward()
         optimizer.step()
-    assert monitor.latest is not None
     why = monitor.latest.unsupported
     assert why["refused"].startswith("sparse=True")
     assert why["unused"] == "no gradient reached it in this step"
@@ -285,7 +283,6 @@ def test_branches_with_old_or_zero_gradients(zero: bool, watched: bool, called: 
             (out + other if step < first_left_out else out).square().sum().backward()
             optimizer.step()
     report = monitor.latest
-    assert report is not None
     assert report.layers.keys() == {"always"}
     assert report.unmeasured == {"branch.weight": 12, "branch.bias": 3}
     (reason,) = report.unsupported.values()

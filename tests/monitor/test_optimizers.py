@@ -40,7 +40,6 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
         Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor,
     ):
         optimizer.step(closure)
-    assert monitor.latest is not None
     assert not monitor.latest.layers
     assert "no single gradient belongs to its update" in monitor.latest.notes[0]
     assert len(monitor.latest.notes) == 1  # and none about weights moved before
@@ -48,7 +47,6 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, max_eval=1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
         optimizer.step(closure)
-    assert monitor.latest is not None
     assert len(monitor.latest.layers) == 3
 
 
@@ -135,7 +133,6 @@ def test_a_projection_that_begins_later_is_noticed(change: str, width: int) -> N
     assert readings[2].projection_cosine is None
     assert "weights changed after the optimizer's step" in monitor.reports[2].notes[0]
     for reading in readings[3:]:
-        assert reading.projection_cosine is not None
         assert reading.projection_cosine < 1 - 1e-12
 
 
@@ -366,7 +363,6 @@ def test_an_optimizer_that_moves_the_weights_first_is_refused() -> None:
 
     with Monitor(model, optimizer, on_error="raise") as monitor:
         optimizer.step(closure)
-    assert monitor.latest is not None
     assert not monitor.latest.layers
     assert "as SAM does" in monitor.latest.notes[0]
 

@@ -61,7 +61,6 @@ def test_a_line_and_its_errors() -> None:
 
 def test_a_line_of_one_seed_has_no_error() -> None:
     line = Arm("standard", "tanh", 1e-3, {0: {0: 51}, 1: {0: 47.5}, 2: {0: 50}}).line()
-    assert line is not None
     assert (line.intercept, line.slope) == pytest.approx((50, -0.5))
     assert line.correlation == pytest.approx(-1 / 13**0.5)  # −1 / √(2 · 6.5)
     assert math.isnan(line.slope_error) and math.isnan(line.chance(1))
