@@ -11,9 +11,8 @@ from setups import mlp
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import schedule, times
-from adiv_monitor.step.schedule import Schedule, Unasked, interval
-from adiv_monitor.step.times import StepTimes
+from adiv_monitor.step import schedule
+from adiv_monitor.step.schedule import Schedule, StepTimes, Unasked, interval
 
 
 class Clock:
@@ -173,7 +172,7 @@ def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_resumed_run_knows_what_measuring_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(700)
-    costs = run._bounded.costs()
+    costs = run._bounded.state()["costs"]
     assert costs == pytest.approx([3, 3])
     resumed = Schedule(50, 0.01)
     resumed.resume(costs)
@@ -260,7 +259,7 @@ def test_a_bound_is_a_share(value: object) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_timing_never_synchronises() -> None:
-    steps = times.step_times(torch.ones(1, device="cuda"))
+    steps = schedule.step_times(torch.ones(1, device="cuda"))
     x = torch.randn(2000, 2000, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
