@@ -105,17 +105,8 @@ def test_jsonl_has_words_for_numbers_that_are_not_finite(tmp_path: Path) -> None
     assert "attainable_cosine" not in layer
 
 
-NULS = "\0" * 4096  # as a machine's crash leaves where data had not reached the disk
-TORN = (
-    *('{"step": 3, "cov', '{"st', NULS, '{"step": 3, "cov' + NULS, NULS + "\n", '{"st\0ep": 3}\n'),
-    *(NULS + '0.5, "layers": {}}\n' + NULS, NULS + "\n" + '{"step": 3, "cov'),
-)
-
-
-@pytest.mark.parametrize(
-    ("torn", "lines"),
-    [*((torn, 2) for torn in TORN), *((torn, 0) for torn in TORN if "layers" not in torn)],
-)
+@pytest.mark.parametrize("lines", [0, 2])
+@pytest.mark.parametrize("torn", ['{"step": 3, "cov', '{"st'])
 def test_jsonl_keeps_aside_what_is_no_line(tmp_path: Path, torn: str, lines: int) -> None:
     path = tmp_path / "run.jsonl"
     sink = JsonlSink(path)
@@ -134,7 +125,7 @@ def test_jsonl_keeps_aside_what_is_no_line(tmp_path: Path, torn: str, lines: int
 
 
 @pytest.mark.parametrize(
-    "content", [b"PK\x03\x04\0\0\0", b"\x80\x02\0\n\0x", b'{"step": 1}\nDear diary', b"Dear\0"]
+    "content", [b"PK\x03\x04\0\0\0", b'{"step": 1}\nDear diary', b'{"step": 1}\n\0\0']
 )
 def test_jsonl_cuts_nothing_off_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.pt"
