@@ -1,14 +1,13 @@
 """Checks of the arguments of `Monitor`, with errors that say what is expected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from inspect import signature
 from typing import TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.capture.loss_hook import takes
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.schedule import Unasked
@@ -35,11 +34,14 @@ def check_training(training: Training) -> None:
         if not isinstance(value := getattr(of, name), bool):
             raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
     _check_realised(of.realised, of.optimizer)
-    if of.alignment is not None and not isinstance(of.alignment, Probe):
-        raise TypeError(
-            f"Monitor(alignment=…): got {type(of.alignment).__name__}, expected an "
-            "adiv_monitor.alignment.Probe of the batch to run, or None"
-        )
+    if of.alignment is not None:
+        from adiv_monitor.alignment.probe import Probe
+
+        if not isinstance(of.alignment, Probe):
+            raise TypeError(
+                f"Monitor(alignment=…): got {type(of.alignment).__name__}, expected an "
+                "adiv_monitor.alignment.Probe of the batch to run, or None"
+            )
     _check_layers(of)
     if of.optimizer is not None and not {*trainable(of.model)}.intersection(of.trained()):
         raise ValueError(
@@ -75,7 +77,7 @@ def _check_layers(of: Training) -> None:
         raise TypeError(
             f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
         )
-    if callable(layers) and not _takes_two(layers):
+    if callable(layers) and not takes(layers, "", None):
         raise TypeError(
             "Monitor(layers=…): got a function that does not take two arguments, expected a "
             "predicate (path, module) → bool"
@@ -179,16 +181,6 @@ def _check_realised(realised: object, optimizer: object) -> None:
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "change the weights"
         )
-
-
-def _takes_two(function: Callable[..., object]) -> bool:
-    try:
-        signature(function).bind("", None)
-    except TypeError:
-        return False
-    except ValueError:  # functions written in C may have no signature
-        pass
-    return True
 
 
 def _is_share(value: object) -> bool:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.alarms import Rules
-from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
     DEFAULT_MAX_OVERHEAD,
     DEFAULT_MAX_ROWS,
@@ -42,6 +41,8 @@ from adiv_monitor.step.training import Training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from adiv_monitor.alignment.probe import Probe
 
 _never_attached: WeakSet["Monitor"] = WeakSet()
 _attached: WeakSet["Monitor"] = WeakSet()
@@ -159,7 +160,7 @@ class Monitor:
         attention: bool = False,
         realised: bool | LossOf = False,
         loss: LossOf | None = None,
-        alignment: Probe | None = None,
+        alignment: "Probe | None" = None,
         alarms: Rules = (),
         on_alarm: Literal["warn", "stop"] = "warn",
         sinks: Sequence[Sink] = (),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,12 +27,14 @@ from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
-from adiv_monitor.step.probing import ProbeStep, Probing
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import NO_RATES, Rates
 from adiv_monitor.step.training import Training
 from adiv_monitor.step.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from adiv_monitor.step.probing import ProbeStep
 
 
 @dataclass(eq=False)
@@ -61,7 +63,7 @@ class Armed:
     turn: Turn | None
     guard: Guard
     others: Others
-    hooks: Sequence[ProbeStep | LossHook]
+    hooks: "Sequence[ProbeStep | LossHook]"
     rates: Rates = NO_RATES
     attempts: int = 0
     closure_calls: int | None = None
@@ -147,10 +149,13 @@ class Steps:
         self._history = history
         self._loss = loss
         self._trace = Trace()
-        self._probing: Probing | None = None
+        self._probe: Callable[[Selection], ProbeStep] | None = None
         if measures := training.on_probe:
+            from adiv_monitor.step import probing
+
             given = measures, training.max_rows, generator, failures.tell
-            self._probing = Probing(training.model, training.probe_loss, *given)
+            probe = probing.Probing(training.model, training.probe_loss, *given)
+            self._probe = partial(probing.ProbeStep, probe)
 
     def next(self, number: int, agree: Callable[[str], bool]) -> Armed:
         """Prepare the coming step, without attaching any hooks yet.
@@ -176,7 +181,7 @@ class Steps:
         )
         chooser, pieces = Chooser(training.max_rows, self._generator), self._trace.pieces
         capture = Capture(training.model, selection, chooser, context, plan, pieces)
-        probe = None if self._probing is None else ProbeStep(self._probing, selection)
+        probe = None if self._probe is None else self._probe(selection)
         step = MeasuredStep(
             capture,
             history,

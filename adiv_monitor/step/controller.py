@@ -15,13 +15,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.report import StepReport
@@ -35,6 +34,9 @@ from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import NO_RATES, learning_rates
 from adiv_monitor.step.training import Training
+
+if TYPE_CHECKING:
+    from adiv_monitor.alignment.instrument import Alignment
 
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
@@ -97,6 +99,8 @@ class StepController:
     def _refer(self) -> None:
         """Make the present state the reference point of alignments."""
         if self._training.alignment is not None:
+            from adiv_monitor.alignment.instrument import Alignment
+
             self._alignment = Alignment(self._training.model, self._training.alignment)
             if self._reference is not None:
                 self._alignment.load_state_dict(self._reference)
