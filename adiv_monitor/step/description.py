@@ -41,8 +41,8 @@ def describe(part: RankContribution, armed: Armed, failures: Failures, interval:
         groups={path: group for path, group in groups.items() if group is not None},
         optimizer=rates.optimizer,
         maximize=rates.maximize,
-        other_optimizers=tuple(armed.others.names),
-        changed_by=tuple(armed.others.writers),
+        other_optimizers=tuple(armed.others.writes),
+        changed_by=tuple(+armed.others.writes),
     )
     failures.notes.clear()
 

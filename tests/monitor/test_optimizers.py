@@ -268,8 +268,6 @@ def test_a_step_that_raises_is_measured_when_it_is_taken(with_closure: list[bool
                 optimizer.step(closure) if closed else optimizer.step()
     assert [report.step for report in monitor.reports] == [0, 1, 2]
     same(monitor.reports[0], expected)
-    retried = ["The optimizer's step raised" in "".join(r.notes) for r in monitor.reports]
-    assert retried == [True, True, False]
 
 
 class Replacing(torch.optim.SGD):

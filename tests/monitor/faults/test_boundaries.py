@@ -55,7 +55,7 @@ GUARDS = {
     "rerun/eager.py": {"__exit__"},
     "rerun/surroundings.py": {"reruns"},
     "capture/loss_hook.py": {"_guarded"},
-    "step/controller.py": {"release", "closure_then_read"},
+    "step/controller.py": {"leave", "release", "closure_then_read"},
     "step/armed.py": {"_ran"},
     "step/others.py": {"hook"},
     "monitor.py": {
