@@ -26,7 +26,7 @@ def value_of(loss: object) -> Value | None:
         TypeError: the loss is no number and no tensor of real numbers.
         ValueError: the loss is an empty tensor.
     """
-    if isinstance(loss, Real) and not isinstance(loss, bool):
+    if not isinstance(loss, bool) and isinstance(loss, Real):
         return float(loss)
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss: got {type(loss).__name__}, expected {_EXPECTED}")
