@@ -105,13 +105,18 @@ class Armed:
 
     def await_batch(self) -> None:
         """Look at the batch of the next training forward pass; see `StepReport.next_batch`."""
-        if self.capture.first is not None:
+        if self.capture.watching.first is not None:
             hooks = GlobalHooks(None, self._ran)
             self._off.append(hooks.remove)
             hooks.put_on()
 
     def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
-        if module is not self.capture.first or not more[1:] or reruns() or not trains(args):
+        if (
+            module is not self.capture.watching.first
+            or not more[1:]
+            or reruns()
+            or not trains(args)
+        ):
             return
         if module.training and torch.is_grad_enabled():
             self.guard(self.capture.next_ran, args, more[0])

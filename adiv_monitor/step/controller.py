@@ -1,7 +1,7 @@
 """The life of a measured step, in four events; between measured steps it does nothing.
 
 - armed: `arm`, before the step's forward pass, puts hooks on (`Armed`). When a module runs,
-  `capture/gathering.py` makes a `Call`, with Φ and z; in the backward pass the call gets G.
+  `capture/catch.py` makes a `Call`, with Φ and z; in the backward pass the call gets G.
 - gradient is final: `step_begins`, or once the optimizer has called its closure.
   `MeasuredStep.gradient_is_final` gets `LayerRows` from `Capture.finish`, and computes e:
   `LayerInProgress`.
