@@ -1,6 +1,6 @@
 """The callback agrees with a monitor in a plain loop, in every setting of Lightning's Trainer."""
 
-import importlib.util
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -21,8 +21,7 @@ from plain_loops import assert_same, losses_of
 from pytorch_lightning.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adiv_monitor import Monitor, StepReport, lightning_base
-from adiv_monitor import lightning as adiv_lightning
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars
@@ -538,21 +537,10 @@ def test_nothing_stays_on_the_model(failing: int | None) -> None:
 # Versions of Lightning
 
 
-def load_again() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loaded_again", adiv_lightning.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    base = sys.modules.pop(lightning_base.__name__)
-    try:
-        spec.loader.exec_module(loaded)
-    finally:
-        sys.modules[lightning_base.__name__] = base
-    return loaded
-
-
 def test_no_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("lightning", "lightning_base"):
+        monkeypatch.delitem(sys.modules, f"adiv_monitor.{module}")
     for package in ("pytorch_lightning", "lightning", "lightning.pytorch"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[lightning\]"'):
-        load_again()
+        importlib.import_module("adiv_monitor.lightning")
