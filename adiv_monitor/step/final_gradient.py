@@ -125,7 +125,7 @@ class FinalGradient:
         for layer, rows in several.items():
             factors = found.get(layer.path, {})
             zeroed = [task for task, factor in factors.items() if factor == 0]
-            rows.zeroed(zeroed, self._passes, id(layer.parameters[0]))
+            rows.zeroed(zeroed, self._passes)
         return found
 
     def _equations(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,13 +24,15 @@ from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import LayerSums, StackedSums
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
-from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 from adiv_monitor.step.vectors import Change, LayerInProgress, losing
 from adiv_monitor.step.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from adiv_monitor.step.probing import ProbeStep
 
 _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step "
@@ -57,7 +60,7 @@ class MeasuredStep:
         history: RunHistory,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
-        probe: ProbeStep | None,
+        probe: "ProbeStep | None",
         agree: Callable[[str], bool],
         whole: WholeModel,
     ) -> None:
@@ -215,7 +218,7 @@ class MeasuredStep:
             self._flags,
             loss_gradients=tuple(passes.losses),
             zeroed=tuple(passes.norms),
-            batch=self._capture.batch,
+            batch=self._capture.watching.batch,
             next_batch=self._capture.next_batch,
         )
         found = fetch(
