@@ -437,32 +437,6 @@ def test_a_separator_stands_in_all_names_but_tensorboards(tmp_path: Path) -> Non
     assert "adiv.summary/update_cosine_min" in tags
 
 
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("attainable", [False, True])
-def test_only_what_will_be_measured_is_announced(attainable: bool) -> None:
-    """A wrong metric name remains an error."""
-    announced: list[set[str]] = []
-
-    class Look(pl.Callback):
-        def on_train_batch_start(self, run: Any, *rest: Any) -> None:
-            announced.append({tag for tag in run.callback_metrics if tag.startswith("adiv")})
-
-    measures = ["update_cosine", "attainable_cosine", "attention_cosine"]
-    callback = DivergenceCallback(
-        1, measures=measures, attainable=attainable, sinks=[MemorySink()], on_error="raise"
-    )
-    run = trainer(callbacks=[callback, Look()])
-    run.fit(Pair(), loader())
-    expected = {
-        f"adiv.summary.optimizer_{index}/{measure}_{end}"
-        for index in (0, 1)
-        for measure in measures[: 2 if attainable else 1]
-        for end in ("min", "median", "max")
-    } | {f"adiv.summary.optimizer_{index}/coverage" for index in (0, 1)}
-    assert announced == [expected] * len(BATCHES)
-    assert None not in run.callback_metrics.values()
-
-
 def test_callbacks_and_progress_bar_see_the_last_summary() -> None:
     callback = DivergenceCallback(2, sinks=[MemorySink()], prog_bar=True)
     run = trainer(callbacks=callback)
