@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from adiv_monitor.maths.attention_sums import (
     move_sums,
     scale_sums,
 )
-from adiv_monitor.maths.records import replaced
 from adiv_monitor.probe.scales import ScaledUse, scales, some_keys
 from adiv_monitor.rerun.derivatives import pushed_forward
 from adiv_monitor.rerun.nested import tensors_in
@@ -329,7 +328,7 @@ class Attentions:
             if G is not None:
                 with self._guarded(path), torch.no_grad():
                     d = call.move({p: taken[p] for p in call.held})
-                    call.sums = replaced(call.sums, d=move_sums(call.scores, G, d)[1])
+                    call.sums = replace(call.sums, d=move_sums(call.scores, G, d)[1])
             call.query, call.key = call.query.detach(), call.key.detach()  # releases the graph
             call.uses = call.inputs = ()
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import StepReport
-from adiv_monitor.step.merge_ranks import merge_ranks, prepared
+from adiv_monitor.step.merge_ranks import merge_ranks
+from adiv_monitor.step.merge_sums import prepared
 from adiv_monitor.step.messages import decode, decode_report, encode, encode_report
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.ranks import PAUSE, Ranks
@@ -114,7 +115,8 @@ class Assembly:
         if (ranks := self._ranks) is None:
             self._emit(self._complete(part), True)
             return
-        own = prepared(part, self._max_rows, ranks.world, self._generator)
+        sums = prepared(part.sums, self._max_rows, ranks.world, self._generator)
+        own = replace(part, sums=sums)
         made = self._merged(own, ranks) if ranks.rank == 0 else self._heard(own, ranks)
         report, covered, writes = made
         self._covers_all = len(covered) == ranks.world

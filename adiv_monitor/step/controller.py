@@ -8,9 +8,9 @@ The events of a step, what handles them, and what holds a layer afterwards:
     the optimizer's step       `step_begins` → `MeasuredStep.gradient_is_final`: `Capture.finish`
         begins                 gives `LayerRows`; `FinalGradient.begin` computes e:
                                `LayerInProgress`
-        ends                   `step_ends` → `MeasuredStep.updated` computes d: `LayerSums`
+        ends                   `step_ends` → `MeasuredStep.updated` computes d
     the next step begins, or   `read` → `MeasuredStep.contribution`: one transfer to the host;
-        somebody reads         `RankContribution` has the `LayerSums` of all layers
+        somebody reads         `RankContribution` has the `StepSums`
     all ranks have sent theirs `Assembly` → `description.report_of` → `outcome.understand`: a
                                `LayerReading` each, in the `StepReport`
 """
@@ -391,4 +391,4 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step."""
-        return report_of(part, self._history)
+        return report_of(part, self._history, self._failures.tell)

@@ -1,6 +1,6 @@
 """From a rank's contribution to its report: what the report covers, and why not the rest."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ def describe(part: RankContribution, armed: Armed, failures: Failures, interval:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
     seen, rates = armed.capture.layers.found, armed.rates
     selection = armed.selection.accountable(seen.values())
-    measured = [layer for path, layer in seen.items() if path in part.layers]
+    measured = [layer for path, layer in seen.items() if path in part.sums.paths]
     known = dict(part.report.unsupported)
     due = {path for path, layer in seen.items() if armed.selection.is_due(layer)}
     known |= {path: why for path, why in failures.switched_off.items() if path in due}
@@ -71,13 +71,16 @@ def _not_measured(parameter: nn.Parameter) -> str:
     return "the step was not measured, as a note says"
 
 
-def report_of(part: RankContribution, history: RunHistory) -> StepReport:
+def report_of(
+    part: RankContribution, history: RunHistory, fail: Callable[[str, Exception], None]
+) -> StepReport:
     """Return the report of a step.
 
     Args:
         part: contribution of one rank, or merged contribution of all.
         history: history of the run so far.
+        fail: called with each layer that can't be measured, and the exception.
     """
-    report = understand(part, history)
+    report = understand(part, history, fail)
     turn = report.turn
     return replace(report, turn=None if turn is None else replace(turn, elements=part.elements))

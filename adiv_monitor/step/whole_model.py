@@ -2,9 +2,10 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
-from adiv_monitor.step.gradient_check import was_zeroed
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory, Untrained
 from adiv_monitor.step.transfer import Flags
@@ -50,7 +50,7 @@ class WholeModel:
         self._untrained: list[nn.Parameter] = []  # both
         self._versions: list[int] = []
 
-    def gradient_is_final(self, capture: Capture, flags: Flags[Tensor]) -> None:
+    def gradient_is_final(self, capture: Capture, flags: Flags) -> None:
         """Read the model as the optimizer's step begins; add numbers for the host to `flags`.
 
         Args:
@@ -59,7 +59,7 @@ class WholeModel:
         """
         self._capture = capture
         self._sample = chosen(capture.selection.parameters)
-        flags.began = sampled(self._sample) if self._sample else None
+        flags["began"] = [sampled(self._sample)] if self._sample else []
         self._find_cut_off(capture)
         held = set(map(id, self._trained()))
         every = list(trainable(self._model))
@@ -71,11 +71,11 @@ class WholeModel:
         self._versions = [*map(version, self._untrained)]
         plain = [part_of(p) for p in self._untrained if is_shard(p) or type(p.data) is Tensor]
         if len(plain) == len(self._untrained) > 0:  # writes through .data change no version
-            flags.untrained = tuple(torch._foreach_norm([*map(sampled_entries, plain)]))
+            flags["untrained"] = [*torch._foreach_norm([*map(sampled_entries, plain)])]
 
-    def updated(self, flags: Flags[Tensor]) -> None:
+    def updated(self, flags: Flags) -> None:
         """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
-        flags.stepped = sampled(self._sample) if self._sample else None
+        flags["stepped"] = [sampled(self._sample)] if self._sample else []
 
     def _find_cut_off(self, capture: Capture) -> None:
         found = capture.cut_off()
@@ -87,7 +87,7 @@ class WholeModel:
             if id(p) in self._history.cut_off and p.requires_grad and p.grad is None
         ]
 
-    def describe(self, part: RankContribution, flags: Flags[Array]) -> None:
+    def describe(self, part: RankContribution, flags: Mapping[str, Sequence[Array]]) -> None:
         """Fill in what this step showed, and record it in the run history.
 
         Args:
@@ -97,10 +97,11 @@ class WholeModel:
         if self._capture is None:  # the gradient was never final
             return
         found = self._capture.layers.found
-        zeroed = [found[path] for path, layer in part.layers.items() if was_zeroed(layer)]
+        sums = part.sums
+        zeroed = [found[sums.paths[i]] for i in np.flatnonzero(sums.was_zeroed)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
         removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
-        is_as_before = self._are_as_before(flags.untrained)
+        is_as_before = self._are_as_before(flags.get("untrained", ()))
         cut_off = [p for p in self._cut_off if is_as_before[id(p)] is not False]
         part.report = replace(
             part.report,
@@ -112,12 +113,15 @@ class WholeModel:
             weights_returned=self._weights_returned(flags),
         )
 
-    def _weights_returned(self, flags: Flags[Array]) -> float | None:
-        if flags.began is None:
+    def _weights_returned(self, flags: Mapping[str, Sequence[Array]]) -> float | None:
+        if not flags.get("began"):
             return None
-        return self._history.weights.returned(self._sample, flags.began, flags.stepped)
+        stepped = flags.get("stepped")
+        return self._history.weights.returned(
+            self._sample, flags["began"][0], stepped[0] if stepped else None
+        )
 
-    def _are_as_before(self, norms: tuple[Array, ...]) -> dict[int, bool | None]:
+    def _are_as_before(self, norms: Sequence[Array]) -> dict[int, bool | None]:
         """Return which parameters nothing has changed since the last measured step; None: unknown.
 
         Other code may train what the optimizer does not: another optimizer, or a moving average.

@@ -21,12 +21,13 @@ from adiv_monitor.maths.attention_sums import (
     MoveSums,
     ScaleSums,
     active_scores,
+    combined,
     map_samples,
     merge,
     move_sums,
     scale_sums,
+    tensors_of,
 )
-from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.probe.scales import some_keys
 
@@ -287,7 +288,7 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
 def scales_of(scale: np.ndarray, active: np.ndarray) -> ScaleSums[Array]:
     error = torch.zeros((), dtype=torch.float64)
     made = scale_sums(torch.from_numpy(scale), torch.from_numpy(active), error, 1.0)
-    return with_numbers(cast("ScaleSums[Array]", made), [x.numpy() for x in numbers_of(made)])
+    return cast("ScaleSums[Array]", combined(lambda x: x.numpy(), made))
 
 
 def test_measures_over_all_samples_are_exact() -> None:
@@ -356,5 +357,5 @@ def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
     parts = [map_samples(sums, lambda x, part=part: x[part]) for part in (slice(3), slice(3, 7))]
     merged = merge([replace(parts[0], samples=3), replace(parts[1], samples=4)])
     assert merged.samples == 7
-    for found, expected in zip(numbers_of(merged), numbers_of(sums), strict=True):
+    for found, expected in zip(tensors_of(merged), tensors_of(sums), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)

@@ -439,7 +439,7 @@ def messages_that_are_none(rank: int) -> tuple[list[tuple[str, ...]], list[str]]
     spoil = [
         lambda message: pickle.dumps(Exploit()),
         lambda message: message[:-1],
-        lambda message: message.replace(b'"products": "', b'"products": "1'),
+        lambda message: message.replace(b'"lines": [', b'"lines": [1'),
     ]
     spoilt = {step: by for step, by in enumerate(spoil) if rank} if rank else {3: spoil[1]}
     with pytest.MonkeyPatch.context() as patch:
