@@ -339,17 +339,17 @@ def _of_scales(x: _Layers) -> dict[str, Estimate]:
 def _of_all_scales(x: _Layers) -> dict[str, Estimate]:
     """Return the scales' mean, spread and maximum, from a pass over all rows or the sample."""
     groups, has_one, layers = x.groups[:, None], x.has_one[:, None], x.layers
-    count, scale = layers["active"], x.rows["scale"]
-    pivot = np.where(x.has_one, scale[:, 0] if scale.size else 0.0, np.nan_to_num(layers["pivot"]))
-    shifted = np.where(has_one, scale - pivot[:, None], x.rows["shifted"])
-    squares = np.where(has_one, shifted**2, x.rows["norm"] ** 2)
-    active = x.sample.active
-    means = (pivot[:, None] + shifted / groups) * groups
+    count, active, scale = layers["active"], x.sample.active, x.rows["scale"]
+    means = np.where(has_one, scale, x.rows["mean"])
+    off = np.where(has_one, 0.0, x.rows["off"])
+    pivot = np.nan_to_num(means[:, 0] if means.size else np.zeros(len(means)))
+    shifted = means - pivot[:, None]
+    squares = off**2 + groups * shifted**2
     count_of_active = over_rows(active * groups, x.sample)
-    sum_of_active = over_rows(np.where(active, means, 0.0), x.sample)
+    sum_of_active = over_rows(np.where(active, means * groups, 0.0), x.sample)
     of_rows = {
         "scale_mean": measures.scale_mean(sum_of_active, count_of_active, x.sample),
-        "scale_cv": measures.scale_cv_of_rows(shifted, squares, x.groups, pivot, x.sample),
+        "scale_cv": measures.scale_cv_of_rows(shifted * groups, squares, x.groups, pivot, x.sample),
         "scale_max": measures.scale_max_of_rows(scale, x.sample),
     }
     of_all = {

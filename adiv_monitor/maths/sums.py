@@ -82,13 +82,13 @@ LAYERS = np.dtype(
         *_columns("<i8", "ranks", "total", "groups", "moved", "ceiling_groups", "ceiling_width"),
         *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
         *_columns("<f8", "averaged", "active", "G_G", "concentration", "own_G", "own_own"),
-        *_columns("<f8", "scale_sum", "scale_off", "scale_max", "pivot", "attainable"),
+        *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
         *_columns("<f8", "bound", "common_active", "common_seen", "common_squares"),
     ]
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
 TABLES = {
-    "rows": [*_ROWS, "scale", "shifted", "norm", "common", "length", "key"],
+    "rows": [*_ROWS, "scale", "mean", "off", "common", "length", "key"],
     "entries": ["scale"],
     "equations": ["of_bias", "now", "h", "before"],
     "moves": [*_MOVES],
@@ -169,7 +169,6 @@ class StepSums:
             - own_G, own_own: Σ s_r ‖g_r‖² and Σ s_r² ‖g_r‖² with the scales s_r. `knows_scales`:
               the pass summed the scales of active rows, too. scale_sum, scale_off and scale_max are
               Σ s_r, √Σ (s_r − mean)² and max s_r.
-            - pivot: a number near the scales of rows that have several, against cancellation.
             - has_common: the features tell `common_share`. common_active, common_seen and
               common_squares are counts and Σ ‖φ_W‖² over the rows of `features`.
             - attainable: `attainable_cosine`, over all rows.
@@ -178,9 +177,9 @@ class StepSums:
             - bound: every row of this rank with a smaller key is in the sample.
 
         rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
-            counts as zero. scale: ‖φ_r‖², the largest of several. shifted, norm: Σ (s − p) and
-            √Σ (s − p)² of rows that have several, with the pivot p. common: φ_r·Σ_k φ_k, with the
-            sum over the sampled active rows. length: ‖φ_W‖. key: see `capture/sampling.py`.
+            counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
+            m and √Σ (s − m)². common: φ_r·Σ_k φ_k, with the sum over the sampled active rows.
+            length: ‖φ_W‖. key: see `capture/sampling.py`.
         entries: scales of a random subset of all rows, where a pass knows them, else of the sampled
             rows that have several. row: the index in `rows`; −1 in the first case, where scales of
             zero-gradient rows are NaN.
@@ -219,7 +218,8 @@ class StepSums:
 
     def lines(self, table: str) -> Index:
         """Return the number of lines of every layer."""
-        return np.bincount(getattr(self, table)["layer"], minlength=len(self.paths))
+        found: Index = np.bincount(getattr(self, table)["layer"], minlength=len(self.paths))
+        return found
 
     @cached_property
     def seen(self) -> Index:
@@ -262,7 +262,8 @@ class StepSums:
 
     def total(self, values: Array) -> Array:
         """Return the sum of every layer over values of its sampled rows."""
-        return np.bincount(self.rows["layer"], values, len(self.paths))
+        found: Array = np.bincount(self.rows["layer"], values, len(self.paths))
+        return found
 
     def pick(self, layers: Index) -> "StepSums":
         """Return the sums of some layers, given in order."""

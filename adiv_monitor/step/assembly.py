@@ -26,10 +26,6 @@ from adiv_monitor.step.ranks import PAUSE, Ranks
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _STOP = "stop"  # a point of a step in which all ranks participate, or none
 _MALFORMED = "The message of rank {} can't be read, so its rows are not in this report."
-_UNFIT = (
-    "The messages of ranks {} can't be merged with the rest ({}), so their rows are not in "
-    "this report."
-)
 
 
 class Assembly:
@@ -131,14 +127,7 @@ class Assembly:
                     parts[rank] = decode(message)
                 except Exception:
                     notes.append(_MALFORMED.format(rank))
-        try:
-            report, covered = self._made({0: own, **parts}, notes, ranks.world)
-        except Exception as error:
-            if not parts:
-                raise
-            others = ", ".join(map(str, sorted(parts)))
-            notes.append(_UNFIT.format(others, f"{type(error).__name__}: {error}"))
-            report, covered = self._made({0: own}, notes, ranks.world)
+        report, covered = self._made({0: own, **parts}, notes, ranks.world)
         with suppress(RuntimeError):
             ranks.put(report.step, encode_report(report, covered))
         return report, covered, True

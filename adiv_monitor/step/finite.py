@@ -16,7 +16,7 @@ def non_finite(sums: StepSums, layer: int) -> tuple[str, ...]:
     parameters' update are summed over all rows or entries; the outputs over the sampled rows.
     """
     line, rows = sums.layers[layer], sums.of("rows", layer)
-    of_scales = [rows[name] for name in ("scale", "shifted", "norm")]
+    of_scales = [rows[name] for name in ("scale", "mean", "off")]
     known = of_scales[: 3 if line["groups"] > 1 else line["groups"]]
     of_all = [] if np.isnan(line["active"]) else [line["G_G"]]
     is_broken = {

@@ -116,7 +116,7 @@ def tells(sums: StepSums, layer: int) -> bool:
 def _usual(sums: StepSums) -> tuple[float, bool]:
     """Return the factor that most layers share, and whether no gradient speaks against it."""
     clean, others = list[float](), list[float]()
-    for i in np.flatnonzero(sums.checked):
+    for i in np.flatnonzero(sums.checked).tolist():
         for part in _parts(sums, i):
             fit = fitted(part)
             if not (fit.factor > 0 and fit.rows > 100 * _noise(sums, i)):

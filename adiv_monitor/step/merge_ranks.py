@@ -39,8 +39,6 @@ def merge_ranks(
     first = parts[min(parts)]
     ranks = [r for r in sorted(parts) if parts[r] is first or _trains_with(first, parts[r])]
     several = [parts[rank] for rank in ranks]
-    if any(part.facts.has_applied for part in several):
-        several = [_with_applied(part) for part in several]
     notes = [*dict.fromkeys(note for part in several for note in part.report.notes)]
     refused = tuple(dict.fromkeys(why for part in several for why in part.refused))
     misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
@@ -153,17 +151,6 @@ def _facts_together(several: Sequence[RankContribution], sums: StepSums) -> Fact
         has_applied=all(facts.has_applied for facts in told),
         weights_changed=any(facts.weights_changed for facts in told),
     )
-
-
-def _with_applied(part: RankContribution) -> RankContribution:
-    """Set a = u in a contribution whose weights have not changed since the optimizer's step."""
-    facts, layers = part.facts, part.sums.layers.copy()
-    if not facts.updated or facts.has_applied or facts.weights_changed:
-        return part
-    for of_a, of_w in (("a_a", "w_w"), ("a_w", "w_w"), ("a_gamma", "w_gamma")):
-        layers[of_a] = layers[of_w]
-    sums = replace(part.sums, layers=layers)
-    return replace(part, sums=sums, facts=replace(facts, has_applied=True))
 
 
 def _trains_with(first: RankContribution, other: RankContribution) -> bool:

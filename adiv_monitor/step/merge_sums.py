@@ -70,13 +70,6 @@ def merge(
     rows, of_row, order = ranks.joined("rows")
     bounds = ranks.each("bound", np.inf).min(0, initial=np.inf)
     kept = _winners(rows, bounds, max_rows)
-    pivots = np.nan_to_num(ranks.each("pivot", 0.0))
-    off = (pivots - layers["pivot"])[of_row, rows["layer"]]
-    groups = layers["groups"][rows["layer"]]
-    squares = rows["norm"] ** 2 + 2 * off * rows["shifted"] + groups * off**2
-    rows["norm"] = np.sqrt(np.maximum(squares, 0.0))
-    rows["shifted"] += groups * off
-
     entries, of_entry, _ = ranks.joined("entries")
     place = np.full(sum(len(sums.rows) for sums in several) + 1, -1)
     place[order] = np.arange(len(order))
@@ -84,9 +77,10 @@ def merge(
     # Of all rows where every rank knows them, else of the sampled rows.
     is_sampled, knows = entries["row"] >= 0, layers["knows_scales"][entries["layer"]]
     some = np.flatnonzero((is_sampled != knows) & (~is_sampled | np.isin(entries["row"], kept)))
-    seen = np.zeros_like(pivots)
+    sizes = ranks.each("total", 0.0)
+    seen = np.zeros_like(sizes)
     np.add.at(seen, (of_row[kept], rows["layer"][kept]), 1)
-    sizes = np.where(layers["knows_scales"], ranks.each("total", 0.0), seen)
+    sizes = np.where(layers["knows_scales"], sizes, seen)
     even = _evenly(entries["layer"][some], of_entry[some], sizes, generator)
 
     tables = {"rows": rows, "entries": entries[some[even]], "moves": ranks.joined("moves")[0]}
@@ -94,7 +88,7 @@ def merge(
     tables["features"] = blank("features", 0)
     sums = StepSums(paths, ranks.about, layers, **tables).with_rows(kept)
     _add_common(sums, ranks, of_row[kept])
-    for i in np.flatnonzero(sums.lines("ceilings")):
+    for i in np.flatnonzero(sums.lines("ceilings")).tolist():
         layers["attainable"][i], layers["has_attainable"][i] = _attainable(sums, i), True
     lost = (ranks.there & ~ranks.alike).any(0)
     return sums, {path for path, is_lost in zip(paths, lost, strict=True) if is_lost}
@@ -124,7 +118,7 @@ class _Ranks:
         self.about: tuple[About, ...] = tuple(every[self._first])
         groups = self._lines["groups"]
         same = (kinds == kinds[self._first]) & (groups == groups[self._first])
-        self.alike = self.there & same
+        self.alike: np.ndarray = self.there & same
         self.counts = self.alike & (self._lines["total"] > 0)
         self.counts[self._first] |= ~self.counts.any(0)
 
@@ -178,7 +172,8 @@ class _Ranks:
             whole, column = lines[0].copy(), "h" if table == "equations" else "sum"
             whole[column] = lines[column].sum(0)
             found.append(whole)
-        return np.concatenate(found)
+        whole: Table = np.concatenate(found)
+        return whole
 
     def layers(self) -> Table:
         """Return the lines of the merged layers, without `attainable`."""
@@ -186,7 +181,7 @@ class _Ranks:
         names = "total", "moved", "terms", "active", "G_G", "own_G", "own_own", "scale_sum"
         for name in names:  # NaN if one rank does not know it
             found[name] = self.each(name, 0.0).sum(0)
-        for name in ("precision", "scale_max", "pivot"):
+        for name in ("precision", "scale_max"):
             found[name] = np.nan_to_num(self.each(name, 0.0)).max(0, initial=0.0)
         for name in ("knows_scales", "has_common"):
             found[name] = self.all_have(name)
@@ -263,12 +258,13 @@ def _add_common(sums: StepSums, ranks: _Ranks, of_row: Index) -> None:
         of_row: the rank of each row.
     """
     told = {int(lines["layer"][0, 0]): lines["sum"] for lines in ranks.by_rank("features")}
-    for i in np.flatnonzero(sums.layers["has_common"]):
+    sums.layers["has_common"] &= np.isin(np.arange(len(sums.paths)), [*told])
+    for i in np.flatnonzero(sums.layers["has_common"]).tolist():
         at = slice(*np.searchsorted(sums.rows["layer"], (i, i + 1)))
         rows, own = sums.rows[at], np.flatnonzero(ranks.counts[:, i])
         of = [ranks.each(f"common_{name}", 0.0)[own, i] for name in ("active", "seen", "squares")]
         count, seen, squares = of
-        features, total = told[int(i)], ranks.each("total", 0.0)[own, i]
+        features, total = told[i], ranks.each("total", 0.0)[own, i]
         active = total * np.where(seen > 0, count / seen, 0.0)
         means = np.where(count[:, None] > 0, features / count[:, None], 0.0)
         alone = ((features**2).sum(1) - squares) / (count * (count - 1))

@@ -1,15 +1,14 @@
 """Readings from the numbers on the host, with notes for the reader."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.maths.estimates import Estimate
+from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
-from adiv_monitor.maths.sums import StepSums
+from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, LayerReading, StepReport
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
@@ -36,6 +35,24 @@ _FROM_ROWS = {
     ),
     "seems": "The gradient of {} seems to hold more than these rows; the next report will say",
 }
+_GRADIENT_LOST = (
+    "The optimizer changed .grad during its step, unlike before: parameter_cosine, applied_cosine "
+    "and descent are missing for {}; from the next report on they are there."
+)
+_UPDATE_LOST = (
+    "The weights changed after the optimizer's step, unlike before: projection_cosine and "
+    "applied_cosine are missing for {}; from the next report on they are there."
+)
+_IDLE = (
+    "All sampled rows of {} have a zero gradient, but other rows do not: measures that need rows "
+    "are missing there. A larger max_rows samples some of the others."
+)
+_ZEROED = "The gradient of {} was set to zero after the backward pass."
+_ROUNDED = (
+    "The real change of {} is lost in rounding, or hardly larger: realised_cosine and "
+    "single_layer_share are missing or too near to 0 there, and first_order_error is missing or "
+    "too large."
+)
 
 
 @np.errstate(all="ignore")  # the readings report numbers that are not finite
@@ -74,95 +91,58 @@ def understand(
         fail(f"layer '{sums.paths[i]}'", error)
         lost[sums.paths[i]] = f"measuring it failed: {type(error).__name__}: {error}"
     attention, of_attention = attention_outcome(part.attention, part.no_attention)
-    notes = (
-        *part.report.notes,
-        *finite.notes(readings),
-        *_from_rows(sums.paths, reasons),
-        *_unforeseen(facts, sums.paths),
-        *_without_active(readings),
-        *_without_gradient(sums),
-        *_rounded(sums),
-        *of_attention,
-    )
+    paths = sums.paths
+    update_lost = facts.weights_changed and not facts.has_applied
+    notes = [*part.report.notes, *finite.notes(readings)]
+    for reason, sentence in _FROM_ROWS.items():
+        sentence += ". Their readings are estimated from rows alone."
+        notes += _told(sentence, paths, [of == reason for of in reasons])
+    notes += _told(_GRADIENT_LOST, paths, [facts.gradient_lost] * len(paths))
+    notes += _told(_UPDATE_LOST, paths, [update_lost] * len(paths))
+    notes += _told(_IDLE, paths, _is_idle(sums, measured))
+    notes += _told(_ZEROED, paths, sums.was_zeroed)
+    notes += _told(_ROUNDED, paths, _is_rounded(sums))
     # The sum of gradients that were zeroed one by one, as of single samples, is none of the last.
     zeroed = 0 if "more" in reasons else part.report.zeroed_passes
     return replace(
         part.report,
         layers=readings,
         unsupported={**part.report.unsupported, **lost},
-        notes=notes,
+        notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
     )
 
 
-def _unforeseen(facts: Facts, paths: Sequence[str]) -> list[str]:
-    """Return notes on measures that are missing because this step was not like earlier ones."""
-    notes = []
-    if facts.gradient_lost:
-        notes.append(
-            "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-            f"applied_cosine and descent are missing for {listed(paths)}; from the next report on "
-            "they are there."
-        )
-    if facts.weights_changed and not facts.has_applied:
-        notes.append(
-            "The weights changed after the optimizer's step, unlike before: projection_cosine "
-            f"and applied_cosine are missing for {listed(paths)}; from the next report on "
-            "they are there."
-        )
-    return notes
+def _told(sentence: str, paths: Sequence[str], which: Iterable[bool]) -> list[str]:
+    """Return a note on some of the layers, if there are any."""
+    named = [path for path, is_so in zip(paths, which, strict=True) if is_so]
+    return [sentence.format(listed(named))] if named else []
 
 
-def _from_rows(every: Sequence[str], reasons: Sequence[str]) -> list[str]:
-    """Return one sentence for each reason why readings use rows alone."""
-    notes = []
-    for reason, sentence in _FROM_ROWS.items():
-        paths = [path for path, found in zip(every, reasons, strict=True) if found == reason]
-        if paths:
-            notes.append(
-                sentence.format(listed(paths)) + ". Their readings are estimated from rows alone."
-            )
-    return notes
+def _is_idle(sums: StepSums, found: Measured) -> Mask:
+    """Return whether all sampled rows have a zero gradient, but others do not."""
+    some = (found.idle_seen == sums.seen) & (sums.seen < sums.layers["total"])
+    share = found.values["idle_share"][0] if sums.paths else np.zeros(0)
+    is_idle: Mask = some & (share < 1) & ~np.isnan(_factors(sums))
+    return is_idle
 
 
-def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
-    paths = [
-        path
-        for path, reading in readings.items()
-        if reading.rows_without_gradient == reading.rows_seen < reading.rows_total
-        if reading.idle_share is not None and reading.idle_share < 1
-        if not math.isnan(reading.gradient_factor)
-    ]
-    if not paths:
-        return []
-    return [
-        f"All sampled rows of {listed(paths)} have a zero gradient, but other rows do not: "
-        "measures that need rows are missing there. A larger max_rows samples some of the others."
-    ]
-
-
-def _without_gradient(sums: StepSums) -> list[str]:
-    if not sums.was_zeroed.any():
-        return []
-    paths = listed([sums.paths[i] for i in np.flatnonzero(sums.was_zeroed)])
-    return [f"The gradient of {paths} was set to zero after the backward pass."]
-
-
-def _rounded(sums: StepSums) -> list[str]:
+def _is_rounded(sums: StepSums) -> Mask:
+    """Return whether the realised move is not far above its rounding."""
     moves, layers = sums.moves, sums.layers
     r_r, z_z, d_d = (
         np.bincount(moves["layer"], moves[name], len(layers)) for name in ("r_r", "z_z", "d_d")
     )
     # The rounding error of a difference of two such numbers is 0.3 of their last digit.
-    lost = (layers["moved"] > 0) & (d_d != 0) & (r_r < layers["precision"] ** 2 * z_z)
-    if not lost.any():
-        return []
-    return [
-        f"The real change of {listed([sums.paths[i] for i in np.flatnonzero(lost)])} is lost in "
-        "rounding, or hardly larger: realised_cosine and single_layer_share are missing or too "
-        "near to 0 there, and first_order_error is missing or too large."
-    ]
+    found: Mask = (layers["moved"] > 0) & (d_d != 0) & (r_r < layers["precision"] ** 2 * z_z)
+    return found
+
+
+def _factors(sums: StepSums) -> Array:
+    """Return the factors of the gradients, without the averaging by the backward passes."""
+    layers = sums.layers
+    return np.where(layers["gamma_gamma"] > 0, layers["factor"] / layers["averaged"], np.nan)
 
 
 def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerReading]:
@@ -172,18 +152,10 @@ def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerR
     if facts.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             found.values.pop(name, None)
-    elif facts.updated and not facts.weights_changed and not facts.has_applied:  # a = u
-        one = np.where(sums.layers["w_w"] > 0, 1.0, np.nan)
-        every = np.arange(found.count)
-        found.put(every, {"projection_cosine": Estimate(one, np.zeros_like(one))})
-        found.values["applied_cosine"] = found.values["parameter_cosine"]
     names = [name for name in found.values if name in MEASURES]
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()
     levels = {name: of.tolist() for name, of in found.quantiles.items()}
-    layers = sums.layers
-    # The factor must not include the averaging by the backward passes themselves.
-    factor = np.where(layers["gamma_gamma"] > 0, layers["factor"] / layers["averaged"], np.nan)
-    readings = {}
+    factors, readings = _factors(sums), {}
     for i, (path, about) in enumerate(zip(sums.paths, sums.about, strict=True)):
         if i in found.lost:
             continue
@@ -193,15 +165,16 @@ def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerR
         readings[path] = LayerReading(
             kind=about.kind,
             rows_seen=int(sums.seen[i]),
-            rows_total=int(layers["total"][i]),
+            rows_total=int(sums.layers["total"][i]),
             rows_without_gradient=int(found.idle_seen[i]),
-            gradient_factor=float(factor[i]),
+            gradient_factor=float(factors[i]),
             features=about.features,
             non_finite=() if found.is_finite[i] else finite.non_finite(sums, i),
             earlier_share=earlier_share(sums, i),
             module=about.module,
             standard_error={n: errors[n] for n in own if errors[n]},
-            **{f"{name}_quantiles": of for name, of in spread.items()},
+            scale_quantiles=spread.get("scale", ()),
+            row_cosine_quantiles=spread.get("row_cosine", ()),
             **own,
         )
     return readings

@@ -31,16 +31,13 @@ class Facts:
 
     Attributes:
         updated: an optimizer has stepped.
-        gradient_scale: the factor by which a fused optimizer divided the gradients.
         gradient_changed: the optimizer changed `.grad` during its step.
         gradient_lost: the optimizer changed `.grad`, and there was no copy.
-        has_applied: the applied update was kept. Where a = u is expected, only the numbers that
-            confirm it are kept.
+        has_applied: the applied update is known: it was kept, or it is the optimizer's.
         weights_changed: the weights changed after the optimizer's step.
     """
 
     updated: bool
-    gradient_scale: float
     gradient_changed: bool
     gradient_lost: bool
     has_applied: bool
@@ -109,7 +106,7 @@ def make_contribution(
     is_kept = [path not in misdescribed and path not in lost for path in sums.paths]
     sums = sums.pick(np.flatnonzero(is_kept))
     with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
-        _add_dots(sums, found, pieces, facts.gradient_scale)
+        _add_dots(sums, found, pieces)
         sums.layers["terms"] = _terms(sums)
     change, changes = found.flags.get("loss_change"), found.flags.get("loss_changes")
     report = replace(
@@ -144,33 +141,32 @@ def _is_set(found: Fetched, name: str) -> bool:
 
 def _facts(found: Fetched, keeps_gradient: bool) -> Facts:
     _, w_w, _, a_a, *_ = found.pieces
-    scale = found.flags.get("gradient_scale")
     changed, weights_changed = (_is_set(found, f"{of}_changed") for of in ("gradient", "weights"))
     if found.has_applied:
         # Computed in the same way, they are equal to the last bit unless θ has changed.
         weights_changed |= not np.array_equal(w_w, a_a, equal_nan=True)
     return Facts(
         updated=found.updated,
-        gradient_scale=float(scale[0]) if scale else 1.0,
         gradient_changed=changed,
         gradient_lost=changed and not keeps_gradient,
-        has_applied=found.has_applied,
+        has_applied=found.has_applied or (found.updated and not weights_changed),
         weights_changed=weights_changed,
     )
 
 
-def _add_dots(
-    sums: StepSums, found: Fetched, pieces: Mapping[str, PieceShares], gradient_scale: float
-) -> None:
+def _add_dots(sums: StepSums, found: Fetched, pieces: Mapping[str, PieceShares]) -> None:
     """Add the dot products of all parameters of each layer, with γ in the optimizer's units."""
-    shares = [pieces[path][0] for path in sums.paths]
+    shares, layers = [pieces[path][0] for path in sums.paths], sums.layers
     place = {key: i for i, key in enumerate(found.keys)}
     at = np.array([place[key] for of in shares for key in of], dtype=np.int64)
     counted = found.pieces[:, at] * [share for of in shares for share in of.values()]
     layer = np.repeat(np.arange(len(shares)), [len(of) for of in shares])
+    unit = float(found.flags["gradient_scale"][0]) if "gradient_scale" in found.flags else 1.0
     for name, values in zip(DOTS, counted, strict=True):
-        unit = gradient_scale ** name.count("gamma")
-        sums.layers[name] = np.bincount(layer, values, len(shares)) / unit
+        layers[name] = np.bincount(layer, values, len(shares)) / unit ** name.count("gamma")
+    if not found.has_applied:  # a = u
+        for of_a, of_w in (("a_a", "w_w"), ("a_w", "w_w"), ("a_gamma", "w_gamma")):
+            layers[of_a] = layers[of_w]
 
 
 def _terms(sums: StepSums) -> Array:

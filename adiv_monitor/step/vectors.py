@@ -165,7 +165,7 @@ class Family:
         groups = 0 if self._scale is None else self._scale.shape[2]
         if self._scale is not None and groups == 1:
             rows["scale"] = self._scale[..., 0]
-        elif self._scale is not None and self._rows:
+        elif self._scale is not None:
             rows |= _of_several(self._scale, out, paths, generator)
         out.add("rows", paths, rows)
         out.add("layers", paths, {}, groups=groups, has_common=bool(found))
@@ -332,15 +332,14 @@ def _of_several(
     generator: np.random.Generator,
 ) -> dict[str, Tensor]:
     """Return the sums over each row's scales, and send some of the scales."""
-    pivot, groups, every = scale[:, :1, :1], scale.shape[2], scale.flatten(1)
-    shifted, places = scale - pivot, np.arange(every.shape[1])
+    groups, every = scale.shape[2], scale.flatten(1)
+    mean, places = scale.mean(2, keepdim=True), np.arange(every.shape[1])
     if len(places) > MOST_ENTRIES:
         places = generator.choice(len(places), MOST_ENTRIES, replace=False)
         every = every.index_select(1, to_device(places, every.device))
     out.add("entries", paths, {"scale": every}, row=places // groups)
-    out.add("layers", paths, {"pivot": pivot})
-    norm = torch.linalg.vector_norm(shifted, dim=2)
-    return {"shifted": shifted.sum(2), "norm": norm, "scale": scale.amax(2)}
+    off = torch.linalg.vector_norm(scale - mean, dim=2)
+    return {"scale": scale.amax(2), "mean": mean[..., 0], "off": off}
 
 
 @contextmanager
