@@ -52,7 +52,9 @@ def test_kernels_compile_well(target, each, tmp_path, whole):
         assert usage["narrow_products"] == [], case
         if target[:2] == "sm":
             assert usage["copies"] >= usage["least_copies"], (case, usage)
-            assert usage["apart"] == 0, (case, usage)
+            # A tensor that begins anywhere may be read in the order in which an aligned one is
+            # written: its elements come from the cache then.
+            assert usage["apart"] == 0 or "begins anywhere" in case, (case, usage)
     if target == "sm_90":
         cases = {
             f"{name} {width}, torch.bfloat16": n for name, n in BYTES.items() for width in WIDTHS
