@@ -11,7 +11,7 @@ The events of a step, what handles them, and what holds a layer afterwards:
         ends                   `step_ends` → `MeasuredStep.updated` computes d
     the next step begins, or   `read` → `MeasuredStep.contribution`: one transfer to the host;
         somebody reads         `RankContribution` has the `StepSums`
-    all ranks have sent theirs `Assembly` → `description.report_of` → `outcome.understand`: a
+    all ranks have sent theirs `Assembly` → `outcome.understand`: a
                                `LayerReading` each, in the `StepReport`
 """
 
@@ -39,11 +39,12 @@ from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.rerun.eager import in_compiled_code
 from adiv_monitor.step.armed import Armed
 from adiv_monitor.step.assembly import Assembly
-from adiv_monitor.step.description import describe, report_of
+from adiv_monitor.step.description import describe
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
+from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.probing import ProbeStep, Probing
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
@@ -391,4 +392,4 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step."""
-        return report_of(part, self._history, self._failures.tell)
+        return understand(part, self._history, self._failures.tell)

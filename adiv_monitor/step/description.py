@@ -1,17 +1,14 @@
 """From a rank's contribution to its report: what the report covers, and why not the rest."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
-from adiv_monitor.report import StepReport
 from adiv_monitor.step.armed import Armed
 from adiv_monitor.step.failures import Failures
-from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
-from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch_numbers
 
 
@@ -69,18 +66,3 @@ def _why(parameter: nn.Parameter, armed: Armed, off: Mapping[str, str]) -> str:
 
 def _not_measured(parameter: nn.Parameter) -> str:
     return "the step was not measured, as a note says"
-
-
-def report_of(
-    part: RankContribution, history: RunHistory, fail: Callable[[str, Exception], None]
-) -> StepReport:
-    """Return the report of a step.
-
-    Args:
-        part: contribution of one rank, or merged contribution of all.
-        history: history of the run so far.
-        fail: called with each layer that can't be measured, and the exception.
-    """
-    report = understand(part, history, fail)
-    turn = report.turn
-    return replace(report, turn=None if turn is None else replace(turn, elements=part.elements))

@@ -66,8 +66,10 @@ def understand(
         history: run history; gradients that hold more than their rows are recorded there.
         fail: called with each layer that can't be measured, and the exception.
     """
+    turn = part.report.turn
+    report = replace(part.report, turn=turn and replace(turn, elements=part.elements))
     if part.refused:
-        return replace(part.report, notes=(*part.report.notes, *part.refused))
+        return replace(report, notes=(*report.notes, *part.refused))
     facts, sums = part.facts, part.sums if part.is_settled else settled(part.sums)
     measured = measure(
         sums,
@@ -93,7 +95,7 @@ def understand(
     attention, of_attention = attention_outcome(part.attention, part.no_attention)
     paths = sums.paths
     update_lost = facts.weights_changed and not facts.has_applied
-    notes = [*part.report.notes, *finite.notes(readings)]
+    notes = [*report.notes, *finite.notes(readings)]
     for reason, sentence in _FROM_ROWS.items():
         sentence += ". Their readings are estimated from rows alone."
         notes += _told(sentence, paths, [of == reason for of in reasons])
@@ -103,11 +105,11 @@ def understand(
     notes += _told(_ZEROED, paths, sums.was_zeroed)
     notes += _told(_ROUNDED, paths, _is_rounded(sums))
     # The sum of gradients that were zeroed one by one, as of single samples, is none of the last.
-    zeroed = 0 if "more" in reasons else part.report.zeroed_passes
+    zeroed = 0 if "more" in reasons else report.zeroed_passes
     return replace(
-        part.report,
+        report,
         layers=readings,
-        unsupported={**part.report.unsupported, **lost},
+        unsupported={**report.unsupported, **lost},
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,

@@ -1,9 +1,7 @@
 """Messages between ranks contain only data; the store keeps few of them, and in the end none."""
 
 import json
-import pickle
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,24 +64,6 @@ def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport])
     assert same(part, decode(encode(part)))
     come, covered = decode_report(encode_report(report, [0, 3]))
     assert same(report, come) and covered == [0, 3]
-
-
-class Exploit:
-    """An object that creates a folder when it is unpickled."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.mkdir, (Path(self.folder),)
-
-
-def test_a_pickle_is_no_message(tmp_path: Path) -> None:
-    message = pickle.dumps(Exploit(str(tmp_path / "made")))
-    for read in (decode, decode_report):
-        with pytest.raises(ValueError):
-            read(message)
-    assert not (tmp_path / "made").exists()
 
 
 # By case, where a wrong value is put: into the facts, or the text on the tables.
