@@ -135,7 +135,7 @@ class CallbackMonitor(Monitor):
         return next(reversed(self._outlet.reports), None)
 
     def _name(self) -> str:
-        return self._called and f"{self._called} ({type(self._optimizer).__name__})"
+        return self._called and f"{self._called} ({type(self._training.optimizer).__name__})"
 
     def _stop(self, error: AlarmError) -> None:
         self.alarmed = self.alarmed or error

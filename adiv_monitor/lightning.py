@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.callback_monitor import (
     CallbackMonitor,
     CallbackOptions,
@@ -32,6 +31,8 @@ from adiv_monitor.sinks.scalars import Metrics, alarms_tag
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
     from typing_extensions import Unpack
+
+    from adiv_monitor.alignment.probe import Probe
 
 
 _NAME = "optimizer_"
@@ -88,7 +89,7 @@ class DivergenceCallback(Callback):
         self,
         every_n_steps: int | None = None,
         *,
-        alignment: Probe | None = None,
+        alignment: "Probe | None" = None,
         prog_bar: bool = False,
         **options: "Unpack[CallbackOptions]",
     ) -> None:

@@ -19,7 +19,8 @@ Index = np.ndarray[Any, np.dtype[np.int64]]
 Keys = np.ndarray[Any, np.dtype[np.float64]]
 HOST = torch.device("cpu")
 CHUNK = 2**17  # entries of a temporary square, so that it stays in a CPU's cache
-# Devices on which norms over a strided dimension are six times slower than squares and sums.
+# Devices on which norms over a strided dimension are six times slower than squares and sums, and
+# dot products slower than NumPy's.
 SLOW = ("cpu",)
 
 
@@ -200,6 +201,18 @@ def hooks_keep() -> bool:
     """Whether saved-tensor hooks are active; unpacking may then rerun a forward pass."""
     holders: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return holders is None or holders(True) is not None  # torch 2.6 lacks the function
+
+
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return Σ a b over the last dimension, of tensors in the precision of the measures."""
+    if _vecdot is None or a.device.type not in SLOW or a.shape[-1] < _LONG:
+        return torch.linalg.vecdot(a, b)
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.asarray(_vecdot(a.numpy(), b.numpy())))
+
+
+# On a CPU, NumPy is faster from this length on; before version 2 it had no such function.
+_vecdot, _LONG = getattr(np, "vecdot", None), 128
 
 
 def norms(x: Tensor, dim: int = -1) -> Tensor:

@@ -61,7 +61,6 @@ class AttentionSums(Generic[T]):
     """The record of one attention on the probe.
 
     Attributes:
-        samples: number of samples of the probe; the sums are over some of them.
         precision: rounding of the queries' dtype.
         broken: 1 if q or k is not finite, else 0; ().
         G_G: ‖g‖², (samples, heads); None if g is not known.
@@ -71,7 +70,6 @@ class AttentionSums(Generic[T]):
         no_scale: why `scale` is None.
     """
 
-    samples: int
     precision: float
     broken: T
     G_G: T | None = None
@@ -88,13 +86,6 @@ class AttentionSums(Generic[T]):
         and some libraries' norms and rotations always round to float32.
         """
         return min(max(1e-4, 50 * math.sqrt(self.precision)), 0.05)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Numbers of samples and heads."""
-        of_samples = self.scale.count if self.G_G is None and self.scale is not None else self.G_G
-        found: tuple[int, ...] = getattr(of_samples, "shape", (0, 0))
-        return found
 
 
 ScoreGradient = Callable[[slice], Float[Tensor, "samples heads some keys"]]
@@ -182,32 +173,23 @@ def with_arrays(sums: AttentionSums[Any], arrays: Iterator[Array]) -> AttentionS
     return made
 
 
-def map_samples(sums: AttentionSums[T], of: Callable[[T], T]) -> AttentionSums[T]:
-    """Return the record with a function applied to every number of shape (samples, heads)."""
-    made: AttentionSums[T] = combined(lambda x: of(x) if x.ndim == 2 else x, sums)
-    return made
-
-
 def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
     """Merge the records of several calls or ranks with equally many heads: concatenate samples.
 
     A field that one of the records lacks is None in the result.
     """
-
-    def of_all(name: str) -> bool:
-        return all(getattr(sums, name) is not None for sums in several)
-
     lacking: dict[str, Any] = {
-        name: None for name in ("G_G", "e", "d", "scale") if not of_all(name)
+        name: None
+        for name in ("G_G", "e", "d", "scale")
+        if any(getattr(sums, name) is None for sums in several)
     }
     alike = [replace(sums, **lacking) for sums in several]
-    shares = [sums.scale.share for sums in alike if sums.scale is not None]
     whole: AttentionSums[Array] = combined(
         lambda *xs: np.concatenate(xs) if xs[0].ndim == 2 else np.asarray(np.max(xs)), *alike
     )
+    shares = [sums.scale.share for sums in alike if sums.scale is not None]
     return replace(
         whole,
-        samples=sum(sums.samples for sums in several),
         precision=max(sums.precision for sums in several),
         scale=whole.scale and replace(whole.scale, share=min(shares)),
         no_scale=next((sums.no_scale for sums in several if sums.no_scale), ""),

@@ -23,7 +23,7 @@ from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import act, added, gram_is_less
+from adiv_monitor.step.row_moves import gram_is_less
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Outgoing, fetch_tensors
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
@@ -117,7 +117,7 @@ class FinalGradient:
         for layer, rows in several.items():
             factors = found.get(layer.path, {})
             zeroed = [task for task, factor in factors.items() if factor == 0]
-            rows.zeroed(zeroed, self._passes, id(layer.parameters[0]))
+            rows.zeroed(zeroed, self._passes)
         return found
 
     def _equations(
@@ -126,7 +126,7 @@ class FinalGradient:
         """Return γv, h and γv of the gradient that was there before; see `Evidence`."""
         features = next(call.features for call in rows.calls if call.arrived)
         # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
-        now = of_gradient(features, *layer.change(self._gamma(layer, parts)), rows.v)
+        now = of_gradient(features, *layer.change(self._gamma(parts)), rows.v)
         if self._scale is not None:
             now = _times(now, 1 / self._scale)
         sides = [now, *sums, *([] if rows.earlier is None else [rows.earlier])]
@@ -135,9 +135,9 @@ class FinalGradient:
         )
         return of_weight, of_bias
 
-    def _gamma(self, layer: Layer, parts: Parts) -> Parts:
-        """Return γ of the layer's pieces, as `.grad` holds it."""
-        return {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
+    def _gamma(self, parts: Parts) -> Parts:
+        """Return γ of all pieces, as `.grad` holds it, with those that were all-gathered."""
+        return {**self._steps.gamma, **parts} if parts else self._steps.gamma
 
     def begin(self, layer: Layer, parts: Parts) -> None:
         """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
@@ -156,7 +156,7 @@ class FinalGradient:
         if rows.versions != versions(layer):
             self.moved.append(layer.path)
         reason = _why_from_rows(features, shared=rows.is_shared)
-        change, e = layer.change(self._gamma(layer, parts)), None
+        change, e = layer.change(self._gamma(parts)), None
         # With several ranks γ also holds the rows of the others.
         trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
         by_rows = seen == total and trusted and gram_is_less(features, layer, G)
@@ -164,7 +164,7 @@ class FinalGradient:
             assert isinstance(features, DenseFeatures)
             e = features.gram() @ G  # right only if γ = c·GᵀΦ, which is checked
         elif parts:
-            e = added(*act(change, features))
+            e = features.move(*change)
             e = e if self._scale is None else e / self._scale
         known = {"precision": max([call.precision for call in calls]), "reason": reason}
         known |= {"total": total, "e_by_rows": by_rows, "partial": bool(parts), "averaged": 1.0}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,23 +23,21 @@ from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import REALISED, names_of
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
-from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
-from adiv_monitor.step.row_moves import act
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Outgoing, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 from adiv_monitor.step.vectors import Change, LayerInProgress, losing
 from adiv_monitor.step.whole_model import WholeModel
 
+if TYPE_CHECKING:
+    from adiv_monitor.step.probing import ProbeStep
+
 _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step "
     "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
     "update nor in the applied update."
 )
-
-
-_NO_PARTS: Parts = MappingProxyType({})
 
 
 class MeasuredStep:
@@ -61,7 +59,7 @@ class MeasuredStep:
         history: RunHistory,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
-        probe: ProbeStep | None,
+        probe: "ProbeStep | None",
         agree: Callable[[str], bool],
         whole: WholeModel,
     ) -> None:
@@ -152,12 +150,13 @@ class MeasuredStep:
         if self._steps is None or not (self._measured or self._unsharded.all_participate):
             return
         self._steps.stepped()
-        apart = [x.layer for x in self._measured.values() if self._unsharded.has_shards]
+        layers = [x.layer for x in self._measured.values()] if self._unsharded.has_shards else []
+        apart = {layer.path: layer for layer in layers if spread(layer)}
         made = partial(self._unsharded.of_updates, steps=self._steps)
         try:
             self._measure(
-                [layer for layer in apart if spread(layer)],
-                self._measure_update,
+                apart.values(),
+                self._update,
                 made if self._unsharded.updates() else None,
             )
         finally:
@@ -165,7 +164,7 @@ class MeasuredStep:
         assert self._gradient is not None
         with _without_autocast(x.G for x in self._measured.values()):
             for block in self._gradient.blocks:
-                block.update(self._change, self._measured, self._lose)
+                block.update(self._change, self._measured.keys() - apart, self._lose)
         self._finish()  # first: the product with γ overwrites the difference
         self._out.flags["gradient_changed"] = [self._steps.finish_update()]
         if self._probe is not None:
@@ -219,7 +218,7 @@ class MeasuredStep:
         self._out.flags |= {
             "loss_gradients": [*passes.losses],
             "zeroed": [*passes.norms],
-            "batch": [*self._capture.batch],
+            "batch": [*self._capture.watching.batch],
             "next_batch": [*self._capture.next_batch],
         }
         found = fetch(
@@ -315,17 +314,17 @@ class MeasuredStep:
         else:
             self._fail(path, error)
 
-    def _measure_update(self, layer: Layer, parts: Parts) -> None:
-        measured = self._measured[layer.path]
-        assert measured.features is not None
-        measured.d = act(self._change(layer, parts), measured.features)
+    def _update(self, layer: Layer, parts: Parts) -> None:
+        """Compute d of a layer whose update was all-gathered."""
+        assert self._gradient is not None
+        for block in self._gradient.blocks:
+            block.update(partial(self._change, parts=parts), (layer.path,), self._lose)
 
-    def _change(self, layer: Layer, parts: Parts = _NO_PARTS) -> Change:
+    def _change(self, layer: Layer, parts: Parts | None = None) -> Change:
         """Return the change of a layer's weight and bias; `parts` are its all-gathered pieces."""
-        steps = self._steps
-        assert steps is not None
-        pieces = {piece.key: steps.taken(piece) for piece in layer.pieces}
-        change = layer.change({**pieces, **parts})
+        assert self._steps is not None
+        taken = self._steps.taken
+        change = layer.change({**taken, **parts} if parts else taken)
         if self._probe is not None:
             self._probe.take(layer.path, change)
         return change

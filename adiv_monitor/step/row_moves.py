@@ -9,25 +9,6 @@ from adiv_monitor.features.features import DenseFeatures, Features
 
 # The numbers of products that a CPU and a GPU do in the time that the check of γ takes.
 _AS_CHECK, _AS_LAUNCHES = 2**25, 2**30
-Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
-
-
-def act(change: Change, features: Features) -> Change:
-    """Return Φ_W ΔWᵀ and φ_b ⊗ Δb, each (rows, n_total), for a change of weight and bias."""
-    weight, bias = change
-    return (
-        None if weight is None else features.by_weight(weight),
-        None if bias is None else features.by_bias(bias),
-    )
-
-
-def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
-    """Return the sum of both; a layer trains a weight or a bias, so at least one is given."""
-    if by_weight is None or by_bias is None:
-        lone = by_bias if by_weight is None else by_weight
-        assert lone is not None
-        return lone
-    return by_weight + by_bias
 
 
 def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:

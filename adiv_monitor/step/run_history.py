@@ -59,6 +59,7 @@ class RunHistory:
             measured steps in a row.
         distrusted: layers whose gradient was once not that of their rows times a known factor.
         seen: layers that were measured, or found to be unmeasurable.
+        checked_rules: layers whose module's rule was checked against the output.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
@@ -75,6 +76,7 @@ class RunHistory:
     sound: set[str] = field(default_factory=set)
     distrusted: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
+    checked_rules: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import to_device
+from adiv_monitor.features.rows import dots, to_device
 from adiv_monitor.maths.sums import Vector, names_of, pairs_of
 from adiv_monitor.maths.totals import MOST_ENTRIES
 from adiv_monitor.step.transfer import Outgoing
@@ -27,7 +27,6 @@ Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; N
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
 M = TypeVar("M")
-_ORDER = tuple(Vector)
 
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
 STACKED, _TOGETHER = 2**18, 2**24
@@ -44,7 +43,6 @@ class LayerInProgress:
         z: the outputs.
         gamma: γ of weight and bias.
         e: the move of a plain gradient step, where it is known already.
-        d: the move of the optimizer's step by weight and bias, in such a layer.
     """
 
     layer: Layer
@@ -53,7 +51,6 @@ class LayerInProgress:
     z: Tensor
     gamma: Change
     e: Tensor | None = None
-    d: Change | None = None
 
 
 class Family:
@@ -91,30 +88,14 @@ class Family:
             )
         return scale.to(G.dtype).reshape(len(self.layers), self._rows, groups)
 
-    def move(self, changes: Sequence[Change], out: Tensor, by_bias: Tensor | None = None) -> None:
-        """Write Φ_W ΔWᵀ + φ_b ⊗ Δb of every layer to `out`, and its last term to `by_bias`."""
-        weights, biases = zip(*changes, strict=True)
-        weight, bias = self._together(weights), self._together(biases)
-        self.put(
-            None if weight is None else self._features.by_weight(weight),
-            None if bias is None else self._features.by_bias(bias),
-            out,
-            by_bias,
-        )
-
-    @staticmethod
-    def put(
-        of_weight: Tensor | None, of_bias: Tensor | None, out: Tensor, by_bias: Tensor | None
-    ) -> None:
-        """Write the sum of both to `out`, and the second to `by_bias`."""
-        if of_weight is None or of_bias is None:
-            lone = of_bias if of_weight is None else of_weight
-            assert lone is not None
-            out.copy_(lone)
-        else:
-            torch.add(of_weight, of_bias, out=out if of_weight.dim() == 3 else out[0])
-        if by_bias is not None:
-            by_bias.copy_(torch.zeros_like(out) if of_bias is None else of_bias)
+    def move(self, changes: Sequence[Change], of: Mapping[Vector, Tensor], vector: Vector) -> None:
+        """Write Φ_W ΔWᵀ + φ_b ⊗ Δb of every layer to a vector; with that of d, its last term."""
+        weight, bias = map(self._together, zip(*changes, strict=True))
+        out, of_bias = of[vector], of.get(Vector.BIAS) if vector is Vector.D else None
+        self._features.move(weight, bias, out if self._is_stacked else out[0])
+        if of_bias is not None:
+            own = None if bias is None else self._features.by_bias(bias)
+            of_bias.zero_() if own is None else of_bias.copy_(own)
 
     def _together(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
         if tensors[0] is None or not self._is_stacked:
@@ -125,13 +106,14 @@ class Family:
         """Return the vectors that its rows have, in order."""
         first, groups = self.layers[0].layer, 0 if self._scale is None else self._scale.shape[2]
         has_both = first.weight is not None and first.bias is not None
-        own, e, G, d, bias, z, rest, *_ = Vector
-        return (
-            *((own,) if groups > 1 else ()),
-            *(e, G),
-            *((d, bias) if updates and has_both else (d,) if updates else ()),
-            *((z, rest) if groups else (z,)),
-        )
+        is_there = {
+            Vector.OWN: groups > 1,
+            Vector.D: updates,
+            Vector.BIAS: updates and has_both,
+            Vector.REST: groups > 0,
+        }
+        every = Vector.OWN, Vector.E, Vector.G, Vector.D, Vector.BIAS, Vector.Z, Vector.REST
+        return tuple(vector for vector in every if is_there.get(vector, True))
 
     def split(self, of: Mapping[Vector, Tensor]) -> None:
         """Compute the parts of e by the row's own scale and by the other rows."""
@@ -180,11 +162,9 @@ class Block:
     """
 
     def __init__(self, families: Sequence[Family], *, updates: bool) -> None:
-        self._families = [(family, family.vectors(updates=updates)) for family in families]
         self.layers = layers = [x for family in families for x in family.layers]
-        self._named = tuple(
-            sorted(set().union(*(of for _, of in self._families)), key=_ORDER.index)
-        )
+        vectors = [family.vectors(updates=updates) for family in families]
+        self._named = tuple(vector for vector in Vector if any(vector in of for of in vectors))
         G = layers[0].G
         self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
@@ -192,14 +172,12 @@ class Block:
         torch.stack([x.z for x in layers], out=self._of[Vector.Z])
         for x in layers:
             x.G = x.z = G.new_empty(0)  # the stacks have them now
-
-    def _parts(self) -> Iterator[tuple[Family, dict[Vector, Tensor], slice]]:
-        """Yield every family with its vectors, and its place."""
-        start = 0
-        for family, named in self._families:
-            at = slice(start, start + len(family.layers))
-            yield family, {vector: self._of[vector][at] for vector in named}, at
-            start = at.stop
+        # Every family with its vectors, and its place.
+        self._parts: list[tuple[Family, dict[Vector, Tensor], slice]] = []
+        end = 0
+        for family, named in zip(families, vectors, strict=True):
+            at = slice(end, end := end + len(family.layers))
+            self._parts.append((family, {vector: self._of[vector][at] for vector in named}, at))
 
     def plain_step(self, scale: Tensor | None, fail: Fail) -> None:
         """Compute e = Φγᵀ, and its part by the other rows.
@@ -208,28 +186,23 @@ class Block:
             scale: the number by which γ must be divided; None: 1.
             fail: called with path and exception of layers that fail.
         """
-        for family, of, _ in self._parts():
+        for family, of, _ in self._parts:
             with losing(family.layers, fail):
                 e, made = of[Vector.E], family.layers[0].e
                 if made is not None:
                     e.copy_(made)
                 else:
-                    family.move([x.gamma for x in family.layers], e)
+                    family.move([x.gamma for x in family.layers], of, Vector.E)
                     if scale is not None:
                         e /= scale
                 family.split(of)
 
     def update(self, change: Callable[[Layer], Change], kept: Container[str], fail: Fail) -> None:
         """Compute d from the changes of the parameters, of layers that were not lost."""
-        for family, of, _ in self._parts():
-            if not any(x.layer.path in kept for x in family.layers):
-                continue
-            with losing(family.layers, fail):
-                d, by_bias, made = of[Vector.D], of.get(Vector.BIAS), family.layers[0].d
-                if made is not None:
-                    family.put(*made, d, by_bias)
-                else:
-                    family.move([change(x.layer) for x in family.layers], d, by_bias)
+        for family, of, _ in self._parts:
+            if any(x.layer.path in kept for x in family.layers):
+                with losing(family.layers, fail):
+                    family.move([change(x.layer) for x in family.layers], of, Vector.D)
 
     def send(
         self, out: Outgoing, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
@@ -244,13 +217,13 @@ class Block:
         """
         named, V = self._named, self._vectors
         chain = named.index(Vector.Z)  # neighbours among those before
-        products = [*torch.linalg.vecdot(V, V), *torch.linalg.vecdot(V[: chain - 1], V[1:chain])]
+        products = [*dots(V, V), *dots(V[: chain - 1], V[1:chain])]
         if Vector.OWN in self._of:
-            products.append(torch.linalg.vecdot(self._of[Vector.OWN], self._of[Vector.G]))
+            products.append(dots(self._of[Vector.OWN], self._of[Vector.G]))
         by_name = dict(zip(names_of(pairs_of(named)), products, strict=True))
         active = by_name["G_G"].sign()
         paths = [x.layer.path if x.layer.path in kept else None for x in self.layers]
-        for family, of, at in self._parts():
+        for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
             family.send(out, paths[at], own, active[at], generator, with_sum=not is_alone)
 

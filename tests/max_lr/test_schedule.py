@@ -83,15 +83,6 @@ def test_telling_changes_nothing() -> None:
     assert scheduler.failures == 0
 
 
-def test_full_alignment_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Alignment, "read", reading())
-    plain, scaled = mlp(), mlp()
-    optimizers = [optim.Adam(m.parameters(), lr=1e-3) for m in (plain, scaled)]
-    scheduler = MaxLRScheduler(optimizers[1], scaled, PROBE, mode="dynamic", **EAGER)
-    assert train(plain, optimizers[0], range(8)) == train(scaled, optimizers[1], range(8))
-    assert scheduler.gains == dict.fromkeys(PATHS, 1.0)
-
-
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_each_layer_steps_at_its_own_rate(lr: float | Tensor) -> None:
     """Weights step at their factors; biases, which have none, at the optimizer's rate."""
@@ -517,79 +508,12 @@ class Tied(nn.Module):
         return self.head(torch.relu(self.map(self.words(tokens))))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.rnn = nn.Embedding(20, 32), nn.LSTM(32, 32, batch_first=True)
-        self.head = nn.Linear(32, 20)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.rnn(self.words(tokens))[0])
-
-
-class Normed(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = nn.utils.parametrizations.weight_norm(self.map)
-
-
-class Twice(Tied):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.relu(self.words(tokens) @ self.map.weight) @ self.map.weight.T)
-
-
-@pytest.mark.parametrize("made", [Tied, Recurrent, Normed, Twice])
-def test_factors_of_one_run_are_those_of_another_of_the_same_model(made: type[nn.Module]) -> None:
-    tokens = torch.arange(24).reshape(4, 6) % 20
-    model = made()
-    optimizer = optim.Adam(model.parameters(), 1e-2)
-    seen = MaxLRScheduler(optimizer, model, Probe(tokens), warm_up=1, every_n_steps=2)
-    for _ in range(6):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-    assert any(factor != 1 for factor in seen.proposed.values())
-    other = made()
-    given = {"mode": "static", "gains": seen.proposed}
-    optimizer = optim.Adam(other.parameters(), 1e-2)
-    assert MaxLRScheduler(optimizer, other, Probe(tokens), **given).gains == seen.proposed
-    held = {id(p): path for path in seen.proposed for p in weights(model, seen, path)}
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[key] for key in held} == stepped_faster(other, optimizer, tokens)
-
-
-def weights(model: nn.Module, seen: MaxLRScheduler, path: str) -> list[Tensor]:
-    """Return the parameters whose steps a factor other than 1 scales."""
-    layers = {layer.path: layer for layer in seen._network.layers}
-    return list(layers[path].parameters) if seen.proposed[path] != 1 else []
-
-
-def stepped_faster(model: nn.Module, optimizer: optim.Optimizer, tokens: Tensor) -> set[str]:
-    rates: dict[int, float] = {}
-    optimizer.register_step_pre_hook(
-        lambda o, *_: rates.update(
-            {id(p): group["lr"] for group in o.param_groups for p in group["params"]}
-        )
-    )
-    functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    optimizer.step()
-    return {name for name, p in model.named_parameters() if rates[id(p)] != 1e-2}
-
-
 def test_unlike_factors_of_one_parameter_are_refused() -> None:
     model = Tied()
     optimizer = optim.Adam(model.parameters())
     probe, gains = Probe(torch.arange(6)), {"words": 2.0, "head": 3.0}
     with pytest.raises(ValueError, match="'words' and 3 for 'head', which share a parameter"):
         MaxLRScheduler(optimizer, model, probe, mode="static", gains=gains)
-
-
-def test_a_plain_model_with_tied_weights_is_in_the_parametrization_sp() -> None:
-    model = Tied()
-    probe = Probe(torch.arange(20).reshape(4, 5))
-    for name in (None, "sp"):
-        optimizer = optim.Adam(model.parameters())
-        MaxLRScheduler(optimizer, model, probe, parametrization=name).close()
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static"])

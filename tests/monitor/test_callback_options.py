@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from adiv_monitor import Monitor
+from adiv_monitor.alignment import Probe
 from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings
 from adiv_monitor.sinks import MemorySink
 
@@ -54,7 +55,8 @@ def test_what_is_given_replaces_the_default(callback: Callable[..., Any]) -> Non
 
 
 def test_options_are_of_the_monitors_types() -> None:
-    ours, monitors = get_type_hints(CallbackOptions), get_type_hints(Monitor.__init__)
+    ours = get_type_hints(CallbackOptions)
+    monitors = get_type_hints(Monitor.__init__, localns={"Probe": Probe})
     shared = ours.keys() & monitors.keys()
     assert ours.keys() - shared == {"measures", "scalars", "separator"}
     assert {name: ours[name] for name in shared} == {name: monitors[name] for name in shared}

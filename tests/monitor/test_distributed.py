@@ -287,7 +287,7 @@ def layer_that_fails_in_one(rank: int) -> StepReport | None:
         if rank == 1:
             monitor._failures.switched_off["0"] = "a test"
             monitor._controller.disarm()
-            monitor._controller.arm(0)
+            monitor._controller.arm()
         train(net, optimizer, x)
     return monitor.latest
 

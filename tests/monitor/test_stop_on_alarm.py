@@ -30,18 +30,6 @@ class Words(nn.Module):
         return self.head(x.masked_fill((tokens == 0)[..., None], 0).mean(1))
 
 
-class Low(nn.Linear):
-    """A layer with a low-rank branch that begins at zero, as for fine-tuning."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.up(self.down(x))
-
-
 def run(
     kind: str, make: Any, steps: int = 40, poison: int | None = None, **options: Any
 ) -> tuple[Monitor, list[str]]:
@@ -53,7 +41,6 @@ def run(
             *(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)),
         ),
         "transformer": Words,
-        "low rank": lambda: nn.Sequential(Low(), nn.Tanh(), nn.Linear(8, 3)),
     }[kind]()
     shape = {"cnn": (64, 1, 8, 8), "transformer": (64, 7)}.get(kind, (64, 8))
     x, y = torch.randn(shape), torch.randint(3, (64,))
@@ -96,7 +83,6 @@ def adamw(lr: float) -> Any:
         ("cnn", sgd(0.05, momentum=0.9)),
         ("cnn", adamw(0.003)),
         ("transformer", adamw(0.003)),
-        ("low rank", adamw(0.003)),
     ],
 )
 def test_the_preset_raises_nothing_over_healthy_runs(kind: str, make: Any) -> None:
