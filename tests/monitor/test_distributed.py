@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adiv_monitor import AlarmError, Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import assembly, times
+from adiv_monitor.step import assembly, schedule
 from adiv_monitor.step.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
@@ -380,8 +380,8 @@ def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
     seconds = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "adiv_monitor.step.schedule.step_times",
-            lambda _: times.StepTimes(lambda: seconds, lambda a, b: b - a),
+            *(schedule, "step_times"),
+            lambda _: schedule.StepTimes(lambda: seconds, lambda a, b: b - a),
         )
         if rank is not None:
             monitor.attach()
