@@ -15,9 +15,8 @@ import numpy as np
 from jaxtyping import Float
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, combined
 from adiv_monitor.maths.estimates import Estimate, PerLayer, PerRow, Sample, Sum, over_rows
-from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
@@ -106,9 +105,7 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
                 own = [over_rows(_heads(x), sample) for x in (move.G, move.square)]
                 found[cosine.__name__] = cosine(*own, G_G, sample)
     if sums.scale is not None:
-        of_heads = with_numbers(
-            sums.scale, [_heads(x) if x.ndim else x for x in numbers_of(sums.scale)]
-        )
+        of_heads = combined(lambda x: _heads(x) if x.ndim else x, sums.scale)
         rest = 1 - sums.scale.share
         found["attention_scale_mean"] = attention_scale_mean(of_heads, rest)
         found["attention_scale_cv"] = attention_scale_cv(of_heads, rest)

@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -36,7 +36,6 @@ from adiv_monitor.maths.attention_sums import (
     move_sums,
     scale_sums,
 )
-from adiv_monitor.maths.records import replaced
 from adiv_monitor.probe.scales import ScaledUse, scales, some_keys
 from adiv_monitor.rerun.derivatives import pushed_forward
 from adiv_monitor.rerun.nested import tensors_in
@@ -302,7 +301,7 @@ class Attentions:
 
     def _updated(self, taken: Tangents, call: _Call) -> None:
         d = call.moved({p: taken[p] for p in call.held})[1]
-        call.sums = replaced(call.sums, d=d)
+        call.sums = replace(call.sums, d=d)
         call.query, call.key = call.query.detach(), call.key.detach()  # releases the graph
         call.uses = call.inputs = ()
 

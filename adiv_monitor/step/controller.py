@@ -6,10 +6,10 @@
   `MeasuredStep.gradient_is_final` gets `LayerRows` from `Capture.finish`, and computes e:
   `LayerInProgress`.
 - stepped: `step_ends`, also from `end_step` without an optimizer. `MeasuredStep.updated` computes
-  d: `LayerSums`. All hooks are off, but one waits for the next batch.
+  d. All hooks are off, but one waits for the next batch.
 - read: `read`, as the next step begins or somebody asks. `MeasuredStep.contribution` makes one
-  transfer to the host: `RankContribution`. Once all ranks have sent theirs, `Assembly` calls
-  `report_of`: a `LayerReading` each, in the `StepReport`.
+  transfer to the host: `StepSums`, in a `RankContribution`. Once all ranks have sent theirs,
+  `Assembly` calls `understand`: a `LayerReading` each, in the `StepReport`.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,10 @@ from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.armed import Armed, Steps
 from adiv_monitor.step.assembly import Assembly
-from adiv_monitor.step.description import describe, report_of
+from adiv_monitor.step.description import describe
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
+from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
@@ -281,7 +282,7 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step, of one rank or of all."""
-        report = report_of(part, self._history)
+        report = understand(part, self._history, self._failures.tell)
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))
         return report

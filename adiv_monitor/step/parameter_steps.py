@@ -10,7 +10,6 @@ parameters since the step, by their version counters.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +17,24 @@ from torch import Tensor, nn
 from adiv_monitor.capture.weights.pieces import Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype
-from adiv_monitor.maths.sums import T
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.run_history import RunHistory
 
 
 @dataclass(slots=True, eq=False)
-class PieceNumbers(Generic[T]):
+class PieceNumbers:
     """Dot products of pieces, in the order of `keys`, one vector for each dtype and device.
 
-    `a_b` is ⟨a, b⟩, see `Dots`; (): not computed.
+    `a_b` is ⟨a, b⟩, see `StepSums`; (): not computed.
     """
 
     keys: tuple[int, ...] = ()
-    gamma_gamma: tuple[T, ...] = ()
-    w_w: tuple[T, ...] = ()
-    w_gamma: tuple[T, ...] = ()
-    a_a: tuple[T, ...] = ()
-    a_w: tuple[T, ...] = ()
-    a_gamma: tuple[T, ...] = ()
+    gamma_gamma: tuple[Tensor, ...] = ()
+    w_w: tuple[Tensor, ...] = ()
+    w_gamma: tuple[Tensor, ...] = ()
+    a_a: tuple[Tensor, ...] = ()
+    a_w: tuple[Tensor, ...] = ()
+    a_gamma: tuple[Tensor, ...] = ()
 
 
 class ParameterSteps:
@@ -79,9 +77,7 @@ class ParameterSteps:
         self._copied: Flat | None = self._made(values)  # γ
         self._copied.take(self._given, read=self._reads)
         self._gamma = self._copied.views
-        self.products: PieceNumbers[Tensor] = PieceNumbers(
-            self._copied.keys, self._copied.squares()
-        )
+        self.products = PieceNumbers(self._copied.keys, self._copied.squares())
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []

@@ -19,8 +19,9 @@ from torch import Tensor
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import dots, to_device
-from adiv_monitor.maths.sums import Blocks, FamilySums, LayerSums, StackedSums, Vector, pairs_of
+from adiv_monitor.maths.sums import Vector, names_of, pairs_of
 from adiv_monitor.maths.totals import MOST_ENTRIES
+from adiv_monitor.step.transfer import Outgoing
 
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
@@ -39,7 +40,6 @@ class LayerInProgress:
     Attributes:
         layer: the layer.
         features: Φ of the rows of all calls; None once they are stacked.
-        sums: the record for the host, without numbers of the rows.
         G: ∂L/∂z, as the backward pass left it.
         z: the outputs.
         gamma: γ of weight and bias.
@@ -48,7 +48,6 @@ class LayerInProgress:
 
     layer: Layer
     features: Features | None
-    sums: LayerSums[Tensor]
     G: Tensor
     z: Tensor
     gamma: Change
@@ -128,27 +127,30 @@ class Family:
         torch.mul(scale[..., None], G.view(shape), out=own.view(shape))
         torch.sub(e, own, out=of[Vector.REST])
 
-    def sums(
+    def send(
         self,
-        vectors: tuple[Vector, ...],
+        out: Outgoing,
+        paths: Sequence[str | None],
+        products: Mapping[str, Float[Tensor, "layers rows"]],
         active: Float[Tensor, "layers rows"],
         generator: np.random.Generator,
         *,
         with_sum: bool,
-    ) -> FamilySums[Tensor]:
-        """Return the numbers for the host besides the products."""
+    ) -> None:
+        """Send the numbers of the rows, of which the products are known already."""
         of_rows = active if self._is_stacked else active[0]
-        common = self._features.common(of_rows)
-        sums = self._features.weight_sum(of_rows) if common and with_sum else None
-        scale = self._scale
-        has_one = scale is not None and scale.shape[2] == 1
-        return FamilySums(
-            len(self.layers),
-            vectors,
-            scale[..., 0] if scale is not None and has_one else None,
-            None if scale is None or has_one else _blocks(scale, generator),
-            common and (*common, sums),
-        )
+        found, rows = self._features.common(of_rows), dict(products)
+        if found:
+            rows["common"], rows["length"] = found
+            if with_sum:
+                out.add("features", paths, {"sum": self._features.weight_sum(of_rows)})
+        groups = 0 if self._scale is None else self._scale.shape[2]
+        if self._scale is not None and groups == 1:
+            rows["scale"] = self._scale[..., 0]
+        elif self._scale is not None:
+            rows |= _of_several(self._scale, out, paths, generator)
+        out.add("rows", paths, rows)
+        out.add("layers", paths, {}, groups=groups, has_common=bool(found))
 
 
 class Block:
@@ -202,32 +204,28 @@ class Block:
                 with losing(family.layers, fail):
                     family.move([change(x.layer) for x in family.layers], of, Vector.D)
 
-    def sums(
-        self, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
-    ) -> StackedSums[Tensor]:
-        """Return the numbers for the host.
+    def send(
+        self, out: Outgoing, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
+    ) -> None:
+        """Send the numbers of the rows to the host.
 
         Args:
+            out: takes them.
             kept: paths of the layers that were not lost.
             generator: chooses the scales that are reported one by one if there are too many.
             is_alone: there is one rank; else its sum of features is needed too.
         """
         named, V = self._named, self._vectors
         chain = named.index(Vector.Z)  # neighbours among those before
-        products = [dots(V, V), dots(V[: chain - 1], V[1:chain])]
+        products = [*dots(V, V), *dots(V[: chain - 1], V[1:chain])]
         if Vector.OWN in self._of:
-            products.append(dots(self._of[Vector.OWN], self._of[Vector.G])[None])
-        assert sum(map(len, products)) == len(pairs_of(named))
-        active = products[0][named.index(Vector.G)].sign()
-        return StackedSums(
-            tuple(x.layer.path if x.layer.path in kept else None for x in self.layers),
-            named,
-            torch.cat(products),
-            tuple(
-                family.sums(tuple(of), active[at], generator, with_sum=not is_alone)
-                for family, of, at in self._parts
-            ),
-        )
+            products.append(dots(self._of[Vector.OWN], self._of[Vector.G]))
+        by_name = dict(zip(names_of(pairs_of(named)), products, strict=True))
+        active = by_name["G_G"].sign()
+        paths = [x.layer.path if x.layer.path in kept else None for x in self.layers]
+        for family, of, at in self._parts:
+            own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
+            family.send(out, paths[at], own, active[at], generator, with_sum=not is_alone)
 
 
 def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -> list[Block]:
@@ -300,25 +298,21 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def _blocks(
-    scale: Float[Tensor, "layers rows groups"], generator: np.random.Generator
-) -> Blocks[Tensor]:
-    """Return the sums over each row's scales; see `Blocks`."""
-    pivot, groups, every = scale[:, :1, :1], scale.shape[2], scale.flatten(1)
-    shifted, rows = scale - pivot, None
-    if every.shape[1] > MOST_ENTRIES:
-        places = generator.choice(every.shape[1], MOST_ENTRIES, replace=False)
+def _of_several(
+    scale: Float[Tensor, "layers rows groups"],
+    out: Outgoing,
+    paths: Sequence[str | None],
+    generator: np.random.Generator,
+) -> dict[str, Tensor]:
+    """Return the sums over each row's scales, and send some of the scales."""
+    groups, every = scale.shape[2], scale.flatten(1)
+    mean, places = scale.mean(2, keepdim=True), np.arange(every.shape[1])
+    if len(places) > MOST_ENTRIES:
+        places = generator.choice(len(places), MOST_ENTRIES, replace=False)
         every = every.index_select(1, to_device(places, every.device))
-        rows = torch.from_numpy(places // groups)
-    return Blocks(
-        groups,
-        pivot[:, :, 0],
-        shifted.sum(2),
-        torch.linalg.vector_norm(shifted, dim=2),
-        scale.amax(2),
-        every,
-        rows,
-    )
+    out.add("entries", paths, {"scale": every}, row=places // groups)
+    off = torch.linalg.vector_norm(scale - mean, dim=2)
+    return {"scale": scale.amax(2), "mean": mean[..., 0], "off": off}
 
 
 @contextmanager

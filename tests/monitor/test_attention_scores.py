@@ -19,10 +19,11 @@ from adiv_monitor.maths.attention_sums import (
     AttentionSums,
     MoveSums,
     ScaleSums,
+    combined,
     merge,
     scale_sums,
+    tensors_of,
 )
-from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.probe.scales import some_keys
 
@@ -261,7 +262,7 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
 def scales_of(scale: np.ndarray, active: np.ndarray) -> ScaleSums[Array]:
     error = torch.zeros((), dtype=torch.float64)
     made = scale_sums(torch.from_numpy(scale), torch.from_numpy(active), error, 1.0)
-    return with_numbers(cast("ScaleSums[Array]", made), [x.numpy() for x in numbers_of(made)])
+    return cast("ScaleSums[Array]", combined(lambda x: x.numpy(), made))
 
 
 def test_measures_over_all_scores_are_exact() -> None:
@@ -321,10 +322,9 @@ def test_equal_scales_have_no_spread() -> None:
 
 def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
     sums, _, _ = made_up(7)
-    every = numbers_of(sums)
     parts = [
-        with_numbers(sums, [x[part] if x.ndim else x for x in every])
+        combined(lambda x, part=part: x[part] if x.ndim else x, sums)
         for part in (slice(3), slice(3, 7))
     ]
-    for found, expected in zip(numbers_of(merge(parts)), every, strict=True):
+    for found, expected in zip(tensors_of(merge(parts)), tensors_of(sums), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
