@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from adiv_monitor.capture.coverage import coverage_of
-from adiv_monitor.report import StepReport
 from adiv_monitor.step.armed import Armed
 from adiv_monitor.step.failures import Failures
-from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
-from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch_numbers
 
 
@@ -16,7 +13,7 @@ def describe(part: RankContribution, armed: Armed, failures: Failures, interval:
     """Fill in which parameters a contribution covers, and why it does not cover others."""
     seen, rates, off = armed.capture.layers.found, armed.rates, failures.switched_off
     covered = coverage_of(
-        part.layers,
+        part.sums.paths,
         armed.selection,
         armed.capture,
         told=part.report.unsupported,
@@ -24,7 +21,7 @@ def describe(part: RankContribution, armed: Armed, failures: Failures, interval:
         is_measured=not (part.refused or armed.step.discarded),
     )
     learning_rates = tuple(fetch_numbers(rates.of_groups))
-    grouped = [path for path in seen if path in part.layers and len(set(learning_rates)) > 1]
+    grouped = [path for path in seen if path in part.sums.paths and len(set(learning_rates)) > 1]
     groups = {path: rates.groups.get(id(seen[path].pieces[0].parameter)) for path in grouped}
     part.elements = covered.elements
     part.rows_lost = (*part.rows_lost, *off)
@@ -41,19 +38,7 @@ def describe(part: RankContribution, armed: Armed, failures: Failures, interval:
         groups={path: group for path, group in groups.items() if group is not None},
         optimizer=rates.optimizer,
         maximize=rates.maximize,
-        other_optimizers=tuple(armed.others.names),
-        changed_by=tuple(armed.others.writers),
+        other_optimizers=tuple(armed.others.writes),
+        changed_by=tuple(+armed.others.writes),
     )
     failures.notes.clear()
-
-
-def report_of(part: RankContribution, history: RunHistory) -> StepReport:
-    """Return the report of a step.
-
-    Args:
-        part: contribution of one rank, or merged contribution of all.
-        history: history of the run so far.
-    """
-    report = understand(part, history)
-    turn = report.turn
-    return replace(report, turn=None if turn is None else replace(turn, elements=part.elements))

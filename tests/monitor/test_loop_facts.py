@@ -160,16 +160,6 @@ def accumulates(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.O
     optimizer.zero_grad()
 
 
-def looks_at_gradients(
-    model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """A loss that is not differentiated, and gradients that are not accumulated."""
-    criterion(model(batch(1)), TARGETS)
-    loss = criterion(model(batch(2)), TARGETS)
-    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    plain(model, criterion, optimizer)
-
-
 def penalizes(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     loss = criterion(model(batch(2)), TARGETS)
@@ -207,18 +197,6 @@ def perturbs(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Opti
     criterion(model(batch(0)), TARGETS).backward()
     with torch.no_grad():
         torch._foreach_sub_(list(model.parameters()), moves)
-    optimizer.step()
-
-
-def of_tasks(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gradients of two losses are put together by hand."""
-    found = []
-    for number in range(2):
-        optimizer.zero_grad()
-        criterion(model(batch(number)), TARGETS).backward()
-        found.append([p.grad for p in model.parameters()])
-    for p, one, other in zip(model.parameters(), *found, strict=True):
-        p.grad = one + other
     optimizer.step()
 
 
@@ -263,14 +241,12 @@ def attacks(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optim
 LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
     "one pass": (plain, ((1.0,), 0)),
     "accumulation": (accumulates, ((0.25,) * 3, 0)),
-    "gradients that are only looked at": (looks_at_gradients, ((1.0,), 0)),
     "a gradient penalty": (penalizes, ((0.5,), 0)),
     "zeroed before each micro-batch": (zeroes_each, ((0.125,) * 8, 7)),
     "zeroed in place": (zeroes_in_place, ((1.0,) * 3, 2)),
     "a first pass elsewhere": (perturbs, ((1.0,), 0)),
     "re-entrant checkpoints": (checkpoints, ((1.0,) * 3, 0)),  # their inputs are differentiated
     "adversarial inputs": (attacks, ((1.0,) * 2, 0)),
-    "gradients by hand": (of_tasks, ((1.0,) * 2, 0)),
     "samples that are clipped one by one": (clips_each_sample, ((1.0,) * 6, 0)),
 }
 
@@ -324,12 +300,6 @@ class Embedded(nn.Module):
         return self.last(self.embed(x).mean(1))
 
 
-def one_hot(number: int) -> Tensor:
-    """Rows of which each has the sum 1."""
-    places = torch.randint(4, (6,), generator=torch.Generator().manual_seed(number))
-    return functional.one_hot(places, 4).float()
-
-
 def tokens(number: int) -> Tensor:
     """Permutations of the same numbers."""
     return torch.randperm(30, generator=torch.Generator().manual_seed(number)).view(6, 5) % 5
@@ -338,8 +308,8 @@ def tokens(number: int) -> Tensor:
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     ("model", "draw"),
-    [(two_layers, batch), (two_layers, one_hot), (Embedded, tokens), (Net, batch)],
-    ids=["reals", "one-hot", "integers", "norms"],
+    [(two_layers, batch), (Embedded, tokens), (Net, batch)],
+    ids=["reals", "integers", "norms"],
 )
 @pytest.mark.parametrize("asked", [{}, {"layers_per_step": 1}, {"realised": True}])
 def test_a_batch_that_comes_again(
@@ -376,20 +346,3 @@ def test_an_evaluation_is_not_the_next_batch(gradients: bool) -> None:
     assert [len(report.batch) for report in reports] == [1] * 3
     batches = [report.batch for report in reports]
     assert [report.next_batch for report in reports] == [*batches[1:], ()]
-
-
-def test_a_closure_zeroes_gradients_of_no_step() -> None:
-    model, criterion = two_layers(), nn.CrossEntropyLoss()
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = criterion(model(batch(number)), TARGETS)
-            loss.backward()
-            return float(loss.detach())
-
-        closure()
-        optimizer.step(closure)
-
-    told = [(r.loss_gradients, r.zeroed_passes) for r in reports_of(model, step, 3, loss=criterion)]
-    assert told == [((1.0,), 0)] * 3
