@@ -131,11 +131,6 @@ class Capture:
         """Return whether any layer was called with gradients enabled."""
         return bool(self.rows)
 
-    def forward_passes(self) -> int:
-        """Return the number of forward passes with gradients: of calls of the first layer."""
-        owners, calls = set(self.selection.owners), self.watching.record.calls
-        return next((calls[module] for module in calls if module in owners), 0)
-
     def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take `sums_of` the arguments with which the first module runs in the next step."""
         self.next_batch = sums_of(args, kwargs)
