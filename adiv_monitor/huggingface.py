@@ -15,7 +15,6 @@ from adiv_monitor.callback_monitor import (
     CallbackOptions,
     Settings,
     log_stop,
-    with_options,
 )
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
@@ -79,7 +78,6 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         monitor: the monitor of the current or last training, or None before the first.
     """
 
-    @with_options
     def __init__(
         self,
         every_n_steps: int | None = None,

@@ -18,7 +18,6 @@ from adiv_monitor.callback_monitor import (
     CallbackOptions,
     Settings,
     log_stop,
-    with_options,
 )
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.errors import AlarmError
@@ -84,7 +83,6 @@ class DivergenceCallback(Callback):
             one).
     """
 
-    @with_options
     def __init__(
         self,
         every_n_steps: int | None = None,

@@ -381,7 +381,8 @@ class Monitor:
         """
         if torch.compiler.is_compiling() or self._state == "closed":
             return
-        self._controller.losses.say(check_step(self.step if step is None else step), value)
+        number = check_step(self.step if step is None else step)
+        self._controller.losses.add(number, value, is_said=True)
 
     def end_step(self) -> None:
         """Mark the end of a step of a monitor without an optimizer, when gradients are complete.

@@ -128,7 +128,7 @@ class Capture:
 
     def saw_calls(self) -> bool:
         """Return whether any layer was called with gradients enabled."""
-        return bool(self._catch.modes)
+        return bool(self.layers.modes)
 
     def forward_passes(self) -> int:
         """Return the number of forward passes with gradients: of calls of the first layer."""
@@ -168,7 +168,7 @@ class Capture:
         for layer, why in lost.items():  # a use without a gradient is none if others train it
             if not all(p in trained or self.without_rule.why(id(p)) for p in layer.parameters):
                 self.unreached[layer.path] = why
-        self.evaluated = tuple(_evaluated(self._model)) if self._catch.modes == {False} else ()
+        self.evaluated = tuple(_evaluated(self._model)) if self.layers.modes == {False} else ()
         self.passes.meant = is_alone and self.watching.differentiates_inputs
         self._share(found)
         return found

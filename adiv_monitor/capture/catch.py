@@ -77,22 +77,17 @@ class Catch:
         layers: the layers.
         forwards: the running forward calls.
         without_rule: measures modules as a whole.
-
-    Attributes:
-        modes: whether the model was in training mode, in all calls of watched layers.
     """
 
     def __init__(
         self, layers: Layers, forwards: Forwards, without_rule: ParametersWithoutRule
     ) -> None:
-        self.modes = set[bool]()
         self._layers = layers
         self._rows = layers.rows
         self._context = layers.context
         self._guard, self._passes = layers.context.guard, layers.context.passes
         self._forwards = forwards
         self._without_rule = without_rule
-        self._root = layers.names.root
         self._provenance = layers.provenance
         self._running = _Running()
         self._nodes: dict[int, Any] = {}  # that accumulate gradients, by id of the parameter
@@ -119,7 +114,7 @@ class Catch:
         if rows is None:
             return None
         z = use.layout(output)
-        call = self._new_call(rows, z, tuple(z.shape[:-1]))
+        call = rows.new_call(tuple(z.shape[:-1]), z.device)
         features = self._look(call, use, z)
         if isinstance(known, str) and known not in self._context.checked and len(call.z):
             rows.linear = reproduces(use, features, call.z)
@@ -141,7 +136,7 @@ class Catch:
             layer = self._layers.of(use)
             if layer is not None and layer.path in self._rows:
                 rows = self._rows[layer.path]
-                calls[use.part] = call = self._new_call(rows, made.input, (made.rows,))
+                calls[use.part] = call = rows.new_call((made.rows,), made.input.device)
                 call.precision = made.precision
         if calls:
             returned = Returned.of(made, outputs)
@@ -171,7 +166,7 @@ class Catch:
         if layer is None or layer.path not in self._rows:
             return
         rows, z = self._rows[layer.path], outputs.rows(tensors)
-        call = self._new_call(rows, z, tuple(z.shape[:-1]))
+        call = rows.new_call(tuple(z.shape[:-1]), z.device)
         call.z = call.rows.take(z)
         try:
             call.features = self._without_rule.features(
@@ -185,10 +180,6 @@ class Catch:
             return
         arrive = partial(self._reached, (layer.path,), self._arrives, call, as_it_is)
         outputs.hook(tensors, arrive, self._guard)
-
-    def _new_call(self, rows: LayerRows, z: Tensor, shape: tuple[int, ...]) -> Call:
-        self.modes.add(self._root.training)
-        return rows.new_call(shape, z.device)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Take the rows of a call, and return their features, untrained ones included."""
@@ -247,19 +238,24 @@ class Catch:
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Call a function for layers. If it fails, they are not watched any more."""
-        watched = [path for path in paths if path in self._rows]
-        if not watched or not holds_memory(args[-1]):
+        for path in paths:
+            if path in self._rows:
+                break
+        else:
+            return
+        if not holds_memory(args[-1]):
             return
         try:
             with torch._C.DisableTorchFunction():
                 if self._running.autocast:
-                    with without_autocast(self._rows[watched[0]].layer.parameters[0]):
+                    with without_autocast(self._rows[path].layer.parameters[0]):
                         function(*args)
                 else:
                     function(*args)
         except Exception as error:
-            for path in watched:
-                self._layers.failed(path, error)
+            for path in paths:
+                if path in self._rows:
+                    self._layers.failed(path, error)
 
     def _arrives(self, call: Call, layout: Layout, gradient: Tensor) -> None:
         """Take the gradient of a call's output."""

@@ -168,6 +168,7 @@ class LayerRows:
         self.is_shared = False
         self._waiting: dict[ref[Call], None] = {}  # among others, calls without a gradient
         self._ceilings: dict[int, Ceiling] = {}  # by graph task
+        self._is_summed = False  # whether the ceiling had any call
         self._chooser = chooser
         self._bound: Threshold | None = None  # of all calls; a single call needs none
         self._bounded = 0  # the number of these
@@ -215,7 +216,7 @@ class LayerRows:
         """Add the rows of a call, with the gradient of all of them, to the sums for the ceiling."""
         if call.every_row is not None:
             self._ceilings.setdefault(task, Ceiling()).add(call.every_row, gradient)
-            call.every_row, call.summed = None, task
+            call.every_row, call.summed, self._is_summed = None, task, True
 
     def forget(self, tasks: Iterable[int]) -> None:
         """Forget what some passes brought. Calls may get another gradient later."""
@@ -265,12 +266,11 @@ class LayerRows:
         reached = [*self.calls]
         for call in reached:
             call.weigh(factors)
-        if any(call.summed is not None for call in reached):
+        if self._is_summed:
             several = [of.rescaled(factors.get(task, 1.0)) for task, of in self._ceilings.items()]
             self.ceiling = Ceiling.joined(several)
-            self.ceiling_is_whole = all(
-                [*call.arrived] == [call.summed] for call in reached if call.summed is not None
-            )
+            summed = [call for call in reached if call.summed is not None]
+            self.ceiling_is_whole = all([*call.arrived] == [call.summed] for call in summed)
         if self._bound is not None:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):

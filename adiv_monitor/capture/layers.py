@@ -32,6 +32,7 @@ class Layers:
     Attributes:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path: those that are due in this step.
+        modes: whether the model was in training mode as they were called first.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Layers:
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
+        self.modes = set[bool]()
         self.names = names
         self.provenance = provenance
         self.context = context
@@ -113,6 +115,7 @@ class Layers:
         self.found[layer.path] = layer
         if not self.is_off(layer.path) and self.names.selection.is_due(layer):
             self.rows[layer.path] = LayerRows(layer, self._chooser)
+            self.modes.add(self.names.root.training)
         return layer
 
     def of_parts(self, parameter: Tensor) -> list[str]:

@@ -37,6 +37,7 @@ _WRAPPERS = (
 )
 _MOST_MODULES = 10**6
 _IS_TRAINED = attrgetter("requires_grad")
+_STATE = attrgetter("requires_grad", "dtype", "device")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -255,9 +256,9 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Return an iterator over the model's trainable parameters, each once."""
     held = held_in_place_of(model)
-    every = (p for module in model.modules() for p in module._parameters.values())
+    every = [p for module in model.modules() for p in module._parameters.values()]
     found = {id(p): p for p in every if p is not None and p.requires_grad}
-    return iter([held.get(key, p) for key, p in found.items()])
+    return iter((found | {key: held[key] for key in held if key in found}).values())
 
 
 def paths_of_parameters(model: nn.Module) -> dict[int, str]:
@@ -281,15 +282,15 @@ def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
     modules, found = [model], list[object](known_rules())
     for module in modules:  # the list grows during the loop
         # The tables of scripted modules can't be iterated directly.
-        found += (id(module), type(module), *module._modules.keys())
-        for name, p in module._parameters.items():
-            if p is not None:
-                found += (name, id(p), type(p), p.requires_grad, p.dtype, p.device)
-        modules += [child for child in module._modules.values() if child is not None]
+        parameters, children = module._parameters, module._modules
+        own = [p for p in parameters.values() if p is not None]
+        found += (id(module), type(module), *children.keys(), *parameters.keys())
+        found += (*map(id, parameters.values()), *map(type, own), *map(_STATE, own))
+        modules += [child for child in children.values() if child is not None]
         if len(modules) > _MOST_MODULES:  # a module that contains itself would loop forever
             return None
-    every = () if held is None else held.values()
-    return found, [part for p in every for part in (id(p), p.requires_grad)]
+    every = [] if held is None else [*held.values()]
+    return found, [*map(id, every)], [*map(_IS_TRAINED, every)]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:

@@ -86,8 +86,8 @@ class Features:
         """Return the features of these rows and those of other calls of the same layer."""
         if not others:
             return self
-        parts = [features._tensors for features in (self, *others)]
-        return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+        parts = [vars(features) for features in (self, *others)]
+        return self._with({name: torch.cat([p[name] for p in parts]) for name in self._tensors})
 
     def _with(self: F, tensors: dict[str, Any]) -> F:
         return replace(self, **tensors)  # type: ignore[type-var]
@@ -106,8 +106,8 @@ class Features:
         """Return the features of several layers: tensors get a first dimension of layers."""
         if not others:
             return self._with({name: tensor[None] for name, tensor in self._tensors.items()})
-        parts = [features._tensors for features in (self, *others)]
-        return self._with({name: torch.stack([p[name] for p in parts]) for name in parts[0]})
+        parts = [vars(features) for features in (self, *others)]
+        return self._with({name: torch.stack([p[name] for p in parts]) for name in self._tensors})
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
@@ -123,23 +123,23 @@ class JacobianFeatures(Features):
     """Features of rows that are not linear in the parameters: Δz_r = J_r ΔΘ is known, but no Φ.
 
     Attributes:
-        move: a change of the parameters, as one vector (P,) → the move of the rows (rows, n_total).
+        jacobian: a change of the parameters, as one vector (P,) → the rows' move (rows, n_total).
     """
 
-    move: Callable[[Tensor], Tensor]
+    jacobian: Callable[[Tensor], Tensor]
 
     def by_weight(self, weight: Tensor) -> Tensor:
         """Return J_r Θ for a vector of parameters."""
-        return self.move(weight)
+        return self.jacobian(weight)
 
     def pick(self, rows: Tensor) -> "JacobianFeatures":
         """Return the features of some of the rows."""
-        return JacobianFeatures(lambda vector: self.move(vector).index_select(0, rows))
+        return JacobianFeatures(lambda vector: self.jacobian(vector).index_select(0, rows))
 
     def joined(self, others: Sequence[Any]) -> "JacobianFeatures":
         """Return the features of these rows and those of other calls of the same layer."""
         every = (self, *others)
-        return JacobianFeatures(lambda vector: torch.cat([x.move(vector) for x in every]))
+        return JacobianFeatures(lambda vector: torch.cat([x.jacobian(vector) for x in every]))
 
 
 @dataclass(frozen=True)

@@ -211,8 +211,9 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(_vecdot(a.numpy(), b.numpy())))
 
 
-# On a CPU, NumPy is faster from this length on; before version 2 it had no such function.
-_vecdot, _LONG = getattr(np, "vecdot", None), 128
+# On a CPU, NumPy is faster for dot products from this length on, and for sums of squares of entries
+# that lie this far apart; before version 2 it had no such function as the first.
+_vecdot, _LONG, _FAR = getattr(np, "vecdot", None), 128, 64
 
 
 def norms(x: Tensor, dim: int = -1) -> Tensor:
@@ -220,6 +221,9 @@ def norms(x: Tensor, dim: int = -1) -> Tensor:
     if x.dim() < 3 or x.device.type not in SLOW or x.stride(dim) == 1:
         found: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
         return found
+    if x.stride(dim) >= _FAR and x.dtype == compute_dtype(x):
+        array = x.detach().movedim(dim, -1).numpy()
+        return torch.from_numpy(np.einsum("...n,...n->...", array, array)).sqrt_()
     return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)]).sqrt_()
 
 

@@ -73,12 +73,13 @@ class Armed:
     def attach(self) -> None:
         """Put the hooks on; call `release` afterwards, even if this raises."""
         eager = forced_eager()
-        for on, off in (
+        hooks: list[tuple[Callable[[], object], Callable[[], object]]] = [
             (eager.__enter__, eager.leave),
             (partial(self.others.follow, self._drop), self.others.leave),
             *((hook.put_on, hook.remove) for hook in self.hooks),
             (self.capture.attach, self.capture.detach),
-        ):
+        ]
+        for on, off in hooks:
             self._off.append(off)
             on()
 

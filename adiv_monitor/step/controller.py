@@ -115,7 +115,7 @@ class StepController:
         self._reference = reference
 
     def _sees_loss(self, loss: Tensor) -> None:
-        self.losses.see(self._now(), loss)
+        self.losses.add(self._now(), loss, is_said=False)
         if self._armed is not None:
             self._armed.capture.passes.follow(loss)
 

@@ -1,6 +1,7 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import gram_is_less
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Outgoing, fetch_tensors
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
@@ -32,6 +32,8 @@ from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 _WITHOUT_FEATURES = ("common_share", "bias_share")
 # The most numbers of a layer that a rank sends for the ceiling: 8 MiB, half a second to decompose.
 _MOST_SUMS = 2**20
+# The numbers of products that a CPU and a GPU do in the time that the check of γ takes.
+_AS_CHECK, _AS_LAUNCHES = 2**25, 2**30
 # Reasons for a missing attainable_cosine.
 _TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
 _SUMMED = (
@@ -159,7 +161,7 @@ class FinalGradient:
         change, e = layer.change(self._gamma(parts)), None
         # With several ranks γ also holds the rows of the others.
         trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
-        by_rows = seen == total and trusted and gram_is_less(features, layer, G)
+        by_rows = seen == total and trusted and _gram_is_less(features, layer, G)
         if by_rows:
             assert isinstance(features, DenseFeatures)
             e = features.gram() @ G  # right only if γ = c·GᵀΦ, which is checked
@@ -283,3 +285,16 @@ def _why_from_rows(features: Features, *, shared: bool) -> str:
         features.mixes_rows or features.weight_gain is not None
     )
     return "weighed" if weighs else ""  # gradient-only layers weigh rows by design
+
+
+def _gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
+    """Return whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P·N.
+
+    It equals e only if all rows are seen and γ = GᵀΦ.
+    """
+    if not layer.is_direct or not isinstance(features, DenseFeatures):  # γ is JᵀGᵀΦ
+        return False
+    rows, outputs = G.shape
+    width = sum(layer.sizes) / outputs if outputs else 0
+    saved = rows * (width * outputs - rows * (width + outputs))
+    return saved > (_AS_LAUNCHES if G.is_cuda else _AS_CHECK) and features.has_gram

@@ -64,17 +64,19 @@ def fitted(equations: Array, factor: float | None = None) -> Fit:
     length = float(np.linalg.norm(now))
     if not np.isfinite(equations).all():
         return Fit(math.nan, math.nan, length, norms[0])
-    known = np.zeros_like(now) if factor is None else factor * columns[0]
-    unknown = [column / (norm or 1.0) for column, norm in zip(columns, norms, strict=True)]
-    unknown = unknown[0 if factor is None else 1 :]
-    found = np.zeros(0)
-    if unknown:
-        matrix = np.stack(unknown, axis=1)
-        found = np.linalg.lstsq(matrix, now - known, rcond=None)[0]
-        known = known + matrix @ found
+    unit = [column / (norm or 1.0) for column, norm in zip(columns, norms, strict=True)]
+    rest, found = now, np.zeros(0)
+    if factor is not None:
+        rest, unit = now - factor * columns[0], unit[1:]
+    if len(unit) == 1:
+        found = np.array([unit[0] @ rest])
+    elif unit:
+        found = np.linalg.lstsq(np.stack(unit, axis=1), rest, rcond=None)[0]
+    for amount, column in zip(found, unit, strict=True):
+        rest = rest - amount * column
     c = factor if factor is not None else float(found[0]) / norms[0] if norms[0] else math.nan
     earlier = float(found[-1]) if len(columns) > 1 else 0.0
-    return Fit(c, float(np.linalg.norm(now - known)), length, norms[0], abs(earlier))
+    return Fit(c, float(np.linalg.norm(rest)), length, norms[0], abs(earlier))
 
 
 def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> StepSums:

@@ -26,7 +26,7 @@ def value_of(loss: object) -> Value | None:
         TypeError: the loss is no number and no tensor of real numbers.
         ValueError: the loss is an empty tensor.
     """
-    if isinstance(loss, Real) and not isinstance(loss, bool):
+    if not isinstance(loss, bool) and isinstance(loss, Real):
         return float(loss)
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss: got {type(loss).__name__}, expected {_EXPECTED}")
@@ -58,19 +58,12 @@ class LossLog:
         self._held: deque[tuple[int, bool, Value]] = deque(maxlen=_MOST)
         self._closed: set[bool] | None = None  # of which kind no more count; None: outside a step
 
-    def say(self, step: int, loss: object) -> None:
-        """Add the loss of a step's batch from the training loop.
+    def add(self, step: int, loss: object, *, is_said: bool) -> None:
+        """Add the loss of a step's batch, from the training loop or as a hook has seen it.
 
         Raises:
             TypeError, ValueError: see `value_of`.
         """
-        self._add(step, True, loss)
-
-    def see(self, step: int, loss: object) -> None:
-        """Add a loss that a hook has seen; otherwise as `say`."""
-        self._add(step, False, loss)
-
-    def _add(self, step: int, is_said: bool, loss: object) -> None:
         value = value_of(loss)
         if value is None or (self._closed is not None and is_said in self._closed):
             return

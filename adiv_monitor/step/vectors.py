@@ -27,6 +27,7 @@ Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; N
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
 M = TypeVar("M")
+_ORDER = tuple(Vector)
 
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
 STACKED, _TOGETHER = 2**18, 2**24
@@ -106,14 +107,13 @@ class Family:
         """Return the vectors that its rows have, in order."""
         first, groups = self.layers[0].layer, 0 if self._scale is None else self._scale.shape[2]
         has_both = first.weight is not None and first.bias is not None
-        is_there = {
-            Vector.OWN: groups > 1,
-            Vector.D: updates,
-            Vector.BIAS: updates and has_both,
-            Vector.REST: groups > 0,
-        }
-        every = Vector.OWN, Vector.E, Vector.G, Vector.D, Vector.BIAS, Vector.Z, Vector.REST
-        return tuple(vector for vector in every if is_there.get(vector, True))
+        own, e, G, d, bias, z, rest, *_ = _ORDER
+        return (
+            *((own,) if groups > 1 else ()),
+            *(e, G),
+            *((d, bias) if updates and has_both else (d,) if updates else ()),
+            *((z, rest) if groups else (z,)),
+        )
 
     def split(self, of: Mapping[Vector, Tensor]) -> None:
         """Compute the parts of e by the row's own scale and by the other rows."""
@@ -164,7 +164,7 @@ class Block:
     def __init__(self, families: Sequence[Family], *, updates: bool) -> None:
         self.layers = layers = [x for family in families for x in family.layers]
         vectors = [family.vectors(updates=updates) for family in families]
-        self._named = tuple(vector for vector in Vector if any(vector in of for of in vectors))
+        self._named = tuple(sorted(set().union(*vectors), key=_ORDER.index))
         G = layers[0].G
         self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))

@@ -22,7 +22,7 @@ from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
-from adiv_monitor.sinks import budget as budget_module
+from adiv_monitor.sinks import course as course_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.products import Product, ProductSink
 
@@ -169,7 +169,7 @@ def test_the_gradient_that_arrives_is_that_of_the_last_layer_at_the_end() -> Non
 
 def drawings(monkeypatch: pytest.MonkeyPatch, reports: int) -> list[int]:
     """Return the reports out of `count` at which pictures are drawn if drawing takes no time."""
-    monkeypatch.setattr(budget_module, "_PATIENCE", 0)
+    monkeypatch.setattr(course_module, "_PATIENCE", 0)
     board = Board("test")
     drawn = []
     for i in range(reports):
@@ -232,7 +232,7 @@ def test_a_product_that_fails_is_not_tried_at_every_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, tried = [0.0], []
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(course_module.time, "monotonic", lambda: now[0])
 
     def fails(key: str, text: str, step: int) -> None:
         tried.append(step)

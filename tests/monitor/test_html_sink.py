@@ -10,7 +10,7 @@ from example_reports import LAYERS, reading, report
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Alarm
 from adiv_monitor.sinks import HtmlSink
-from adiv_monitor.sinks import budget as budget_module
+from adiv_monitor.sinks import course as course_module
 from adiv_monitor.sinks import html as html_module
 from adiv_monitor.sinks.borrowed import borrowed
 
@@ -28,14 +28,14 @@ def names(folder: Path) -> list[str]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the sink's clock in seconds, which tests advance."""
     now = [0.0]
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(course_module.time, "monotonic", lambda: now[0])
     return now
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the page at each report."""
-    monkeypatch.setattr(budget_module, "_PATIENCE", 0)
+    monkeypatch.setattr(course_module, "_PATIENCE", 0)
 
 
 @pytest.mark.usefixtures("at_once")

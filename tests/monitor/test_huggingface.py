@@ -1,13 +1,12 @@
 """The Trainer's callback agrees with a monitor in a plain loop, in every setting of the Trainer."""
 
-import importlib.util
+import importlib
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 
-from adiv_monitor import Monitor, StepReport, huggingface
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.huggingface import DivergenceTrainerCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars, summary_tags
@@ -573,17 +572,9 @@ def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, a
 # Without transformers
 
 
-def load_again() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loaded_again", huggingface.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.mark.parametrize("missing", ["transformers", "accelerate.utils"])
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.delitem(sys.modules, "adiv_monitor.huggingface")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[huggingface\]"'):
-        load_again()
+        importlib.import_module("adiv_monitor.huggingface")

@@ -261,37 +261,6 @@ def test_passes_of_another_networks_step_are_none_of_this_one(first: str) -> Non
     assert told == [((0.5, 0.5), 0)] * 3
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_loss_among_the_outputs(known: bool) -> None:
-    """Without the loss that the loop differentiates, no gradient at it is known."""
-    model, criterion = two_layers(), nn.CrossEntropyLoss()
-
-    def loss(output: Tensor) -> Tensor:
-        return output if known else output.detach().requires_grad_() + 0
-
-    with_loss = nn.Sequential(model, WithTargets(criterion))
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        optimizer.zero_grad()
-        (with_loss(batch(number)) / 2).backward()
-        optimizer.step()
-
-    reports = reports_of(with_loss, step, 3, loss=loss)
-    assert [report.loss_gradients for report in reports] == [(0.5,) if known else ()] * 3
-
-
-class WithTargets(nn.Module):
-    """A criterion that knows its targets."""
-
-    def __init__(self, criterion: nn.Module) -> None:
-        super().__init__()
-        self.criterion = criterion
-
-    def forward(self, outputs: Tensor) -> Tensor:
-        loss: Tensor = self.criterion(outputs, TARGETS)
-        return loss
-
-
 # --- the batches ----------------------------------------------------------------------------------
 
 

@@ -106,24 +106,6 @@ def test_rows_are_flat_and_have_the_same_columns() -> None:
     assert sampled.keys() - whole.keys() == {"descent"}
 
 
-def test_rows_have_the_loss_and_the_learning_rate_of_their_layer() -> None:
-    layers = {"body": reading(), "head": reading(), "tied": reading()}
-    one = report(
-        7,
-        layers=layers,
-        losses={6: 3.0, 7: 2.0},
-        learning_rates=(0.1, 0.5),
-        groups={"body": 0, "head": 1, "tied": 9},
-    )
-    rows = {row["layer"]: (row["loss"], row["learning_rate"]) for row in one.to_rows()}
-    assert rows["body"] == (2.0, 0.1) and rows["head"] == (2.0, 0.5)
-    assert math.isnan(rows["tied"][1]), "there is no such group"
-    alike = report(7, layers=layers, learning_rates=(0.1, 0.1)).to_rows()
-    assert [row["learning_rate"] for row in alike] == [0.1] * 3
-    unknown = report(7).to_rows()[0]
-    assert math.isnan(unknown["loss"]) and math.isnan(unknown["learning_rate"])
-
-
 # The measured share of the trained parameters
 
 

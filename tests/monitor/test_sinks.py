@@ -174,10 +174,8 @@ def row(text: str, layer: str) -> list[str]:
     ("ratios", "marked"),
     [
         ((0.02, 0.05, 0.3), ""),  # all are healthy
-        ((0.001, 0.05, 0.3), "a"),
         ((0.02, 0.05, 3.0), "c"),
         ((0.001, 0.05, 3.0), "ac"),
-        ((0.001, 0.001, 0.001), ""),
         ((0.005, 0.05, 0.9), ""),  # outside by less than two standard errors
     ],
 )

@@ -3,13 +3,11 @@
 import copy
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from setups import same
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +19,6 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alignment import Probe
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Turn
-from adiv_monitor.sinks import TensorBoardSink
 
 # One model of each kind: batch norm, windows, tied and fused weights, experts, recurrent maps,
 # modules measured as a whole, weights made of several modules' parameters, several optimizers, no
@@ -253,19 +250,6 @@ def test_what_takes_a_copy_of_all_parameters_is_refused() -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=r"layers_per_step=….*integer of at least 1"):
             Monitor(model, optimizer, layers_per_step=wrong)  # type: ignore[arg-type]
-
-
-def test_texts_of_a_board_are_of_whole_rounds_but_alarms_of_every_step(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="scale_mean > 0"):
-        sink = TensorBoardSink(tmp_path)
-        trained(4, layers_per_step=2, alarms=["first: scale_mean > 0"], sinks=[sink])
-    written = EventAccumulator(str(tmp_path)).Reload()
-
-    def steps(name: str) -> list[int]:
-        return [text.step for text in written.Tensors(f"adiv.summary/{name}/text_summary")]
-
-    assert steps("not_measured") == [2]  # the one whole round
-    assert steps("alarms") == [0, 1, 3], "raised, not any more, raised in a round cut short"
 
 
 def test_a_weight_of_another_shape_has_changed() -> None:
