@@ -116,7 +116,8 @@ class _Ranks:
         first = {path: of for pairs in about for path, of in pairs}
         self.about = tuple(first[path] for path in paths)
         groups = self._lines["groups"]
-        self.alike: np.ndarray = self.there & (groups == groups[self._first])
+        same: np.ndarray = groups == groups[self._first]
+        self.alike = self.there & same
         self.counts = self.alike & (self._lines["total"] > 0)
         self.counts[self._first] |= ~self.counts.any(0)
 
@@ -165,17 +166,17 @@ class _Ranks:
 
     def added(self, table: str) -> Table:
         """Return the sums over the ranks of the numbers that add up; else those of the first."""
-        found = [blank(table, 0)]
+        parts, column = [blank(table, 0)], "h" if table == "equations" else "sum"
         for lines in self.by_rank(table):
-            whole, column = lines[0].copy(), "h" if table == "equations" else "sum"
-            whole[column] = lines[column].sum(0)
-            found.append(whole)
-        whole: Table = np.concatenate(found)
-        return whole
+            parts.append(lines[0].copy())
+            parts[-1][column] = lines[column].sum(0)
+        found: Table = np.concatenate(parts)
+        return found
 
     def layers(self) -> Table:
         """Return the lines of the merged layers, without `attainable`."""
-        found, lines = self._lines[self._first], self._lines
+        lines = self._lines
+        found: Table = lines[self._first]
         names = "total", "moved", "terms", "active", "G_G", "own_G", "own_own", "scale_sum"
         for name in names:  # NaN if one rank does not know it
             found[name] = self.each(name, 0.0).sum(0)
