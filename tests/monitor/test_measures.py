@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adiv_monitor.features.rows import squares
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -300,7 +300,10 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     products: PieceNumbers[Tensor] = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
     attending = {
         "z": tuple(
-            AttentionSums(1e-7, torch.tensor(0.0), torch.tensor([[5.0, g]])) for g in (6.0, 7.0)
+            AttentionSums(
+                torch.tensor(0.0), ScaleSums(torch.ones(1, 2), (), ()), torch.tensor([[5.0, g]])
+            )
+            for g in (6.0, 7.0)
         )
     }
     flags = Flags(skipped=torch.tensor(0.0))
