@@ -135,7 +135,7 @@ class _Uses(SecondPass):
             layer.entrywise = tuple(self._acting[path])
         self._made.clear()
 
-    def use(self, use: Use, output: Tensor, known: Layer | str | None = None, **_: Any) -> None:
+    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take a use of weights."""
         layer = self.layers.of(use, known)
         if layer is None:

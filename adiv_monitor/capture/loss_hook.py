@@ -44,7 +44,7 @@ class LossHook:
         self._of = None if isinstance(loss, nn.Module) else loss
         self._note = note
         self._fail = fail
-        self._can_be_called = self._of is None or _takes_one(self._of)
+        self._can_be_called = self._of is None or takes(self._of, None)
         module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
         self.unseen = f"The loss is not known: {self._why(loss)}. {_OTHERWISE}"
         self._hook = ModuleHook(module, Hook(self._guarded), before=False)
@@ -92,9 +92,10 @@ class LossHook:
             return self._of(output)
 
 
-def _takes_one(function: Callable[..., object]) -> bool:
+def takes(function: Callable[..., object], *args: object) -> bool:
+    """Return whether a function may be called with these arguments."""
     try:
-        signature(function).bind(None)
+        signature(function).bind(*args)
     except TypeError:
         return False
     except ValueError:  # functions written in C may have no signature

@@ -16,9 +16,8 @@ import numpy as np
 from jaxtyping import Float
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, combined
 from adiv_monitor.maths.estimates import Estimate, Sample, Sum, over_rows
-from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
@@ -37,7 +36,7 @@ def attention_scale_mean(scales: ScaleSums[Array]) -> Estimate:
     """Mean of D_ts over the active scores, ≥ 0; NaN where there are none.
 
     Args:
-        scales: sums of every head (or all heads), (heads, samples).
+        scales: sums of every head (or all heads), (heads, samples, …).
     """
     return _jackknifed(scales, lambda mean, square: mean)
 
@@ -53,19 +52,19 @@ def attention_scale_cv(scales: ScaleSums[Array]) -> Estimate:
 def _jackknifed(scales: ScaleSums[Array], of: Callable[[Array, Array], Array]) -> Estimate:
     """Return a function of the means of D_ts and D_ts², with its error over the estimates."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        count = scales.count.sum(1)
-        means = [np.stack([x.sum(1) for x in each]) / count for each in (scales.sum, scales.square)]
-        whole, n = of(*(x.mean(0) for x in means)), len(scales.sum)
+        count, n = scales.count.sum(1)[:, None], scales.sum.shape[2]
+        means = [x.sum(1) / count for x in (scales.sum, scales.square)]
+        whole = of(*(x.mean(1) for x in means))
         if n == 1:  # exact
             return Estimate(whole, np.zeros(len(whole)))
-        without = of(*((x.sum(0) - x) / (n - 1) for x in means))
-        value = n * whole - (n - 1) * without.mean(0)
-    return Estimate(value, without.std(0) * (n - 1) ** 0.5)
+        without = of(*((x.sum(1, keepdims=True) - x) / (n - 1) for x in means))
+        value = n * whole - (n - 1) * without.mean(1)
+    return Estimate(value, without.std(1) * (n - 1) ** 0.5)
 
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     """Return the measures of one attention that are known, of all heads together and of each."""
-    scales = with_numbers(sums.scale, [*map(_heads, numbers_of(sums.scale))])
+    scales = combined(_heads, sums.scale)
     samples, found = len(sums.scale.count), dict[str, Estimate]()
     if sums.G_G is not None:
         squares = _heads(sums.G_G)
@@ -74,8 +73,10 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
         moves = (attention_gradient_cosine, sums.e), (attention_cosine, sums.d)
         for cosine, move in moves:
             if move is not None:
-                of_move, square = (over_rows(_heads(x), sample) for x in move)
-                found[cosine.__name__] = cosine(of_move, square, G_G, sample)
+                own = (
+                    over_rows(of_layers, sample) for of_layers in np.moveaxis(_heads(move), 2, 0)
+                )
+                found[cosine.__name__] = cosine(*own, G_G, sample)
     found["attention_scale_mean"] = attention_scale_mean(scales)
     found["attention_scale_cv"] = attention_scale_cv(scales)
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}
@@ -91,6 +92,6 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     )
 
 
-def _heads(sums: Float[Array, "samples heads"]) -> Float[Array, "layers samples"]:
+def _heads(sums: Float[Array, "samples heads *more"]) -> Float[Array, "layers samples *more"]:
     """Arrange the sums as `estimates` expects layers: all heads together, then each head."""
-    return np.concatenate([sums.sum(1, keepdims=True), sums], 1).T
+    return np.concatenate([sums.sum(1, keepdims=True), sums], 1).swapaxes(0, 1)

@@ -4,13 +4,13 @@
     D_ts = ‖∂Y_ts/∂Θ‖²               the attention scale
 
 Only active scores count, g ≠ 0: masked scores are not. Where g is not known, all others count. The
-numbers (type `T`) are tensors until the one transfer of a step, and float64 arrays afterwards, as
-in `maths/sums.py`. On the host the records of several calls or ranks are merged into one.
+numbers (type `T`) are tensors until the one transfer of a step, and float64 arrays afterwards. On
+the host the records of several calls or ranks are merged into one.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.scores import Attention, Move
-from adiv_monitor.maths.records import joined, replaced
-from adiv_monitor.maths.sums import Array, T
+from adiv_monitor.maths.sums import Array
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,13 +29,13 @@ class ScaleSums(Generic[T]):
 
     Attributes:
         count: number of these scores, (samples, heads).
-        sum: Σ D_ts, (samples, heads), one estimate of each random move; a single one is exact.
+        sum: Σ D_ts, (samples, heads, estimates), one of each random move; a single one is exact.
         square: Σ D_ts², likewise.
     """
 
     count: T
-    sum: tuple[T, ...]
-    square: tuple[T, ...]
+    sum: T
+    square: T
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,27 +46,26 @@ class AttentionSums(Generic[T]):
         broken: 1 if q or k is not finite, else 0; ().
         scale: sums of the attention scales.
         G_G: ‖g‖², (samples, heads); None if g is not known.
-        e: ⟨ΔY, g⟩ and ‖ΔY‖² of a plain gradient step, as a descent direction, both
-            (samples, heads); None if g is not known.
+        e: ⟨ΔY, g⟩ and ‖ΔY‖² of a plain gradient step, as a descent direction, (samples, heads, 2);
+            None if g is not known.
         d: the same of the optimizer's step; None if no step was taken.
     """
 
     broken: T
     scale: ScaleSums[T]
     G_G: T | None = None
-    e: tuple[T, T] | None = None
-    d: tuple[T, T] | None = None
+    e: T | None = None
+    d: T | None = None
 
 
 # A function that returns g, or any numbers that are 0 at inactive scores, of a slice of the queries
 OfScores = Callable[[slice], Float[Tensor, "samples heads some keys"]]
-Pair = tuple[Float[Tensor, "samples heads"], Float[Tensor, "samples heads"]]
 
 
 def move_sums(
     call: Attention, score_gradient: OfScores, move: Move
-) -> tuple[Float[Tensor, "samples heads"], Pair]:
-    """Return ‖g‖², and (⟨ΔY, g⟩, ‖ΔY‖²), over the active scores of every sample and head.
+) -> tuple[Float[Tensor, "samples heads"], Float[Tensor, "samples heads 2"]]:
+    """Return ‖g‖², and ⟨ΔY, g⟩ and ‖ΔY‖², over the active scores of every sample and head.
 
     Args:
         call: the attention.
@@ -78,8 +78,8 @@ def move_sums(
         change = torch.where(G != 0, call.change(move, queries), 0)
         pairs = (G, G), (change, G), (change, change)
         parts.append(torch.stack([torch.einsum("nhts,nhts->nh", a, b) for a, b in pairs]))
-    G_G, of_move, square = torch.stack(parts).sum(0)
-    return G_G, (of_move, square)
+    G_G, *of_move = torch.stack(parts).sum(0)
+    return G_G, torch.stack(of_move, -1)
 
 
 def scale_sums(
@@ -107,6 +107,28 @@ def scale_sums(
     return count, total, square
 
 
+def combined(of: Callable[..., Any], *records: Any) -> Any:
+    """Return a record of the results of a function of each of the records' numbers (type `T`)."""
+    first = records[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        each = {f.name: [getattr(x, f.name) for x in records] for f in fields(first)}
+        return replace(first, **{name: combined(of, *values) for name, values in each.items()})
+    return first if first is None or isinstance(first, int | float | str) else of(*records)
+
+
+def tensors_of(sums: AttentionSums[T]) -> list[T]:
+    """Return the numbers of a record, in order."""
+    found: list[T] = []
+    combined(found.append, sums)
+    return found
+
+
+def with_arrays(sums: AttentionSums[Any], arrays: Iterator[Array]) -> AttentionSums[Array]:
+    """Return the record with other numbers, in the order of `tensors_of`."""
+    made: AttentionSums[Array] = combined(lambda _: next(arrays), sums)
+    return made
+
+
 def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
     """Merge the records of several calls or ranks with equally many heads: concatenate samples.
 
@@ -117,5 +139,8 @@ def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
         for name in ("G_G", "e", "d")
         if any(getattr(sums, name) is None for sums in several)
     }
-    alike = [replaced(sums, **lacking) for sums in several]
-    return joined(alike, lambda xs: np.concatenate(xs) if xs[0].ndim == 2 else np.max(xs))
+    alike = [replace(sums, **lacking) for sums in several]
+    whole: AttentionSums[Array] = combined(
+        lambda *xs: np.concatenate(xs) if xs[0].ndim > 1 else np.asarray(np.max(xs)), *alike
+    )
+    return whole

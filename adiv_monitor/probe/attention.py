@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,12 +30,10 @@ from adiv_monitor.features.scores import Attention, Move, attention, by_head, of
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import (
     AttentionSums,
-    Pair,
     ScaleSums,
     move_sums,
     scale_sums,
 )
-from adiv_monitor.maths.records import replaced
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 
@@ -120,7 +118,7 @@ class _Call:
         dq = next(moves) if self.query.requires_grad else torch.zeros_like(of.query)
         return dq, next(moves) if self.key.requires_grad else torch.zeros_like(of.key)
 
-    def moved(self, tangents: Sequence[Tensor]) -> tuple[Tensor, Pair] | tuple[None, None]:
+    def moved(self, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return ‖g‖², and the sums of a first-order move of the scores, where g is known."""
         G = self.score_gradient
         if G is None:
@@ -151,8 +149,8 @@ class _Call:
             )
             moment = 3.0
         found = [scale_sums(self.scores, active, moves, moment) for moves in several]
-        counts, sums, squares = zip(*found, strict=True)
-        return ScaleSums(counts[0], sums, squares)
+        counts, *sums = zip(*found, strict=True)
+        return ScaleSums(counts[0], *(torch.stack(several, -1) for several in sums))
 
 
 class Attentions:
@@ -279,7 +277,7 @@ class Attentions:
         self._each(partial(self._updated, taken))
 
     def _updated(self, taken: Mapping[nn.Parameter, Tensor], call: _Call) -> None:
-        call.sums = replaced(call.sums, d=call.moved([taken[p] for p in call.held])[1])
+        call.sums = replace(call.sums, d=call.moved([taken[p] for p in call.held])[1])
         call.release()
 
     def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:

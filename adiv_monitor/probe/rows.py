@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.catch import at_gradient, trained_of
 from adiv_monitor.capture.forwards import FunctionToCall
-from adiv_monitor.capture.gathering import as_view, trained_of
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import winners
 from adiv_monitor.capture.second_pass import SecondPass
@@ -23,7 +22,7 @@ from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, unroll, uses_of
-from adiv_monitor.features.rows import Index, Rows, behind_view, joined, to_device
+from adiv_monitor.features.rows import Index, Rows, joined, to_device
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.rerun.twin import Arguments
@@ -161,13 +160,11 @@ class ProbeRows(SecondPass):
         found = [call.z for call in self._calls[path]]
         return joined(found) if len(found) == len(self._known[path]) else None
 
-    def use(self, use: Use, output: Tensor, known: Layer | str | None = None, **_: Any) -> None:
+    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take the rows of a use."""
         layer = self.layers.of(use, known)
         if layer is not None:
-            viewed, layout = behind_view(output), use.layout
-            if viewed is not output:
-                layout = partial(as_view, layout, output.shape, output.stride())
+            viewed, layout = at_gradient(output, use.layout)
             call = self._take(layer, use.layout(output), use.features)
             self._ask([viewed], call, lambda g: None if g[0] is None else layout(g[0]))
 

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,16 +23,31 @@ from adiv_monitor.capture.selection import Selection, is_wrapper, listed, traina
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.sums import MOVES, REALISED, Moved
+from adiv_monitor.maths.sums import MOVES, REALISED
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.batch import Batch, FirstPass, Losses
 from adiv_monitor.probe.rows import LayerOnProbe, ProbeRows
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
-from adiv_monitor.step.row_moves import Change, act, added
+from adiv_monitor.step.vectors import Change
 
 T = TypeVar("T")
+
+
+class Moved(NamedTuple):
+    """The realised move of a layer's rows on the probe.
+
+    Attributes:
+        total: number of all rows; some of them are sampled.
+        products: the dot products of `REALISED`, each (rows,); those with G are NaN if the probe's
+            loss is not known.
+    """
+
+    total: int
+    products: Sequence[Tensor]
+
+
 _NO_ATTENTION = (
     "No attention of trained weights was seen: only scaled_dot_product_attention and "
     "nn.MultiheadAttention are known."
@@ -97,7 +112,7 @@ class ProbeStep:
     """
 
     def __init__(self, probing: Probing, selection: Selection) -> None:
-        self.realised: dict[str, Moved[Tensor]] = {}
+        self.realised: dict[str, Moved] = {}
         self.loss_change: tuple[Tensor, Tensor | None] | None = None
         self.notes: list[str] = []
         self._probing, self._modules = probing, probing.modules
@@ -196,7 +211,7 @@ class ProbeStep:
         """Take the change of a layer's weight and bias."""
         layer = self._layers.get(path)
         if layer is not None:
-            layer.d = added(*act(change, layer.features))
+            layer.d = layer.features.move(*change)
 
     def updated(self) -> None:
         """Run the model with the parameters half-way and after the step."""
@@ -223,7 +238,7 @@ class ProbeStep:
                 b = r - 2 * (layer.z - z_half)
                 vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
                 products = [torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in REALISED]
-                self.realised[path] = Moved(layer.total, torch.stack(products, -1))
+                self.realised[path] = Moved(layer.total, products)
         if lost:
             self.notes.append(
                 f"The real change of {listed(lost)} is not known: it has other calls or rows when "

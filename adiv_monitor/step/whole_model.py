@@ -2,9 +2,10 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
-from adiv_monitor.step.gradient_check import was_zeroed
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory, Untrained
 from adiv_monitor.step.transfer import Flags
@@ -48,7 +48,7 @@ class WholeModel:
         self._unheld: list[nn.Parameter] = []  # those with a gradient
         self._versions: dict[nn.Parameter, int] = {}  # of both
 
-    def gradient_is_final(self, capture: Capture, flags: Flags[Tensor]) -> None:
+    def gradient_is_final(self, capture: Capture, flags: Flags) -> None:
         """Read the model as the optimizer's step begins; add numbers for the host to `flags`.
 
         Args:
@@ -57,7 +57,7 @@ class WholeModel:
         """
         self._capture = capture
         self._sample = chosen(capture.selection.parameters)
-        flags.began = sampled(self._sample) if self._sample else None
+        flags["began"] = [sampled(self._sample)] if self._sample else []
         held, every = set(map(id, self._trained())), list(trainable(self._model))
         # Not at the report, when the next forward pass may be deep.
         self._sizes = sum(map(elements, every)), _frozen(self._model) if every else {}
@@ -70,13 +70,13 @@ class WholeModel:
         self._versions = {p: version(p) for p in (*self._unheld, *self._cut_off)}
         plain = [part_of(p) for p in self._versions if is_shard(p) or type(p.data) is Tensor]
         if len(plain) == len(self._versions) > 0:  # writes through .data change no version
-            flags.untrained = tuple(torch._foreach_norm([*map(sampled_entries, plain)]))
+            flags["untrained"] = [*torch._foreach_norm([*map(sampled_entries, plain)])]
 
-    def updated(self, flags: Flags[Tensor]) -> None:
+    def updated(self, flags: Flags) -> None:
         """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
-        flags.stepped = sampled(self._sample) if self._sample else None
+        flags["stepped"] = [sampled(self._sample)] if self._sample else []
 
-    def describe(self, part: RankContribution, flags: Flags[Array]) -> None:
+    def describe(self, part: RankContribution, flags: Mapping[str, Sequence[Array]]) -> None:
         """Fill in what this step showed, and record it in the run history.
 
         Args:
@@ -86,16 +86,18 @@ class WholeModel:
         if self._capture is None:  # the gradient was never final
             return
         found = self._capture.layers.found
-        zeroed = [found[path] for path, layer in part.layers.items() if was_zeroed(layer)]
+        sums = part.sums
+        zeroed = [found[sums.paths[i]] for i in np.flatnonzero(sums.was_zeroed)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
         removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
-        is_as_before = self._are_as_before(flags.untrained)
+        is_as_before = self._are_as_before(flags.get("untrained", ()))
         cut_off = [p for p in self._cut_off if is_as_before[id(p)] is not False]
         unheld = [p for p in self._unheld if is_as_before[id(p)]]
         paths, not_held = paths_of_parameters(self._model) if unheld else {}, Counter[str]()
         for p in unheld:
             not_held[paths[id(p)]] += elements(p)
-        given, began = self._history.weights, flags.began
+        given, of_weights = self._history.weights, (flags.get("began"), flags.get("stepped"))
+        began, stepped = (of[0] if of else None for of in of_weights)
         part.report = replace(
             part.report,
             trainable=self._sizes[0],
@@ -104,11 +106,11 @@ class WholeModel:
             cut_off=self._capture.selection.by_module(cut_off),
             removed=self._capture.selection.by_module(removed),
             weights_returned=(
-                None if began is None else given.returned(self._sample, began, flags.stepped)
+                None if began is None else given.returned(self._sample, began, stepped)
             ),
         )
 
-    def _are_as_before(self, norms: tuple[Array, ...]) -> dict[int, bool | None]:
+    def _are_as_before(self, norms: Sequence[Array]) -> dict[int, bool | None]:
         """Return which parameters nothing has changed since the last measured step; None: unknown.
 
         Other code may train what the optimizer does not: another optimizer, or a moving average.

@@ -18,9 +18,10 @@ from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.maths.attention_sums import (
     AttentionSums,
     ScaleSums,
+    combined,
     merge,
+    tensors_of,
 )
-from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.probe import attention
 from adiv_monitor.report import AttentionReading
@@ -218,6 +219,11 @@ def test_scale_of_plain_projections_is_the_one_of_the_theory() -> None:
 # The measures
 
 
+def exact_sums(D: np.ndarray, active: np.ndarray) -> ScaleSums[Array]:
+    sums = ((x * active).sum(2)[..., None] for x in (D, D**2))
+    return ScaleSums(active.sum(2), *sums)
+
+
 def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndarray, np.ndarray]:
     """Return sums of random scores, the scores (samples, heads, scores), and scales."""
     draw = np.random.default_rng(0)
@@ -229,9 +235,9 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
     sums = AttentionSums(
         broken=np.array(0.0),
         G_G=(G * G).sum(2),
-        e=((e * G).sum(2), (e * e).sum(2)),
-        d=((d * G).sum(2), (d * d).sum(2)),
-        scale=ScaleSums((G != 0).sum(2), ((D * (G != 0)).sum(2),), ((D**2 * (G != 0)).sum(2),)),
+        e=np.stack([(e * G).sum(2), (e * e).sum(2)], -1),
+        d=np.stack([(d * G).sum(2), (d * d).sum(2)], -1),
+        scale=exact_sums(D, G != 0),
     )
     return sums, np.stack([G, d, e]), D
 
@@ -269,15 +275,13 @@ def test_errors_of_scales_by_random_moves_are_what_they_say() -> None:
     J = draw.normal(size=(2, 3, 50, 40)) * draw.uniform(0.5, 2, (2, 3, 50, 1))  # ∂Y/∂Θ
     D, none = (J**2).sum(3), np.array(0.0)
     count = np.full((2, 3), 50.0)
-    exact = ScaleSums(count, (D.sum(2),), ((D**2).sum(2),))
+    exact = exact_sums(D, np.ones_like(D))
     truth = attention_reading(AttentionSums(none, exact)).measures()
     deviations: dict[str, list[float]] = {name: [] for name in truth}
     for _ in range(300):
-        x = [(J @ draw.normal(size=40)) ** 2 for _ in range(moves)]
-        squares = tuple((y**2).sum(2) / 3 for y in x)
-        reading = attention_reading(
-            AttentionSums(none, ScaleSums(count, tuple(y.sum(2) for y in x), squares))
-        )
+        x = (J @ draw.normal(size=(40, moves))) ** 2
+        scale = ScaleSums(count, x.sum(2), (x**2).sum(2) / 3)
+        reading = attention_reading(AttentionSums(none, scale))
         for name, value in reading.measures().items():
             deviations[name].append((value - truth[name]) / reading.standard_error[name])
     for name, values in deviations.items():
@@ -306,10 +310,9 @@ def test_random_moves_agree_with_exact_scales(monkeypatch: pytest.MonkeyPatch) -
 
 def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
     sums, _, _ = made_up(7)
-    every = numbers_of(sums)
     parts = [
-        with_numbers(sums, [x[part] if x.ndim else x for x in every])
+        combined(lambda x, part=part: x[part] if x.ndim else x, sums)
         for part in (slice(3), slice(3, 7))
     ]
-    for found, expected in zip(numbers_of(merge(parts)), every, strict=True):
+    for found, expected in zip(tensors_of(merge(parts)), tensors_of(sums), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
