@@ -90,7 +90,7 @@ class Capture:
         self._provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self._without_rule = ParametersWithoutRule(selection, context.guard)
         self.plan = plan
-        self.forwards = Forwards.of(selection, context.guard, plan)
+        self.forwards = Forwards(selection, context.guard, plan)
         names = Names(model, selection, self.forwards)
         self.layers = Layers(names, self._provenance, chooser, context, selection.is_due)
         self.rows = self.layers.rows
@@ -128,8 +128,7 @@ class Capture:
 
     def forward_passes(self) -> int:
         """Return the number of forward passes with gradients: of calls of the first layer."""
-        owners, calls = set(self.selection.owners), self._watching.record.calls
-        return next((calls[module] for module in calls if module in owners), 0)
+        return self._watching.passes
 
     @property
     def first(self) -> nn.Module | None:

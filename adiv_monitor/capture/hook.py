@@ -96,8 +96,8 @@ class GlobalHooks:
 
     Args:
         before: method called with (module, args) before each forward; None: nothing is.
-        after: method called with (module, args, kwargs, output) after it, or with
-            (module, args, None) if it raised.
+        after: method called with (module, args, kwargs, output) after it; if there is a method
+            before it, also with (module, args, None) if it raised.
     """
 
     def __init__(self, before: Callable[..., None] | None, after: Callable[..., None]) -> None:
@@ -112,8 +112,9 @@ class GlobalHooks:
         _expect(is_on=True)
         if self._before is not None:
             self._handles.append(register_module_forward_pre_hook(self._before))
+        always = self._before is not None
         self._handles.append(
-            register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
+            register_module_forward_hook(self._after, with_kwargs=True, always_call=always)
         )
 
     def remove(self) -> None:
@@ -168,21 +169,13 @@ def trains(value: object) -> bool:
     return has_data(value)
 
 
-def has_data(value: object) -> bool:
+def has_data(value: Any) -> bool:
     """Return whether a value is not a stand-in for a tensor."""
+    if type(value) in _PLAIN:
+        return torch._C._has_storage(value) and not value.is_meta
     if not isinstance(value, Tensor):
         return not isinstance(value, Proxy)
-    if type(value) not in _PLAIN:
-        return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
-    if not torch._C._has_storage(value) or value.is_meta:
-        return False
-    if torch._is_functional_tensor(value):
-        return not is_fake(value)
-    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
 
 
-def holds_memory(value: Any) -> bool:
-    """Return `has_data(value)` in a backward pass that trains, where no transform is running."""
-    if type(value) not in _PLAIN:
-        return has_data(value)
-    return torch._C._has_storage(value) and not value.is_meta
+holds_memory = has_data

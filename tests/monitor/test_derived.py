@@ -295,40 +295,21 @@ class Drawn(nn.Module):
         return functional.dropout(x, 0.5)
 
 
-CHANGING: dict[str, Callable[[], nn.Module]] = {
-    "a mask of each call": of(
-        lambda m, x: functional.linear(x, m.weight * (torch.rand(3, 4).double() > 0.5))
-    ),
-    "a parametrization that draws": lambda: parametrized(Drawn()),
-}
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_a_weight_that_differs_between_calls_is_refused(name: str) -> None:
+def test_a_weight_that_differs_between_calls_is_refused() -> None:
     """One call is measured; of several calls none is, since each has a weight of its own."""
-    report, _ = stepped(CHANGING[name]())
+    build = of(lambda m, x: functional.linear(x, m.weight * (torch.rand(3, 4).double() > 0.5)))
+    report, _ = stepped(build())
     assert report.coverage == 1
-    report, _ = stepped(CHANGING[name](), calls=2)
+    report, _ = stepped(build(), calls=2)
     assert (report.coverage, report.layers) == (0, {})
     (reason,) = set(report.unsupported.values())
     assert "anew at every call" in reason
 
 
-class Counting(nn.Module):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Counting.calls += 1
-        return x.exp() * Counting.calls
-
-
-def test_a_parametrization_with_a_state_of_its_own_is_refused() -> None:
-    module = parametrized(Counting())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with Monitor(module, optimizer, on_error="raise") as monitor:
-        module(X).sum().backward()
-        optimizer.step()
-    assert "another weight when it was run again" in next(iter(monitor.latest.unsupported.values()))
+def test_a_parametrization_that_draws_is_measured_with_its_module() -> None:
+    report, _ = stepped(parametrized(Drawn()), calls=2)
+    (reading,) = report.layers.values()
+    assert (report.coverage, reading.kind, reading.rows_total) == (1, "module", 10)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -148,32 +148,6 @@ def normed() -> nn.Module:
     return layer
 
 
-class Cell(nn.Module):
-    """A cell that returns output and state, and takes a mask by keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rate = nn.Parameter(torch.rand(4))
-        self.turn = nn.Parameter(torch.rand(4))
-
-    def forward(
-        self, x: Tensor, *, mask: Tensor, state: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        kept = state * torch.atan2(self.rate, x) * mask
-        return torch.atan2(x, self.turn), {"state": kept}
-
-
-class Uneven(nn.Module):
-    """A module that returns sequences, and a summary per sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.power = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x.abs() + 0.5) ** self.power, torch.atan2(x, self.power).sum(1)
-
-
 class Wrapped(nn.Module):
     """The module behind a linear layer: it is not the root, and its input requires grad."""
 
@@ -190,15 +164,10 @@ def data(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def total(output: Any) -> Tensor:
+def total(z: Tensor) -> Tensor:
     """Return a loss in which every entry has another weight, some of them zero."""
-    parts = output if isinstance(output, tuple) else (output,)
-    losses = []
-    for part in parts:
-        z = part["state"] if isinstance(part, dict) else part
-        weights = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).view(z.shape)
-        losses.append((weights * z + z**2 / 9).sum())
-    return torch.stack(losses).sum()
+    weights = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).view(z.shape)
+    return (weights * z + z**2 / 9).sum()
 
 
 @dataclass
@@ -213,30 +182,6 @@ class Truth:
     descent: float
 
 
-@dataclass
-class Seen:
-    """Inputs and outputs of a module in a pass."""
-
-    args: list[tuple[Any, ...]] = field(default_factory=list)
-    kwargs: list[dict[str, Any]] = field(default_factory=list)
-    outputs: list[list[Tensor]] = field(default_factory=list)
-
-
-def flat(output: Any) -> list[Tensor]:
-    parts = output if isinstance(output, tuple) else (output,)
-    return [p["state"] if isinstance(p, dict) else p for p in parts]
-
-
-def laid_out(tensors: list[Tensor]) -> Tensor:
-    """Return rows: positions of (B, …, C) or (B, C, H, W), else batch elements, else one row."""
-    if len({t.shape[:-1] for t in tensors}) > 1:
-        same = len({len(t) for t in tensors}) == 1
-        return torch.cat([t.reshape(len(t) if same else 1, -1) for t in tensors], 1)
-    z = torch.cat(tensors, -1)
-    z = z.movedim(1, -1) if z.dim() == 4 else z
-    return z.reshape(-1, z.shape[-1])
-
-
 def truth(
     model: nn.Module,
     inner: nn.Module,
@@ -245,16 +190,15 @@ def truth(
     seed: int | None = None,
 ) -> Truth:
     """Return the effect of an SGD step with η = 0.1 on the rows of `inner`."""
-    seen = Seen()
+    inputs: list[Tensor] = []
+    seen: list[Tensor] = []
 
-    def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen.args.append(tuple(a.detach().clone() for a in args))
-        seen.kwargs.append(kwargs)
-        for tensor in flat(output):
-            tensor.retain_grad()
-        seen.outputs.append(flat(output))
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        inputs.append(args[0].detach().clone())
+        output.retain_grad()
+        seen.append(output)
 
-    handle = inner.register_forward_hook(look, with_kwargs=True)
+    handle = inner.register_forward_hook(look)
     before = copy.deepcopy(inner)
     backward(model)
     handle.remove()
@@ -264,11 +208,11 @@ def truth(
     def outputs(*values: Tensor) -> Tensor:
         module, rows = copy.deepcopy(before), []
         module._forward_hooks.clear()
-        for args, kwargs in zip(seen.args, seen.kwargs, strict=True):
+        for x in inputs:
             if seed is not None:
                 torch.manual_seed(seed)
             changed = dict(zip(names, values, strict=True))
-            rows.append(laid_out(flat(torch.func.functional_call(module, changed, args, kwargs))))
+            rows.append(torch.func.functional_call(module, changed, (x,)).flatten(0, -2))
         return torch.cat(rows)
 
     z = outputs(*start).detach()
@@ -281,7 +225,7 @@ def truth(
     ends = [
         outputs(*(p + s * g for p, g in zip(start, gradients, strict=True))) for s in (tiny, -tiny)
     ]
-    G = torch.cat([laid_out([t.grad for t in tensors]) for tensors in seen.outputs])
+    G = torch.cat([z.grad.flatten(0, -2) for z in seen])
     descent = 0.1 * sum(float(g.square().sum()) for g in gradients)
     return Truth(G, z, e, 0.1 * e, 0.1 * (ends[0] - ends[1]) / (2 * tiny), descent)
 
@@ -308,13 +252,6 @@ def expected(found: Truth) -> dict[str, float]:
     }
 
 
-def state() -> dict[str, Tensor]:
-    return {
-        "mask": (torch.rand(5, 4) > 0.3).double(),
-        "state": data(5, 4),
-    }
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], str]] = {
     "exp(A_log)": (Scan, ["A_log"], lambda: ((data(3, 5, 4),), {}), "inner.A_log"),
     "learned activation": (Bent, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
@@ -333,13 +270,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
     ),
     "fused attention": (Attending, ["power"], lambda: ((data(3, 5, 4),), {}), "inner.power"),
     "dropout and batch norm": (Noisy, ["power"], lambda: ((data(8, 4),), {}), "inner.power"),
-    "outputs that share the batch": (
-        Uneven,
-        ["power"],
-        lambda: ((data(5, 3, 4),), {}),
-        "inner.power",
-    ),
-    "several outputs": (Cell, ["rate", "turn"], lambda: ((data(5, 4),), state()), "inner"),
 }
 
 
@@ -484,48 +414,6 @@ def test_under_checkpointing(reentrant: bool) -> None:
 
     found = one_step(model, backward).layers["1.w"].measures()
     assert found == pytest.approx(plain.layers["1.w"].measures(), **EXACT)
-
-
-# --- outputs ------------------------------------------------------------------------------------
-
-
-class Answer(nn.Module):
-    """A module that returns a loss, its logits, a view of them, and the module's input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.power = nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        z = (x.abs() + 0.5) ** self.power
-        return {"loss": total(z), "logits": z, "last": z[:, -1], "input": x, "none": None}
-
-
-def test_an_output_that_others_are_made_of() -> None:
-    """The scalar and the view are excluded: their gradients also pass through the logits."""
-    torch.manual_seed(3)
-    model, x = Answer().double(), data(6, 4).requires_grad_()
-
-    def backward(model: nn.Module) -> None:
-        output = model(x)
-        (output["loss"] + output["last"].sum() + output["input"].sum()).backward()
-
-    reading = one_step(copy.deepcopy(model), backward, max_rows=None).layers["power"]
-
-    class Plain(Answer):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)["logits"]
-
-    plain = Plain().double()
-    plain.load_state_dict(model.state_dict())
-
-    def same_loss(model: nn.Module) -> None:
-        z = model(x)
-        (total(z) + z[:, -1].sum()).backward()
-
-    expected = one_step(plain, same_loss, max_rows=None).layers["power"]
-    assert reading.rows_seen == 6
-    assert reading.measures() == pytest.approx(expected.measures(), **EXACT)
 
 
 # --- reasons for modules that cannot be measured -------------------------------------------------

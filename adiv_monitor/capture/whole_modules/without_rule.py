@@ -1,7 +1,6 @@
 """Parameters without a rule, and the modules through which they are measured."""
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -16,7 +15,6 @@ from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.capture.whole_modules.graph import leaves_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import JacobianFeatures
@@ -106,7 +104,7 @@ class ParametersWithoutRule:
         if not self._claims.keys().isdisjoint(left):  # claimed by modules inside this one
             below = set(module.modules()) - {module}
             left = {key for key in left if below.isdisjoint(self._claims.get(key, ()))}
-        found = left & leaves_of(outputs, inputs) if left else left
+        found = left & _leaves_of(outputs, inputs) if left else left
         for key in found:
             self._claims[key].add(module)
         return [name for name, p in module.named_parameters() if id(p) in found] if found else []
@@ -142,16 +140,13 @@ class ParametersWithoutRule:
         size = sum(module.get_parameter(name).numel() for name in names)
         tried = pattern(torch.empty(size, dtype=compute_dtype(expected), device=expected.device))
         length = float(torch.linalg.vector_norm(expected))
-        if not math.isfinite(length):
-            raise Refused("its output is not finite")
         if world_size() > 1:
             raise Refused(
                 "no rule describes what it computes, and with several ranks it is not run again, "
                 f"because it may wait for the other ranks; {_ADVICE}"
             )
         try:
-            held = tree_map(_copied, arguments)
-            twin = Twin(module, held, began.random, self._before)
+            twin = Twin(module, tree_map(_copied, arguments), began.random, self._before)
             run = partial(_run, twin, names, outputs, rows)
             again, _ = run(tried)
         except Exception as error:
@@ -166,6 +161,20 @@ class ParametersWithoutRule:
                 f"torch's; {_ADVICE}"
             )
         return JacobianFeatures(partial(_moved, run))
+
+
+def _leaves_of(tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> set[int]:
+    """Return ids of the leaves that tensors are computed from other than through the inputs."""
+    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    leaves = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [above for above, _ in node.next_functions]
+            leaves.add(id(getattr(node, "variable", None)))
+    return leaves
 
 
 def _run(
