@@ -333,7 +333,11 @@ class Forwards:
         forward = forwards[-1] if forwards and forwards[-1].module is module else None
         try:
             if output is not None and self._is_survey and id(module) in self._open:
-                self._runs(module, (*args, *kwargs.values()), forward)
+                if forward is None or not torch.is_grad_enabled():
+                    self.runs.ran_without_gradients(module, next(self._numbers))
+                else:
+                    begun, given = forwards[0], (*args, *kwargs.values())
+                    self.runs.ran(module, forward.number, given, begun.number, begun.args)
             watches = output is not None and self._active and not self._guard.broken
             if forward is not None and forward.is_open and watches:
                 self._watcher.ends(module, args, kwargs, output)
@@ -345,12 +349,6 @@ class Forwards:
                     self._inside.discard(threading.get_ident())
                     if not self._active:
                         self._take_off()
-
-    def _runs(self, module: nn.Module, given: Sequence[Any], forward: Forward | None) -> None:
-        """Record that a module has run; `forward` is None if it was not followed."""
-        began = None if forward is None or not torch.is_grad_enabled() else forward.number
-        around = {f.number: f.args for f in self._running.forwards if f is not forward}
-        self.runs.ran(module, next(self._numbers), began, given, around)
 
     def _switch(self) -> None:
         """Turn the mode on if functions of the innermost forward call are watched, else off."""

@@ -46,7 +46,7 @@ class SecondPass(Takes):
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
         self.layers = layers(names, self._provenance, chooser, Context(guard))
-        self._without_rule = ParametersWithoutRule(selection, guard)
+        self._without_rule = ParametersWithoutRule(selection)
         given = selection, self._forwards, self.layers, self._without_rule, self
         self.watching = watching(*given, repeated=True)
 

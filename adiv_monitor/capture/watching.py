@@ -58,7 +58,6 @@ class Watching(Watcher):
 
     Attributes:
         record: the uses that were seen, by module.
-        refused: id of a parameter → why the function that uses it can't be measured.
         first: the first module with parameters that ran; None: none did.
         passes: the number of its calls.
         batch: `sums_of` what entered it.
@@ -76,7 +75,6 @@ class Watching(Watcher):
         repeated: bool = False,
     ) -> None:
         self.record = Record()
-        self.refused: dict[int, str] = {}
         self.first: nn.Module | None = None
         self.passes = 0
         self.batch: tuple[Tensor, ...] = ()
@@ -278,7 +276,7 @@ class Watching(Watcher):
         if (gradients and not used) or kept is not args:
             self._is_special()
         if is_data or used:
-            self._explain(name, trained if gradients else [], used, made)
+            self._explain(name, trained if gradients else [], used)
             provenance.spend(made, written=bool(args) and made is args[0])
         else:
             with self._noting(trained):
@@ -333,7 +331,7 @@ class Watching(Watcher):
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
                 used += self._takes.maps(call, outputs, random)
-        self._explain(function.__name__, trained, used, outputs)
+        self._explain(function.__name__, trained, used)
         return result
 
     @contextmanager
@@ -360,7 +358,7 @@ class Watching(Watcher):
             return
         for tensor in trained:
             keys = self._provenance.parameters_of(tensor)
-            self.refused |= dict.fromkeys(keys, str(error))
+            self._without_rule.refused |= dict.fromkeys(keys, str(error))
 
     def _is_off(self, trained: list[Tensor]) -> bool:
         """Return whether the tensors must not be watched, since that has failed."""
@@ -370,7 +368,7 @@ class Watching(Watcher):
         """Return the place of the first parameter that a tensor is made of."""
         return self._layers.names.first(self._provenance.parameters_of(tensor))
 
-    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor], made: object) -> None:
+    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Record which parameters the uses account for and which no rule can follow."""
         accounted = set(map(id, used))
         for tensor in trained:
@@ -378,9 +376,7 @@ class Watching(Watcher):
             if id(tensor) in accounted:
                 self._without_rule.account(keys)
             else:
-                is_own = isinstance(whole_of(tensor), nn.Parameter)
-                of = "" if is_own else " (with a weight that is computed from it)"
-                self._without_rule.leave(keys, f"torch's {name}{of}", tensors_in(made))
+                self._without_rule.leave(keys, name)
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

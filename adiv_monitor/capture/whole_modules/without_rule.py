@@ -2,18 +2,15 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.forwards import Forward
-from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
@@ -35,15 +32,14 @@ class ParametersWithoutRule:
 
     Args:
         selection: the parameters to measure.
-        guard: wraps the hooks.
+
+    Attributes:
+        refused: id of a parameter → the reason why its use can't be measured.
     """
 
-    def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
-        self._guard = guard
-        # By id of a parameter, the first function without a rule whose result a gradient reached.
-        self._reached: dict[int, str] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._refused: dict[int, str] = {}  # → the reason why it can't be measured through a module
+    def __init__(self, selection: Selection) -> None:
+        self.refused: dict[int, str] = {}
+        self._functions: dict[int, str] = {}  # by id of a parameter, the last one without a rule
         self._accounted: set[int] = set()
         for module in selection.rules:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
@@ -55,42 +51,22 @@ class ParametersWithoutRule:
         """Record that a rule accounts for a use of the parameters with these ids."""
         self._accounted.update(keys)
 
-    def leave(self, keys: Collection[int], function: str, made: Iterable[Tensor]) -> None:
-        """Record that a function without a rule took parameters.
-
-        Args:
-            keys: ids of the parameters.
-            function: the function.
-            made: its result. Tensors without a gradient, such as indices, are ignored.
-        """
-        arrive = partial(self._guard, self._arrive, keys, function)
-        self._hooks += [on_gradient(x, arrive) for x in made if x.grad_fn is not None]
-
-    def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
-        """Record that a gradient reached the result of a function without a rule."""
-        for key in keys:
-            if key not in self._claims:
-                self._reached.setdefault(key, function)
+    def leave(self, keys: Iterable[int], function: str) -> None:
+        """Record that a function without a rule took the parameters with these ids."""
+        self._functions |= dict.fromkeys(keys, function)
 
     def release(self) -> None:
-        """Release graphs and copies of parameters, which are not needed after the step."""
-        call_all(*(hook.remove for hook in self._hooks))
-        self._hooks.clear()
+        """Release copies of parameters, which are not needed after the step."""
         self._before = {}
-
-    @property
-    def unmeasured(self) -> set[int]:
-        """Ids of the parameters with a use that a gradient reached and that is not measured."""
-        return self._reached.keys() | self._refused.keys()
 
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
-        if key not in self._refused and key in self._reached:
-            return (
-                f"it is used by {self._reached[key]}, for which there is no rule, and no module "
-                "that holds it returns the result as rows"
+        if key in self._functions and key not in self._accounted:
+            return self.refused.get(key) or (
+                f"it is used by torch's {self._functions[key]}, for which there is no rule, and no "
+                "module that holds it returns the result as rows"
             )
-        return self._refused.get(key)
+        return self.refused.get(key)
 
     def may_be_in(self, module: nn.Module) -> bool:
         """Return whether the module may hold parameters without a rule at any depth."""
@@ -100,7 +76,7 @@ class ParametersWithoutRule:
         self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[str]:
         """Return the names, in the module, of the parameters to be measured through it."""
-        left = self._held[module] - self._refused.keys() - self._accounted
+        left = self._held[module] - self.refused.keys() - self._accounted
         if not self._claims.keys().isdisjoint(left):  # claimed by modules inside this one
             below = set(module.modules()) - {module}
             left = {key for key in left if below.isdisjoint(self._claims.get(key, ()))}
@@ -111,7 +87,7 @@ class ParametersWithoutRule:
 
     def refuse(self, parameters: Iterable[Tensor], reason: str) -> None:
         """Record why parameters can't be measured through a module."""
-        self._refused |= dict.fromkeys(map(id, parameters), reason)
+        self.refused |= dict.fromkeys(map(id, parameters), reason)
 
     def features(
         self,
