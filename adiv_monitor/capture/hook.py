@@ -72,19 +72,13 @@ class ModuleHook:
     """
 
     def __init__(self, module: nn.Module, hook: Hook, *, before: bool) -> None:
-        self._module = module
-        self._hook = hook
-        self._before = before
+        register = module.register_forward_pre_hook if before else module.register_forward_hook
+        self._register: Callable[..., RemovableHandle] = partial(register, hook, prepend=before)
         self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
-        register: Callable[..., RemovableHandle] = (
-            self._module.register_forward_pre_hook
-            if self._before
-            else self._module.register_forward_hook
-        )
-        self._handles.append(register(self._hook, prepend=self._before, with_kwargs=True))
+        self._handles.append(self._register(with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hook."""
