@@ -7,8 +7,7 @@ output, on the inputs of the module's call, and moves the parameters by a small 
 import copy
 import math
 import random
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,27 +21,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
-from adiv_monitor.features import uses
 
 EXACT = {"rel": 1e-9, "abs": 1e-12}
-
-
-class Scan(nn.Module):
-    """A state-space model as in Mamba: h' = exp(−exp(A_log) Δ) h + x, z = Σ h c; (B, T, C)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.A_log = nn.Parameter(torch.randn(4, 3))
-        self.project = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        decay = -torch.exp(self.A_log)
-        step = functional.softplus(self.project(x))
-        state, outputs = x.new_zeros(len(x), 4, 3), []
-        for t in range(x.shape[1]):
-            state = torch.exp(decay * step[:, t, :, None]) * state + x[:, t, :, None]
-            outputs.append(state.cumsum(-1).sin().sum(-1))
-        return torch.stack(outputs, 1)
 
 
 class Bent(nn.Module):
@@ -81,18 +61,6 @@ class OnlyOnce(Hidden):
         return Hidden.backward(ctx, gradient)
 
 
-@torch.library.custom_op("adiv_tests::times_exponential", mutates_args=())
-def operator(x: Tensor, w: Tensor) -> Tensor:
-    """x·eʷ as a custom operator, which loses the tangent of a forward-mode derivative."""
-    return x * w.exp()
-
-
-operator.register_autograd(
-    Hidden.backward,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
 class Custom(nn.Module):
     """A layer of a custom function."""
 
@@ -103,13 +71,6 @@ class Custom(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.function(torch.sin(x), self.w))
-
-
-class Exponential(nn.Module):
-    """A parametrisation that no function mode sees."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return Hidden.apply(torch.ones_like(weight), weight)
 
 
 class Noisy(nn.Module):
@@ -136,16 +97,6 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bent = ((x.abs() + 0.5) ** self.power)[:, None]
         return functional.scaled_dot_product_attention(bent, bent, bent, is_causal=True)[:, 0]
-
-
-def normed() -> nn.Module:
-    """Return a layer whose weight a hook of torch's own makes of other parameters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = nn.utils.weight_norm(nn.Linear(4, 3, bias=False))
-    layer.weight_g.data.mul_(2)
-    layer.weight = layer.weight.detach()  # so that the layer can be copied before its first run
-    return layer
 
 
 class Wrapped(nn.Module):
@@ -178,7 +129,6 @@ class Truth:
     z: Tensor
     e: Tensor
     d: Tensor
-    near: Tensor  # d by a real, small change of the parameters
     descent: float
 
 
@@ -221,13 +171,9 @@ def truth(
         (j.reshape(*z.shape, -1) @ g.flatten() for j, g in zip(jacobians, gradients, strict=True)),
         torch.zeros_like(z),
     )
-    tiny = 1e-5 / max(float(g.abs().max()) for g in gradients)
-    ends = [
-        outputs(*(p + s * g for p, g in zip(start, gradients, strict=True))) for s in (tiny, -tiny)
-    ]
     G = torch.cat([z.grad.flatten(0, -2) for z in seen])
     descent = 0.1 * sum(float(g.square().sum()) for g in gradients)
-    return Truth(G, z, e, 0.1 * e, 0.1 * (ends[0] - ends[1]) / (2 * tiny), descent)
+    return Truth(G, z, e, 0.1 * e, descent)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -252,53 +198,24 @@ def expected(found: Truth) -> dict[str, float]:
     }
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], str]] = {
-    "exp(A_log)": (Scan, ["A_log"], lambda: ((data(3, 5, 4),), {}), "inner.A_log"),
-    "learned activation": (Bent, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
-    "custom function": (Custom, ["w"], lambda: ((data(6, 4),), {}), "inner.w"),
-    "custom operator": (
-        lambda: Custom(lambda x, w: operator(x, w)),
-        ["w"],
-        lambda: ((data(6, 4),), {}),
-        "inner.w",
-    ),
-    "weight norm by a hook": (
-        normed,
-        ["weight_g", "weight_v"],
-        lambda: ((data(6, 4),), {}),
-        "inner",
-    ),
-    "fused attention": (Attending, ["power"], lambda: ((data(3, 5, 4),), {}), "inner.power"),
-    "dropout and batch norm": (Noisy, ["power"], lambda: ((data(8, 4),), {}), "inner.power"),
+CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Sequence[int], str]] = {
+    "learned activation": (Bent, ["beta", "power"], (6, 4), "inner"),
+    "custom function": (Custom, ["w"], (6, 4), "inner.w"),
+    "fused attention": (Attending, ["power"], (3, 5, 4), "inner.power"),
+    "dropout and batch norm": (Noisy, ["power"], (8, 4), "inner.power"),
 }
 
 
-def built(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    build, _, inputs, _ = CASES[name]
+@pytest.mark.parametrize("name", CASES)
+def test_every_measure(name: str) -> None:
+    build, names, shape, path = CASES[name]
     torch.manual_seed(3)
-    model = Wrapped(build()).double()
-    return model, *inputs()
+    model, x = Wrapped(build()).double(), data(*shape)
 
-
-def passes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[nn.Module], None]:
     def backward(model: nn.Module) -> None:
         torch.manual_seed(5)
-        total(model(*args, **kwargs)).backward()
+        total(model(x)).backward()
 
-    return backward
-
-
-# Without these rules, only the whole module accounts for the parameters' effects.
-WITHOUT = {"exp(A_log)": "mul", "weight norm by a hook": "linear"}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_measure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in WITHOUT:
-        monkeypatch.delitem(uses._RULES, WITHOUT[name])
-    model, args, kwargs = built(name)
-    _, names, _, path = CASES[name]
-    backward = passes(args, kwargs)
     twin = copy.deepcopy(model)
     found = truth(twin, twin.inner, names, backward, seed=5)
     report = one_step(model, backward, max_rows=None)
@@ -315,7 +232,6 @@ def test_every_measure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measures.keys() == wanted.keys() | quantiles
     for measure, value in wanted.items():
         assert measures[measure] == pytest.approx(value, **EXACT), measure
-    torch.testing.assert_close(found.d, found.near, rtol=1e-6, atol=1e-9)
 
 
 def test_calls_share_the_rows() -> None:
@@ -366,8 +282,7 @@ class Stateful(nn.Module):
         return functional.dropout(self.last(z), 0.3)
 
 
-@pytest.mark.parametrize("max_rows", [None, 2])
-def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
+def test_the_run_is_the_same_to_the_last_bit() -> None:
     def train(monitored: bool) -> list[Tensor]:
         torch.manual_seed(0)
         random.seed(0)
@@ -376,7 +291,7 @@ def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
         called: list[int] = []
         model.noisy.norm.register_forward_hook(lambda *_: called.append(1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        monitor = Monitor(model, optimizer, every_n_steps=1, max_rows=max_rows, on_error="raise")
+        monitor = Monitor(model, optimizer, every_n_steps=1, max_rows=2, on_error="raise")
         if monitored:
             monitor.attach()
         else:
