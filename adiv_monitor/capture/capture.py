@@ -179,7 +179,7 @@ class Capture:
                 self.unreached[layer.path] = _why_unreached(layer)
         modes = {call.evaluates for calls in reached.values() for call in calls}
         self.evaluated = tuple(_evaluated(self._model)) if modes == {True} else ()
-        shared = self.layers.shared(reached, self._without_rule.refused)
+        shared = self.layers.shared(reached, self._without_rule.unmeasured)
         self.passes.meant = is_alone and self._watching.differentiates_inputs
         found = {layer: self.rows[layer.path] for layer in reached}
         for layer, rows in found.items():
@@ -217,8 +217,16 @@ class Capture:
         self._survey_note = trace.learn(self.selection, self.plan, self._watching.record, unseen)
 
     def notes(self) -> list[str]:
-        """Return notes for the report."""
+        """Return notes for the report about uses of parameters that are measured only partly."""
         notes = [self._survey_note] if self._survey_note else []
+        partly = defaultdict(list)
+        unmeasured = self._without_rule.unmeasured
+        for parameter in self.selection.due_parameters if unmeasured else ():
+            why = self._without_rule.why(id(parameter))
+            if why is not None and self.layers.of_parts(parameter):
+                partly[why].append(self.selection.names[id(parameter)])
+        for why, names in partly.items():
+            notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
         if self._cut:
             notes.append(_CUT.format(listed(self._cut)))
         if any(rows.dropped for rows in self.rows.values()):
@@ -235,8 +243,8 @@ class Capture:
             return NO_GRADIENT
         if key in self._frozen:
             return FROZEN
-        if key in self._without_rule.refused:
-            return self._without_rule.refused[key]
+        if key in self._watching.refused:
+            return self._watching.refused[key]
         if rule is not None and place.name not in (rule.weight, rule.bias):
             reason = (
                 f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "

@@ -38,11 +38,7 @@ class Hook(partial[Any]):
 
     def __reduce__(self) -> Any:
         """Return what stands for it in a copy or a pickle of its module."""
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return _idle
+        return partial, (_idle,)
 
 
 def _idle(*_: object) -> None: ...
@@ -116,13 +112,13 @@ class GlobalHooks:
         _remove(self._handles)
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weakly(method: Any) -> Callable[..., None]:
     """Return a hook that keeps no object alive, and that compiled code passes over."""
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def hook(*args: Any) -> None:
         if not torch.compiler.is_compiling() and (bound := reference()) is not None:
-            bound(*args)
+            function(bound, *args)
 
     return hook
 

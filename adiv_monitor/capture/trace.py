@@ -47,7 +47,7 @@ class Given(NamedTuple):
     trained: Sequence[Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Known:
     """A module whose use of parameters a plain hook can capture.
 
@@ -96,8 +96,7 @@ class Known:
                 values[at] = parameters[name] if name in parameters else module._buffers[name]
         except (IndexError, KeyError):
             return None
-        trained = [values[at] for at, _ in self.own]
-        trained = [value for value in trained if value is not None and value.requires_grad]
+        trained = [p for at, _ in self.own if (p := values[at]) is not None and p.requires_grad]
         inputs = [values[at] for at, _ in self.given]
         if not self.names:
             return Given(values, {}, inputs, trained)
@@ -207,16 +206,9 @@ class Record:
     ) -> None:
         """Record a forward in which these calls were made."""
         known = called[0].known(module, args, kwargs, output) if len(called) == 1 else None
-        if (called and known is None) or not _alike(self.found.get(module, known), known):
+        if (called and known is None) or self.found.get(module, known) != known:
             self.others.add(module)
         self.found[module] = known
-
-
-def _alike(one: Known | None, other: Known | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    names = ("settings", "function", "constants", "names", "own", "given", "layers")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 @dataclass

@@ -58,6 +58,7 @@ class Watching(Watcher):
 
     Attributes:
         record: the uses that were seen, by module.
+        refused: id of a parameter → why the function that uses it can't be measured.
         first: the first module with parameters that ran; None: none did.
         passes: the number of its calls.
         batch: `sums_of` what entered it.
@@ -75,6 +76,7 @@ class Watching(Watcher):
         repeated: bool = False,
     ) -> None:
         self.record = Record()
+        self.refused = without_rule.unmeasured
         self.first: nn.Module | None = None
         self.passes = 0
         self.batch: tuple[Tensor, ...] = ()
@@ -89,6 +91,7 @@ class Watching(Watcher):
         self._takes = takes
         self._first_begins: Callable[[], object] | None = layers.context.begins
         self._repeated = repeated
+        self._accounts = forwards.watches or bool(selection.shards)
         self._active = True
 
     def detach(self) -> None:
@@ -131,8 +134,8 @@ class Watching(Watcher):
         if given is None:
             self.record.others.add(module)
             return
-        for p in given.trained:
-            if id(p) not in self._selection.held or self._forwards.watches:
+        if self._accounts:
+            for p in given.trained:
                 self._without_rule.account(self._provenance.parameters_of(p))
         if not given.trained:  # frozen for now
             return
@@ -202,10 +205,9 @@ class Watching(Watcher):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Measure through the module's output the parameters that no rule accounts for."""
-        path = self._selection.modules[module]
-        if self._layers.is_off(path) or not trains(output):
+        if not trains(output):
             return
-        with self._noting([], path):
+        with self._noting([], self._selection.modules[module]):
             inputs = tensors_in(*args, *kwargs.values())
             if self._forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
                 return  # the module computes a weight, not activations
@@ -292,9 +294,6 @@ class Watching(Watcher):
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
-        if self._is_off(trained):
-            self._is_special()
-            return trained
         with self._noting(trained) as used, without_autocast(call.result):
             found = uses_in(name, call, args, kwargs)
             taken: list[Call | None] = []
@@ -320,12 +319,11 @@ class Watching(Watcher):
     def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor]) -> Any:
         """Call a recurrent function and pass on the linear maps inside it."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        is_off, call, random = self._is_off(trained), None, None
-        if not is_off:
-            with self._noting(trained):
-                call = read_call(function, args, kwargs)
-                if call.draws and call.refusal is None:
-                    random = Randomness([call.input.device])
+        call = random = None
+        with self._noting(trained):
+            call = read_call(function, args, kwargs)
+            if call.draws and call.refusal is None:
+                random = Randomness([call.input.device])
         result = to_call()
         outputs, used = tuple(tensors_in(result)), trained
         if call is not None and trains(outputs[0]):
@@ -358,11 +356,7 @@ class Watching(Watcher):
             return
         for tensor in trained:
             keys = self._provenance.parameters_of(tensor)
-            self._without_rule.refused |= dict.fromkeys(keys, str(error))
-
-    def _is_off(self, trained: list[Tensor]) -> bool:
-        """Return whether the tensors must not be watched, since that has failed."""
-        return self._layers.any_off and self._layers.is_off(self._place(trained[0]).full_name)
+            self.refused |= dict.fromkeys(keys, str(error))
 
     def _place(self, tensor: Tensor) -> Place:
         """Return the place of the first parameter that a tensor is made of."""

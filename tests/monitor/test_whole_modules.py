@@ -370,7 +370,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a state": (Changing, {}, "returned another output"),
     "an input": (InPlace, {}, "returned another output"),
     "a backward": (lambda: Custom(OnlyOnce.apply), {}, "can't be run again with derivatives"),
-    "an argument": (Unsaid, {"more": generator()}, "received a generator, of which no copy"),
+    "an argument": (Unsaid, {"more": generator()}, "cannot pickle"),
 }
 
 

@@ -117,13 +117,13 @@ class Piece:
 
     def value(self) -> Tensor:
         """Return the current value of the piece, as far as this rank holds it."""
-        part = part_of(self.parameter)
-        return part if self.view is None else self.own(part)
+        if self.view is None and type(self.parameter) is nn.Parameter:  # nearly always
+            return self.parameter.detach()
+        return self.own(part_of(self.parameter))
 
     def gradient(self) -> Tensor:
         """Return ∂L/∂θ of the piece from `.grad`, or zeros if there is none. See `value`."""
-        part = gradient(self.parameter)
-        return part if self.view is None else self.own(part)
+        return self.own(gradient(self.parameter))
 
 
 # What is done to a tensor: a view of it; another shape, in which it may be repeated; another dtype;
@@ -246,9 +246,10 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 def gradient(parameter: nn.Parameter) -> Tensor:
     """Return ∂L/∂θ from `.grad`, or this rank's part; zeros if there is none."""
-    if parameter.grad is None:
+    found = parameter.grad
+    if found is None:
         return torch.zeros_like(part_of(parameter))
-    return gradient_part(parameter.grad, parameter)
+    return found.detach() if type(found) is Tensor else gradient_part(found, parameter)
 
 
 def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:

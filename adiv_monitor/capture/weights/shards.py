@@ -50,8 +50,6 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
 
 def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, with the parameter's placement where possible."""
-    if type(gradient) in _WHOLE:
-        return gradient.detach()
     if is_shard(gradient) and is_shard(parameter):
         placements = parameter.placements  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]

@@ -2,8 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +33,11 @@ class ParametersWithoutRule:
         selection: the parameters to measure.
 
     Attributes:
-        refused: id of a parameter → the reason why its use can't be measured.
+        unmeasured: id of a parameter → the reason why its use can't be measured.
     """
 
     def __init__(self, selection: Selection) -> None:
-        self.refused: dict[int, str] = {}
+        self.unmeasured: dict[int, str] = {}
         self._functions: dict[int, str] = {}  # by id of a parameter, the last one without a rule
         self._accounted: set[int] = set()
         for module in selection.rules:
@@ -62,11 +61,11 @@ class ParametersWithoutRule:
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
         if key in self._functions and key not in self._accounted:
-            return self.refused.get(key) or (
+            return self.unmeasured.get(key) or (
                 f"it is used by torch's {self._functions[key]}, for which there is no rule, and no "
                 "module that holds it returns the result as rows"
             )
-        return self.refused.get(key)
+        return self.unmeasured.get(key)
 
     def may_be_in(self, module: nn.Module) -> bool:
         """Return whether the module may hold parameters without a rule at any depth."""
@@ -76,7 +75,7 @@ class ParametersWithoutRule:
         self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[str]:
         """Return the names, in the module, of the parameters to be measured through it."""
-        left = self._held[module] - self.refused.keys() - self._accounted
+        left = self._held[module] - self.unmeasured.keys() - self._accounted
         if not self._claims.keys().isdisjoint(left):  # claimed by modules inside this one
             below = set(module.modules()) - {module}
             left = {key for key in left if below.isdisjoint(self._claims.get(key, ()))}
@@ -87,7 +86,7 @@ class ParametersWithoutRule:
 
     def refuse(self, parameters: Iterable[Tensor], reason: str) -> None:
         """Record why parameters can't be measured through a module."""
-        self.refused |= dict.fromkeys(map(id, parameters), reason)
+        self.unmeasured |= dict.fromkeys(map(id, parameters), reason)
 
     def features(
         self,
@@ -113,30 +112,39 @@ class ParametersWithoutRule:
         Raises:
             Refused: the forward can't be repeated, or has no derivatives.
         """
-        size = sum(module.get_parameter(name).numel() for name in names)
-        tried = pattern(torch.empty(size, dtype=compute_dtype(expected), device=expected.device))
-        length = float(torch.linalg.vector_norm(expected))
         if world_size() > 1:
             raise Refused(
                 "no rule describes what it computes, and with several ranks it is not run again, "
                 f"because it may wait for the other ranks; {_ADVICE}"
             )
+        moving = {name: module.get_parameter(name).detach() for name in names}
+        sizes = [p.numel() for p in moving.values()]
+        tried = pattern(expected.new_empty(sum(sizes), dtype=compute_dtype(expected)))
+        length = float(torch.linalg.vector_norm(expected))
+
+        def run(vector: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the rows of z and their J_Θ(z) ΔΘ for ΔΘ as one vector."""
+            unit = vector.abs().amax()  # half precision cannot represent small changes
+            unit = torch.where(unit == 0, 1, unit)
+            parts = zip(moving.items(), torch.split(vector / unit, sizes), strict=True)
+            tangents = {name: part.view_as(p) for (name, p), part in parts}
+            z, moved = (to_compute_dtype(outputs.rows(x)) for x in twin.jvp(tangents, outputs.of))
+            return rows.take(z), rows.take(moved) * unit
+
         try:
             twin = Twin(module, tree_map(_copied, arguments), began.random, self._before)
-            run = partial(_run, twin, names, outputs, rows)
             again, _ = run(tried)
+            away = float(torch.linalg.vector_norm(again - expected))
+            if not away <= tolerance(max(twin.precision, outputs.precision)) * length:
+                raise RuntimeError(
+                    f"it returned another output (off by {away:.2g} of {length:.2g}): a hook "
+                    "changes it, or it changes its input, a buffer, a frozen parameter or another "
+                    "state, or draws random numbers from other generators than torch's"
+                )
         except Exception as error:
             first_line = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
             raise Refused(f"{first_line}; {_ADVICE}") from error
-        away = float(torch.linalg.vector_norm(again - expected))
-        if not away <= tolerance(max(twin.precision, outputs.precision)) * length:
-            raise Refused(
-                f"its forward, run again, returned another output (off by {away:.2g} of "
-                f"{length:.2g}): a hook changes it, or it changes its input, a buffer, a frozen "
-                "parameter or another state, or draws random numbers from other generators than "
-                f"torch's; {_ADVICE}"
-            )
-        return JacobianFeatures(partial(_moved, run))
+        return JacobianFeatures(lambda vector: run(vector)[1])
 
 
 def _leaves_of(tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> set[int]:
@@ -153,29 +161,5 @@ def _leaves_of(tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> set[int]:
     return leaves
 
 
-def _run(
-    twin: Twin, names: Sequence[str], outputs: Outputs, rows: Rows, vector: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the rows of z and their J_Θ(z) ΔΘ for a change of the parameters as one vector."""
-    unit = vector.abs().amax()  # half precision cannot represent small changes
-    unit = torch.where(unit == 0, 1, unit)
-    moving = {name: twin.parameters[name] for name in names}
-    parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
-    tangents = {n: part.view_as(moving[n]) for n, part in zip(names, parts, strict=True)}
-    z, moved = (to_compute_dtype(outputs.rows(x)) for x in twin.jvp(tangents, outputs.of))
-    return rows.take(z), rows.take(moved) * unit
-
-
-def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Tensor:
-    return run(vector)[1]
-
-
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise TypeError(
-            f"its forward received a {type(value).__name__}, of which no copy can be made"
-        ) from error
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
