@@ -28,6 +28,7 @@ from adiv_monitor.rerun.thread import function_modes, is_seen, run_apart, set_fu
 Function = Callable[..., Any]
 
 
+@dataclass(eq=False)
 class FunctionToCall:
     """A call of a torch function that runs exactly once, even if code around it fails.
 
@@ -38,12 +39,11 @@ class FunctionToCall:
         error: the exception that it raised.
     """
 
-    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.error: BaseException | None = None
-        self._results: list[Any] = []
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    error: BaseException | None = None
+    _results: list[Any] = field(default_factory=list)
 
     def __call__(self, twin: Function | None = None) -> Any:
         """Return the result; the first call runs the function, or an equivalent `twin`."""

@@ -43,15 +43,16 @@ class LossHook:
         self._of = None if isinstance(loss, nn.Module) else loss
         self._note = note
         self._fail = fail
-        name = getattr(loss, "__name__", class_name(loss) if self.stays else type(loss).__name__)
-        why = f"{name} gave no value with a gradient for the model's output"
-        if self.stays:
-            why = (
-                f"the given {name} was not seen to be called with gradients (is it another "
-                "instance than the one that the training calls, or compiled?)"
-            )
         self._can_be_called = self._of is None or _takes_one(self._of)
-        if not self._can_be_called:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        if isinstance(loss, nn.Module):
+            why = (
+                f"the given {class_name(loss)} was not seen to be called with gradients (is it "
+                "another instance than the one that the training calls, or compiled?)"
+            )
+        elif self._can_be_called:
+            why = f"{name} gave no value with a gradient for the model's output"
+        else:
             why = (
                 f"{name} takes more than one argument; a function given as `loss=` is called with "
                 "the model's output alone, and calls of it in the loop are not seen"

@@ -269,17 +269,3 @@ def test_hooks_that_scale_are_a_factor() -> None:
         assert reading.gradient_factor == pytest.approx(0.25)
         for name in ("update_cosine", "gradient_cosine", "diagonal_cosine"):
             assert getattr(reading, name) == pytest.approx(getattr(plain.layers[path], name))
-
-
-def test_a_penalty_on_gradients_goes_through_the_same_weights() -> None:
-    """A gradient penalty (WGAN-GP) reaches the weights also around the layer's output."""
-    model, x, y = small()
-
-    def backward(model: nn.Module) -> None:
-        given = x.clone().requires_grad_()
-        loss = functional.cross_entropy(model(given), y)
-        (slope,) = torch.autograd.grad(loss, given, create_graph=True)
-        (loss + 5000 * slope.square().sum()).backward()
-
-    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert MORE in note and " of '0', '2' " in note

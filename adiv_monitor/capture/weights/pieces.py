@@ -196,9 +196,9 @@ class Source:
 
 
 def _same(one: Tensor | float, other: Tensor | float) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other or (type(one) is type(other) and one == other)
-    return one is other or (one.device == other.device and torch.equal(one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.device == other.device and torch.equal(one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def together(pieces: Sequence[Piece], module: nn.Module) -> Source:

@@ -56,7 +56,8 @@ class Provenance:
     ) -> None:
         self._model = model
         self._is_asked = is_asked
-        self._trained = {id(p): p for p in trained}
+        trained = [*trained]
+        self._trained = dict(zip(map(id, trained), trained, strict=True))
         self.pieces = Pieces() if pieces is None else pieces
         self.start()
 
@@ -180,14 +181,12 @@ class Provenance:
         """
         for tensor in tensors_in(result):
             whole = whole_of(tensor)
-            known = self._look_up(whole)
-            of = keys if tensor.requires_grad else frozenset[int]()
+            known, of = self._look_up(whole), keys if tensor.requires_grad else frozenset[int]()
             if known is None or (whole is tensor and known.version is not None):
-                source = source if whole is tensor else None
-                known = _Known(weakref.ref(whole), of, source, whole._version)
-                self._known[id(whole)] = known
-            elif known.version is not None:
-                self._known[id(whole)] = known._replace(keys=(known.keys or frozenset()) | of)
+                how = source if whole is tensor else None
+                self._known[id(whole)] = _Known(weakref.ref(whole), of, how, whole._version)
+            elif known.version is not None:  # it was written to
+                self._known[id(whole)] = known._replace(keys=of.union(known.keys or ()))
 
     def computes(
         self,
