@@ -57,6 +57,10 @@ HEAD = {"c": LAYERS["c"]}
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 TURNED = {name: reading(gradient_cosine=-0.3, update_cosine=-0.3, descent=-0.1) for name in "abc"}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
+FEW_ROWS = LAYERS | {"c": reading(rows_total=1)}
+NOISY = tuple(loss * (1 + 0.6 * (-1) ** step) for step, loss in enumerate(WELL))
+# Labels that are shifted at each epoch: what was learnt is wrong then.
+HIGHER_EACH_TIME = tuple((1.0 + 0.3 * min(epoch, 1)) * x for epoch in range(4) for x in WELL[:12])
 HITS = {
     "not-zeroed": run(layers=NOT_ZEROED),
     "not-zeroed before units die": run(
@@ -91,6 +95,7 @@ HITS = {
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
     "weights-set-back to new draws, seen by the loss": run(losses=(*WELL[:12],) * 4),
+    "targets-change": run(losses=HIGHER_EACH_TIME),
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
@@ -101,9 +106,12 @@ HITS = {
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
     "unbounded-loss": run(losses=RISING, loss_gradients=(-1.0,)),
     "batch-too-small": run(losses=STILL, layers=LAYERS | {"c": reading(rows_total=2)}),
+    "batch-too-small to see whether the loss falls": run(losses=NOISY, layers=FEW_ROWS),
 }
 MEANT = {
-    "one sample in each step, as the loss falls": run(layers={"a": reading(rows_total=1)}),
+    "one sample in each step, as the loss falls": run(layers=FEW_ROWS),
+    "a noisy loss of large batches": run(losses=NOISY),
+    "a loss that jumps at any time": run(losses=(*WELL[:12], 3.0, *WELL[:9], 3.0, *WELL[:15])),
     "gradients of other code before the first step": run(
         2, layers={name: reading(earlier_share=0.05) for name in "abc"}
     ),

@@ -58,7 +58,6 @@ _MONITOR_TESTS = {
     "step/final_gradient.py": ["test_whole_modules", *_BOOKS],
     "step/gradient_check.py": ["test_contributions", *_BOOKS],
     "step/measured_step.py": ["test_several_uses", *_BOOKS],
-    "step/row_moves.py": ["test_derived", *_COURSE],
     "step/outcome.py": [
         *("test_measures", "test_realised", "test_idle_rows", "test_contributions"),
         *_BOOKS,

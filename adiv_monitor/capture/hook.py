@@ -166,6 +166,3 @@ def has_data(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return not isinstance(value, Proxy)
     return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
-
-
-holds_memory = has_data

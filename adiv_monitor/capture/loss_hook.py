@@ -43,7 +43,7 @@ class LossHook:
         self._of = None if isinstance(loss, nn.Module) else loss
         self._note = note
         self._fail = fail
-        self._can_be_called = self._of is None or _takes_one(self._of)
+        self._can_be_called = self._of is None or takes(self._of, None)
         name = getattr(loss, "__name__", type(loss).__name__)
         if isinstance(loss, nn.Module):
             why = (
@@ -86,9 +86,10 @@ class LossHook:
             self._fail(error)
 
 
-def _takes_one(function: Callable[..., object]) -> bool:
+def takes(function: Callable[..., object], *args: object) -> bool:
+    """Return whether a function may be called with these arguments."""
     try:
-        signature(function).bind(None)
+        signature(function).bind(*args)
     except TypeError:
         return False
     except ValueError:  # functions written in C may have no signature

@@ -164,7 +164,7 @@ class Watching(Watcher):
             return
         for use, layer in zip(found, known.layers, strict=True):
             same = False not in [p.requires_grad for p in layer.parameters]
-            self._takes.use(use, output, layer if same else layer.path)
+            self._takes.use(use, output, layer if same else None)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -199,7 +199,7 @@ class Watching(Watcher):
                 raise Refused(NESTED)
             if output.requires_grad:
                 use = use_of(rule, module, args, kwargs)
-                self._takes.use(use, output, path, checked=False)
+                self._takes.use(use, output, path)
 
     def _look_at_whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

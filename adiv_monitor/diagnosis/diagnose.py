@@ -12,7 +12,7 @@ from typing import NamedTuple
 from adiv_monitor.diagnosis.course import FEWEST, course, end, may_have_fallen
 from adiv_monitor.diagnosis.faults import FAULTS, Fault, could_show, found
 from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, LONG_STEPS, several
-from adiv_monitor.diagnosis.faults.states import OF_MOVES
+from adiv_monitor.diagnosis.faults.states import OF_MOVES, TARGETS
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.health import sentence
 from adiv_monitor.diagnosis.readings import maps
@@ -124,7 +124,8 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
         return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
     strongest, said = findings[0].strength, findings[0].summary
     if findings[0].name == "loss-stuck" and strongest != "note":
-        return f"{NO_CAUSE}{said[:1].lower()}{said[1:].rstrip('.')}"
+        do = f"; {TARGETS.text}" * (TARGETS in findings[0].advice)
+        return f"{NO_CAUSE}{said[:1].lower()}{said[1:].rstrip('.')}{do}"
     first, *others = dict.fromkeys(fault_of(f).title for f in findings if f.strength == strongest)
     more = f" and {len(others)} more" * bool(others)
     return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"

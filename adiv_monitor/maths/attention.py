@@ -4,9 +4,9 @@
     D_ts = ‖∂Y_ts/∂Θ‖²                          the attention scale, the diagonal of M
 
 All scores of one sample take the place of a row. Each head is measured like a layer of its own, and
-all heads together like one more layer. The samples may be a subset of the probe, so every measure
-has a standard error. Only active scores count, g ≠ 0: masked scores are not. Where g is not known,
-neither are the cosines. Float64, on the host.
+all heads together like one more layer. Measures of the scales of some scores have a standard error.
+Only active scores count, g ≠ 0: masked scores are not. Where g is not known, neither are the
+cosines. Float64, on the host.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, map_samples
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, combined
 from adiv_monitor.maths.estimates import Estimate, PerLayer, PerRow, Sample, Sum, over_rows
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
@@ -38,10 +38,8 @@ def attention_scale_mean(scales: ScaleSums[Array], rest: float) -> Estimate:
         scales: sums of every head (or all heads), (heads, samples).
         rest: share of all scores whose scale was not computed.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        mean, _ = _moments(scales)
-        influence = (scales.sum - mean[:, None] * scales.count) / _per_sample(scales)
-    return Estimate(mean, _error(influence, rest))
+    mean, _, of_mean, _ = _moments(scales)
+    return Estimate(mean[:, 0], _error(of_mean, rest))
 
 
 def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
@@ -49,39 +47,36 @@ def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
 
     Arguments are those of `attention_scale_mean`.
     """
+    mean, variance, of_mean, of_variance = _moments(scales)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean, variance = (moment[:, None] for moment in _moments(scales))
         value = np.sqrt(variance) / mean
         # d log cv = dv/2v − dm/m, of every sample
-        of_mean = (scales.sum - mean * scales.count) / mean / _per_sample(scales)
-        deviation = scales.square - 2 * mean * scales.sum + (mean**2 - variance) * scales.count
-        of_variance = np.where(variance > 0, deviation / variance, 0.0) / _per_sample(scales)
-        influence = value * (of_variance / 2 - of_mean)
+        m = of_mean / mean
+        v = np.where(variance > 0, of_variance / variance, 0.0)
         # The second-order terms, as in `measures.scale_cv_of_rows`.
-        second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
-        lacking = np.where(variance > 0, (of_mean / value) ** 2, 0.0)
-        bias = _variance(second - lacking / 2, rest)
+        lacking = np.where(variance > 0, (m / value) ** 2, 0.0)
+        bias = _variance(m**2 - v * m / 2 - v**2 / 8 - lacking / 2, rest)
     known = np.where(np.isfinite(bias), bias, 0.0)  # of one sample it is not
-    return Estimate(value[:, 0] * (1 - known), _error(influence, rest))
+    return Estimate(value[:, 0] * (1 - known), _error(value * (v / 2 - m), rest))
 
 
-def _moments(scales: ScaleSums[Array]) -> tuple[PerLayer, PerLayer]:
-    """Return the mean and the variance of D_ts."""
-    count = scales.count.sum(1)
-    mean = scales.sum.sum(1) / count
-    return mean, np.maximum(scales.square.sum(1) / count - mean**2, 0.0)
-
-
-def _per_sample(scales: ScaleSums[Array]) -> Float[np.ndarray, "layers 1"]:
-    """Return the mean number, per sample, of active scores whose scale was computed."""
-    found: np.ndarray = scales.count.mean(1, keepdims=True)
-    return found
+def _moments(scales: ScaleSums[Array]) -> tuple[Array, Array, Array, Array]:
+    """Return mean and variance of D_ts, (heads, 1), and each sample's influence on them."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count, total, square = (
+            x.mean(1, keepdims=True) for x in (scales.count, scales.sum, scales.square)
+        )
+        mean = total / count
+        variance = np.maximum(square / count - mean**2, 0.0)
+        of_mean = (scales.sum - mean * scales.count) / count
+        rest = (mean**2 - variance) * scales.count
+        of_variance = (scales.square - 2 * mean * scales.sum + rest) / count
+    return mean, variance, of_mean, of_variance
 
 
 def _error(influence: PerRow, rest: float) -> PerLayer:
     """Return the standard error of a ratio of means over samples; 0 if `rest` is 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        error: PerLayer = np.sqrt(_variance(influence**2, rest))
+    error: PerLayer = np.sqrt(_variance(influence**2, rest))
     return error
 
 
@@ -98,24 +93,26 @@ def _variance(products: PerRow, rest: float) -> PerLayer:
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     """Return the measures of one attention that are known, of all heads together and of each."""
-    rows, (seen, heads), total = map_samples(sums, _heads), sums.shape, sums.samples
     found: dict[str, Estimate] = {}
-    if rows.G_G is not None:
-        sample = Sample(np.full(heads + 1, float(total)), rows.G_G != 0)
-        G_G = over_rows(rows.G_G, sample)
-        moves = (attention_gradient_cosine, rows.e), (attention_cosine, rows.d)
+    samples = len(sums.G_G if sums.scale is None else sums.scale.count)
+    if sums.G_G is not None:
+        squares = _heads(sums.G_G)
+        sample = Sample(np.full(len(squares), float(samples)), squares != 0)
+        G_G = over_rows(squares, sample)
+        moves = (attention_gradient_cosine, sums.e), (attention_cosine, sums.d)
         for cosine, move in moves:
             if move is not None:
-                own = over_rows(move.G, sample), over_rows(move.square, sample)
+                own = [over_rows(_heads(x), sample) for x in (move.G, move.square)]
                 found[cosine.__name__] = cosine(*own, G_G, sample)
-    if rows.scale is not None:
-        rest = 1 - rows.scale.share * seen / total
-        found["attention_scale_mean"] = attention_scale_mean(rows.scale, rest)
-        found["attention_scale_cv"] = attention_scale_cv(rows.scale, rest)
+    if sums.scale is not None:
+        of_heads = combined(lambda x: _heads(x) if x.ndim else x, sums.scale)
+        rest = 1 - sums.scale.share
+        found["attention_scale_mean"] = attention_scale_mean(of_heads, rest)
+        found["attention_scale_cv"] = attention_scale_cv(of_heads, rest)
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}
     return AttentionReading(
-        samples_seen=seen,
-        samples_total=total,
+        samples_seen=samples,
+        samples_total=samples,
         standard_error={n: float(e.error[0]) for n, e in found.items() if e.error[0]},
         heads={n: tuple(e.value[1:].tolist()) for n, e in found.items()},
         heads_standard_error={

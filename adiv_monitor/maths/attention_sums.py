@@ -4,14 +4,14 @@
     D_ts = ‖∂Y_ts/∂Θ‖²               the attention scale
 
 Only active scores count, g ≠ 0: masked scores are not. Where g is not known, all others count. The
-numbers (type `T`) are tensors until the one transfer of a step, and float64 arrays afterwards, as
-in `maths/sums.py`. On the host the records of several calls or ranks are merged into one.
+numbers (type `T`) are tensors until the one transfer of a step, and float64 arrays afterwards. On
+the host the records of several calls or ranks are merged into one.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from adiv_monitor.features.scores import Attention, Move
-from adiv_monitor.maths.records import joined, numbers_of, replaced, with_numbers
-from adiv_monitor.maths.sums import Array, T
+from adiv_monitor.maths.sums import Array
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +61,6 @@ class AttentionSums(Generic[T]):
     """The record of one attention on the probe.
 
     Attributes:
-        samples: number of samples of the probe; the sums are over some of them.
         precision: rounding of the queries' dtype.
         broken: 1 if q or k is not finite, else 0; ().
         G_G: ‖g‖², (samples, heads); None if g is not known.
@@ -70,7 +70,6 @@ class AttentionSums(Generic[T]):
         no_scale: why `scale` is None.
     """
 
-    samples: int
     precision: float
     broken: T
     G_G: T | None = None
@@ -87,13 +86,6 @@ class AttentionSums(Generic[T]):
         and some libraries' norms and rotations always round to float32.
         """
         return min(max(1e-4, 50 * math.sqrt(self.precision)), 0.05)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Numbers of samples and heads."""
-        of_samples = self.scale.count if self.G_G is None and self.scale is not None else self.G_G
-        found: tuple[int, ...] = getattr(of_samples, "shape", (0, 0))
-        return found
 
 
 ScoreGradient = Callable[[slice], Float[Tensor, "samples heads some keys"]]
@@ -159,9 +151,26 @@ def scale_sums(
     return ScaleSums(active.sum((2, 3)), *sums, error, share)
 
 
-def map_samples(sums: AttentionSums[T], of: Callable[[T], T]) -> AttentionSums[T]:
-    """Return the record with a function applied to every number of shape (samples, heads)."""
-    return with_numbers(sums, [of(x) if x.ndim == 2 else x for x in numbers_of(sums)])
+def combined(of: Callable[..., Any], *records: Any) -> Any:
+    """Return a record of the results of a function of each of the records' numbers (type `T`)."""
+    first = records[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        each = {f.name: [getattr(x, f.name) for x in records] for f in fields(first)}
+        return replace(first, **{name: combined(of, *values) for name, values in each.items()})
+    return first if first is None or isinstance(first, int | float | str) else of(*records)
+
+
+def tensors_of(sums: AttentionSums[T]) -> list[T]:
+    """Return the numbers of a record, in order."""
+    found: list[T] = []
+    combined(found.append, sums)
+    return found
+
+
+def with_arrays(sums: AttentionSums[Any], arrays: Iterator[Array]) -> AttentionSums[Array]:
+    """Return the record with other numbers, in the order of `tensors_of`."""
+    made: AttentionSums[Array] = combined(lambda _: next(arrays), sums)
+    return made
 
 
 def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
@@ -169,20 +178,19 @@ def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
 
     A field that one of the records lacks is None in the result.
     """
-
-    def of_all(name: str) -> bool:
-        return all(getattr(sums, name) is not None for sums in several)
-
     lacking: dict[str, Any] = {
-        name: None for name in ("G_G", "e", "d", "scale") if not of_all(name)
+        name: None
+        for name in ("G_G", "e", "d", "scale")
+        if any(getattr(sums, name) is None for sums in several)
     }
-    alike = [replaced(sums, **lacking) for sums in several]
+    alike = [replace(sums, **lacking) for sums in several]
+    whole: AttentionSums[Array] = combined(
+        lambda *xs: np.concatenate(xs) if xs[0].ndim == 2 else np.asarray(np.max(xs)), *alike
+    )
     shares = [sums.scale.share for sums in alike if sums.scale is not None]
-    whole = joined(alike, lambda xs: np.concatenate(xs) if xs[0].ndim == 2 else np.max(xs))
-    return replaced(
+    return replace(
         whole,
-        samples=sum(sums.samples for sums in several),
         precision=max(sums.precision for sums in several),
-        scale=whole.scale and replaced(whole.scale, share=min(shares)),
+        scale=whole.scale and replace(whole.scale, share=min(shares)),
         no_scale=next((sums.no_scale for sums in several if sums.no_scale), ""),
     )

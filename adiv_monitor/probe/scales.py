@@ -11,7 +11,7 @@ scaling and low-rank updates change h. Scores of different queries and different
 common, so one backward pass computes the h of many scores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,9 +48,8 @@ def some_keys(
     cover all scores.
     """
     size = max(queries, keys)
-    most = min(draws, size)
-    chosen = [generator.permutation(size)[:most] for _ in range(samples * heads)]
-    diagonals = np.stack(chosen).reshape(samples, heads, 1, most)
+    chosen = [generator.permutation(size)[:draws] for _ in range(samples * heads)]
+    diagonals = np.stack(chosen).reshape(samples, heads, 1, -1)
     s = (np.arange(queries)[:, None] + diagonals) % size
     return np.where(s < keys, s, -1)
 
@@ -63,8 +62,8 @@ def scales(
 ) -> Float[Tensor, "samples heads queries draws"]:
     """Return D_ts of the scores with these keys, 0 where there is none.
 
-    It is wrong if D is not the sum over the rows of the uses: queries and keys share a weight, or a
-    use is not known. Where tokens are mixed before the scores, everything is NaN.
+    It is wrong if D is not the sum over the rows of the uses: queries and keys share a weight,
+    tokens are mixed before the scores, or a use is not known.
 
     Args:
         query: q with its graph.
@@ -75,74 +74,52 @@ def scales(
     of_queries, of_keys = _Side(query, uses), _Side(key, uses)
     every = to_device(keys, query.device)
     found = torch.zeros(keys.shape, dtype=to_compute_dtype(query).dtype, device=query.device)
-    for head in range(keys.shape[1]):
+    for head, draw in np.ndindex(keys.shape[1], keys.shape[3]):
         k, q = key[:, head].detach(), query[:, head].detach()
-        for draw in range(keys.shape[3]):
-            s = every[:, head, :, draw, None]
-            seen, s = s >= 0, s.clamp(min=0)
-            by_query = k.gather(1, s.expand(-1, -1, k.shape[2])) * seen
-            by_key = torch.zeros_like(k).scatter_add_(1, s.expand_as(q), q * seen)
-            scale = of_queries.squares(head, by_query)
-            scale = scale + of_keys.squares(head, by_key).gather(1, s[..., 0])
-            found[:, head, :, draw] = torch.where(seen[..., 0], scale, 0)
+        s = every[:, head, :, draw, None]
+        seen, s = s >= 0, s.clamp(min=0)
+        by_query = k.gather(1, s.expand(-1, -1, k.shape[2])) * seen
+        by_key = torch.zeros_like(k).scatter_add_(1, s.expand_as(q), q * seen)
+        scale = of_queries.squares(head, by_query)
+        scale = scale + of_keys.squares(head, by_key).gather(1, s[..., 0])
+        found[:, head, :, draw] = torch.where(seen[..., 0], scale, 0)
     return found
 
 
 class _Side:
     """The queries or the keys, with the uses that they depend on.
 
-    The order of a use's rows follows from the gradient of the first sample's last token, which
-    reaches only the rows of that token.
+    The token of a row is read off its gradients, digit by digit of the token's number: those of all
+    tokens whose number has this binary digit.
     """
 
     def __init__(self, reached: Tensor, uses: Sequence[ScaledUse]) -> None:
-        self._reached = reached
-        probe = torch.zeros_like(reached)
-        probe[0, :, -1] = torch.arange(1, probe[0, 0, 0].numel() + 1).to(probe).cos()
-        gradients = self._gradients(uses, probe)
-        pairs = zip(uses, gradients, strict=True)
-        self._uses = [(use, self._fits(use, h)) for use, h in pairs if h is not None]
+        self._reached, self._uses = reached, uses if reached.requires_grad else ()
+        self._tokens = [torch.zeros(len(x.scale), dtype=torch.int64) for x in self._uses]
+        self._tokens = [x.to(reached.device) for x in self._tokens]
+        samples, _, length, _ = reached.shape
+        numbers = torch.arange(samples * length, device=reached.device).view(samples, 1, length, 1)
+        along = torch.linspace(1, 9, reached[0].numel()).to(reached).view_as(reached[0]).cos()
+        self._digits = (samples * length - 1).bit_length()
+        for digit in range(self._digits):
+            for tokens, squares in self._rows(along * (numbers >> digit & 1)):
+                tokens += (squares != 0).long() << digit
 
     def squares(self, head: int, other: Tensor) -> Float[Tensor, "samples length"]:
         """Return Σ_r ‖φ_r‖² ‖h_r‖² of every token's rows, for its score with the other side."""
         along = torch.zeros_like(self._reached)
         along[:, head] = other
-        total = to_compute_dtype(self._reached.new_zeros(self._reached.shape[0], other.shape[1]))
-        gradients = self._gradients([use for use, _ in self._uses], along)
-        for (use, fits), h in zip(self._uses, gradients, strict=True):
+        total = to_compute_dtype(other.new_zeros(2**self._digits))
+        for tokens, squares in self._rows(along):
+            total.index_add_(0, tokens, squares)
+        return total[: other.shape[0] * other.shape[1]].view(other.shape[:2])
+
+    def _rows(self, along: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the tokens of the rows of each use, and ‖φ_r‖² ‖h_r‖²."""
+        edges = [use.edge for use in self._uses]
+        given: dict[str, bool] = {"retain_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(self._reached, edges, along, **given) if edges else ()
+        for use, tokens, h in zip(self._uses, self._tokens, found, strict=True):
             if h is not None:
-                ordered = [rows.sum(2) for rows in self._ordered(use, h)]
-                by_token = torch.where(ordered[0].any(), torch.nan, ordered[0])
-                for rows, fit in zip(ordered, fits, strict=True):
-                    by_token = torch.where(fit, rows, by_token)
-                total = total + by_token
-        return total
-
-    def _gradients(self, uses: Sequence[ScaledUse], along: Tensor) -> Sequence[Tensor | None]:
-        if not uses or not self._reached.requires_grad:
-            return [None] * len(uses)
-        return torch.autograd.grad(
-            self._reached, [use.edge for use in uses], along, retain_graph=True, allow_unused=True
-        )
-
-    def _fits(self, use: ScaledUse, probe: Tensor) -> list[Tensor]:
-        touched = [(rows != 0).any(2) for rows in self._ordered(use, probe)]
-        return [tokens[0, -1] & (tokens.sum() == 1) for tokens in touched]
-
-    def _ordered(self, use: ScaledUse, h: Tensor) -> list[Float[Tensor, "samples length more"]]:
-        """Return ‖φ_r‖² ‖h_r‖² by sample and token, for every order that the rows may have."""
-        samples, _, length, _ = self._reached.shape
-        rows, groups = use.scale.shape
-        more, rest = divmod(rows, samples * length)
-        if rest or not more:
-            raise ValueError(
-                f"attention scale: got a use of parameters with {rows} rows, expected some for "
-                f"each of {samples} × {length} tokens"
-            )
-        blocks = to_compute_dtype(use.layout(h)).reshape(rows, groups, -1)
-        squares = (blocks.square().sum(-1) * use.scale).sum(-1)
-        return [
-            squares.reshape(samples, length, more),
-            squares.reshape(length, samples, more).transpose(0, 1),
-            squares.reshape(samples, more, length).transpose(1, 2),
-        ]
+                blocks = to_compute_dtype(use.layout(h)).reshape(*use.scale.shape, -1)
+                yield tokens, (blocks.square().sum(-1) * use.scale).sum(-1)

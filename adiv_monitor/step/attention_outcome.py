@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
@@ -32,7 +32,7 @@ def attention_outcome(
             missing[path] = "its queries or keys are not finite"
         else:
             if sums.scale is not None and not sums.scale.error <= sums.tolerance:
-                sums = replaced(sums, scale=None, no_scale=_NO_SUM_OF_ROWS)
+                sums = replace(sums, scale=None, no_scale=_NO_SUM_OF_ROWS)
             if sums.no_scale:
                 no_scale[path] = sums.no_scale
             if not (sums.G_G is None and sums.scale is None):

@@ -25,7 +25,7 @@ def test_what_keeps_a_loop_from_training_comes_first(name: str) -> None:
     first, *_ = diagnose(HITS[name])
     assert first.name == name.split()[0]
     assert first.evidence and first.advice and first.summary
-    is_meant = name in ("same-batch", "frozen")  # as often as not
+    is_meant = name in ("same-batch", "frozen", "batch-too-small to see whether the loss falls")
     assert (first.strength == "note") == is_meant
 
 

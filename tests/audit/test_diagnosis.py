@@ -71,6 +71,18 @@ def units(function: str = "relu", dead: int = 0, share: float = 0.1, batches: in
     return record(units=of, losses=STILL)
 
 
+def penalty(pull: float) -> Record:
+    return probed("decay-fights", WELL, pull=pull, value=1.0, loss=3.0)
+
+
+def grouped(rate: float, move: float = 30.0) -> Record:
+    """A run whose last layer has a learning rate of its own, and moves far in the first step."""
+    layers = {name: reading() for name in "abc"}
+    first = StepReport(0, layers | {"c": reading(update_ratio=move)}, {}, 1.0,
+                       learning_rates=(0.1, rate), groups={"a": 0, "b": 0, "c": 1})  # fmt: skip
+    return record(reports=(first, *(StepReport(10 * i, layers, {}, 1.0) for i in (1, 2, 3))))
+
+
 def opposed(largest: float) -> Record:
     return probed("terms-opposed", WELL, {"other": "b"}, cosine=-0.99, largest=largest, ratio=0.9)
 
@@ -154,6 +166,9 @@ HITS = {
     "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-6.0, drawn=50.0, pushed=50.0),
     "logits-as-probabilities": probed("logits-as-probabilities", at=0.0, beyond=-1.0, outside=0.5),
     "softmax-of-one": probed("softmax-of-one"),
+    "class-axis": probed("class-axis", words={"layer": "linear in 'b'"}),
+    "graph-offset": probed("graph-offset", share=0.1, rows=90.0, highest=9.0, entries=200.0),
+    "target-attached": probed("target-attached", share=0.97),
     "softmax-over-samples": probed("softmax-over-samples"),
     "targets-out-of-range": probed("targets-out-of-range", share=0.4),
     "target-is-input": probed("target-is-input", places=0.0),
@@ -223,6 +238,9 @@ MILDER = [
     ("zero-gradient act", probed("zero-gradient")),
     ("zero-gradient watch", record({"a": reading(idle_share=1.0, scale_mean=17.0)}, wiring=ZERO)),
     ("zero-slope watch", probed("zero-slope", words={"kind": "step"})),
+    ("decay-fights watch", penalty(2.0)),
+    ("decay-fights act", replace(penalty(2.0), losses=STILL)),
+    ("uneven-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"}, sums=1.0)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
@@ -273,6 +291,8 @@ NEAR_MISSES = {
     "clipping-always": record(facts=replace(FACTS, clip_norm=2.0)),
     "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-4.9, drawn=9.0, pushed=9.0),
     "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.3)}),
+    "uneven-rates of one learning rate": grouped(0.1),
+    "decay-fights by a small penalty": penalty(0.2),
     "bad-initialisation": record(losses=tuple(4 * 0.9**s for s in range(STEPS))),
     "optimizer-turns": record({"a": reading(parameter_cosine=-0.1)}),
     "cannot-overfit": record(overfit=Trial("overfit", 100, 0.1, 2.3, None, 0.01)),
@@ -313,7 +333,7 @@ NEAR_MISSES = {
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_what_is_near_is_no_hit(name: str) -> None:
-    assert name not in found(NEAR_MISSES[name])
+    assert name.split()[0] not in found(NEAR_MISSES[name])
 
 
 WITHIN_ERRORS = {

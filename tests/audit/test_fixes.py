@@ -137,8 +137,8 @@ def test_rates_per_layer_bring_what_moves_too_far_back_to_its_limit() -> None:
     ("name", "settings", "changed"),
     [
         ("no-decay", {"weight_decay": 0.5}, {"weight_decay": 0.0}),
-        ("less-momentum", {"momentum": 0.8}, {"momentum": 0.4, "lr": 0.1 * 0.6 / 0.2}),
-        ("less-momentum", {"momentum": 0.99}, {"momentum": 0.9, "lr": 1.0}),
+        ("less-momentum", {"momentum": 0.8}, {"momentum": 0.4, "lr": 0.1}),
+        ("less-momentum", {"momentum": 0.99}, {"momentum": 0.9, "lr": 0.1}),
         ("less-momentum", {"betas": (0.999, 0.99)}, {"betas": (0.9, 0.99)}),
     ],
 )

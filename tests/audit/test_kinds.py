@@ -1,19 +1,22 @@
 """Questions about losses and data: what each finds, and what comes near to it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from audited import batches, seen
+from made_records import record
 from torch import Tensor, nn
 from torch.nn import functional
-from trial_setups import answer, loss, setup
+from trial_setups import answer, loss, mlp, setup
 
+from adiv_monitor.audit.experiments.loss_inputs import activated_output
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.record import Probed, Record
+from adiv_monitor.diagnosis.record import Probed, Record, Wiring
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -71,8 +74,9 @@ class Words(nn.Module):
         super().__init__()
         self.table, self.read, self.head = nn.Embedding(9, 12, padding), read, nn.Linear(12, 3)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.read(self.table(tokens), tokens))
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        real = tokens if mask is None else mask.long()
+        return self.head(self.read(self.table(tokens), real))
 
 
 def mean_of_all(x: Tensor, tokens: Tensor) -> Tensor:
@@ -101,9 +105,15 @@ def test_a_word_at_the_index_of_padding(padding: int | None, padded: bool, hits:
     assert bool(found("padding-is-word", of)) is hits
 
 
+def of_words(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0], batch[0] != 0), batch[1])
+
+
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(("read", "hits"), [(mean_of_all, True), (mean_of_words, False)])
-def test_padding_that_is_read(read: Any, hits: bool) -> None:
+def test_padding_that_is_read(read: Any, masked: bool, hits: bool) -> None:
     of = setup(model=Words(None, read), batches=texts(padded=True))
+    of = replace(of, loss=of_words) if masked else of
     assert bool(found("padding-read", of)) is hits
 
 
@@ -185,3 +195,126 @@ def test_the_function_whose_gradient_is_not_a_number_is_named_with_its_line() ->
 
     record = seen(nn.Linear(6, 3), batches(), loss=rooted, steps=2)
     assert (record.first_non_finite or "").startswith("gradient of sqrt (test_kinds.py:")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_an_axis_that_is_taken_for_the_classes(turned: bool) -> None:
+    def of_places(model: nn.Module, batch: Any) -> Tensor:
+        made = model(batch[0].view(-1, 3, 4))
+        targets = batch[1][:, None].expand(-1, 3)
+        return functional.cross_entropy(made.transpose(1, 2) if turned else made, targets)
+
+    assert bool(found("class-axis", setup(model=nn.Linear(4, 3), loss=of_places))) is not turned
+
+
+class Messages(nn.Module):
+    """Adds up what edges bring to nodes, of all graphs in one list."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__()
+        self.layer, self.head, self.offset = nn.Linear(3, 3), nn.Linear(3, 3), offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = self.layer(x.view(-1, 3))
+        edges = (
+            torch.tensor([[0, 1], [1, 2], [2, 3]])
+            + self.offset * torch.arange(len(x))[:, None, None]
+        )
+        of, to = edges.reshape(-1, 2).T
+        nodes = nodes + torch.zeros_like(nodes).index_add(0, to, nodes[of])
+        return self.head(nodes.view(len(x), 4, 3).mean(1))
+
+
+@pytest.mark.parametrize(("offset", "hits"), [(0, True), (4, False)])
+def test_edges_that_lack_the_offset_of_their_graph(offset: int, hits: bool) -> None:
+    assert bool(found("graph-offset", setup(model=Messages(offset)))) is hits
+
+
+def of_counts(log_input: bool) -> Callable[[nn.Module, Any], Tensor]:
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        made = model(batch[0])[:, 0]
+        return functional.poisson_nll_loss(made, batch[1].float(), log_input=log_input)
+
+    return counted
+
+
+class Exponential(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+
+@pytest.mark.parametrize("last", [Exponential(), nn.Softplus(), nn.Identity()])
+@pytest.mark.parametrize("log_input", [True, False])
+def test_an_exponential_that_is_taken_twice(last: nn.Module, log_input: bool) -> None:
+    of = setup(model=nn.Sequential(mlp(), last), loss=of_counts(log_input))
+    twice = activated_output(of.fork()) is not None
+    assert twice is (log_input and not isinstance(last, nn.Identity))
+
+
+def denoised(noise: float, target: str) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        noisy = batch[0] + noise * torch.randn_like(batch[0])
+        return functional.mse_loss(model(noisy), noisy if target == "noisy" else batch[0])
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("noise", "target", "hits"),
+    [(0.5, "noisy", True), (0.5, "clean", False), (0.01, "noisy", False), (0.0, "clean", False)],
+)
+def test_a_denoiser_whose_target_is_its_input(noise: float, target: str, hits: bool) -> None:
+    of = setup(model=nn.Linear(12, 12), loss=denoised(noise, target))
+    assert [x.strength for x in found("target-is-input", of)] == ["watch"] * hits
+
+
+def difference(discount: float, cut: bool) -> Callable[[nn.Module, Any], Tensor]:
+    def of_times(model: nn.Module, batch: Any) -> Tensor:
+        x, ends = batch[0], batch[1] == 0
+        then = discount * model(x.roll(1, 0)).amax(1) * ends
+        then = x[:, 0] + (then.detach() if cut else then)
+        return functional.smooth_l1_loss(model(x).gather(1, batch[1][:, None])[:, 0], then)
+
+    return of_times
+
+
+@pytest.mark.parametrize(
+    ("discount", "cut", "hits"), [(0.9, False, True), (0.9, True, False), (1.0, False, False)]
+)
+def test_a_target_that_passes_gradients_on(discount: float, cut: bool, hits: bool) -> None:
+    assert bool(found("target-attached", setup(loss=difference(discount, cut)))) is hits
+
+
+@pytest.mark.parametrize(("classes", "hits"), [(6, True), (3, False), (300, False)])
+def test_classes_that_never_occur(classes: int, hits: bool) -> None:
+    said = found("class-untaught", setup(model=nn.Linear(12, classes)))
+    assert [x.strength for x in said] == ["watch"] * hits
+
+
+def shrinking(by: float, of_outputs: bool) -> Callable[[nn.Module, Any], Tensor]:
+    def penalised(model: nn.Module, batch: Any) -> Tensor:
+        made = model(batch[0])
+        shrunk = [made] if of_outputs else [p for p in model.parameters() if p.ndim > 1]
+        return functional.cross_entropy(made, batch[1]) + by * sum(x.abs().sum() for x in shrunk)
+
+    return penalised
+
+
+@pytest.mark.parametrize(
+    ("by", "of_outputs", "hits"), [(0.1, False, True), (1e-4, False, False), (0.1, True, False)]
+)
+def test_a_penalty_on_the_weights_in_the_loss(by: float, of_outputs: bool, hits: bool) -> None:
+    assert bool(found("decay-fights", setup(loss=shrinking(by, of_outputs)))) is hits
+
+
+class Multiplied(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
+
+
+def test_a_module_that_loses_the_inputs_is_named() -> None:
+    of = setup(model=nn.Sequential(Multiplied(), mlp()))
+    lost = answer("outputs-constant", of, of.fork())
+    (said,) = diagnose(replace(record(wiring=Wiring(input_matters=0.0)),
+                               probed={"outputs-constant": lost}))  # fmt: skip
+    assert said.name == "input-ignored" and "Multiplied '0'" in said.summary

@@ -1,7 +1,6 @@
 """Attention scores, their gradients and their change by a step agree with slow references."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -20,13 +19,11 @@ from adiv_monitor.maths.attention_sums import (
     AttentionSums,
     MoveSums,
     ScaleSums,
-    active_scores,
-    map_samples,
+    combined,
     merge,
-    move_sums,
     scale_sums,
+    tensors_of,
 )
-from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.probe.scales import some_keys
 
@@ -220,27 +217,6 @@ def test_scale_of_plain_projections_is_the_one_of_the_theory() -> None:
 # Sums and scores that count
 
 
-def test_sums_leave_idle_scores_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, dq, dk, dO = tensors(*[(2, 3, 5, 4)] * 6)
-    call = attention(q, k, v, is_causal=True)
-    G = call.score_gradient(dO)(ALL)
-    change = dq @ k.mT + q @ dk.mT
-    keys = torch.from_numpy(some_keys(2, 3, 5, 5, 3, np.random.default_rng(0)))
-    monkeypatch.setattr(scores, "CHUNK", 2 * 2 * 3 * 5)  # two queries per chunk
-    for known in (G, None):
-        of = None if known is None else lambda t: G[:, :, t]
-        active = active_scores(call, of, keys)
-        for i, h, t, draw in np.ndindex(*keys.shape):
-            s = int(keys[i, h, t, draw])
-            counts = s >= 0 and (s <= t if known is None else bool(G[i, h, t, s] != 0))
-            assert bool(active[i, h, t, draw]) == counts
-    G_G, sums = move_sums(call, lambda t: G[:, :, t], (dq, dk))
-    idle = torch.where(G != 0, change, 0)
-    assert (G == 0).any() and (G != 0).any()
-    for found, expected in ((G_G, G * G), (sums.G, idle * G), (sums.square, idle * idle)):
-        torch.testing.assert_close(found, expected.sum((2, 3)), rtol=1e-10, atol=1e-13)
-
-
 def test_each_row_of_scores_has_its_keys_sampled_without_repetition() -> None:
     generator = np.random.default_rng(0)
     for queries, keys in ((4, 4), (3, 5), (5, 3)):
@@ -273,7 +249,6 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
     e = np.where(G != 0, G + draw.normal(size=G.shape), 0)
     D = draw.uniform(1, 3, G.shape) * (1 + np.arange(heads))[:, None]
     sums = AttentionSums(
-        samples=samples,
         precision=1e-16,
         broken=np.array(0.0),
         G_G=(G * G).sum(2),
@@ -287,10 +262,10 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
 def scales_of(scale: np.ndarray, active: np.ndarray) -> ScaleSums[Array]:
     error = torch.zeros((), dtype=torch.float64)
     made = scale_sums(torch.from_numpy(scale), torch.from_numpy(active), error, 1.0)
-    return with_numbers(cast("ScaleSums[Array]", made), [x.numpy() for x in numbers_of(made)])
+    return cast("ScaleSums[Array]", combined(lambda x: x.numpy(), made))
 
 
-def test_measures_over_all_samples_are_exact() -> None:
+def test_measures_over_all_scores_are_exact() -> None:
     sums, (G, d, e), D = made_up(5)
     reading = attention_reading(sums)
 
@@ -315,33 +290,27 @@ def test_measures_over_all_samples_are_exact() -> None:
     some = attention_reading(replace(sums, scale=replace(sums.scale, share=0.5)))
     assert set(some.standard_error) == {"attention_scale_mean", "attention_scale_cv"}
     assert (reading.samples_seen, reading.samples_total) == (5, 5)
+    alone = attention_reading(replace(made_up(1)[0], d=None, scale=None))
+    assert set(alone.measures()) == {"attention_gradient_cosine"} == set(alone.heads)
 
 
-def test_errors_of_sampled_measures_are_what_they_say() -> None:
-    total, seen = 400, 24
-    sums, _, _ = made_up(total)
-    truth = attention_reading(sums)
-    deviations: dict[str, list[float]] = {name: [] for name in truth.measures()}
+def test_errors_of_sampled_scales_are_what_they_say() -> None:
+    """Where the scales of a few scores of each sample were computed."""
     draw = np.random.default_rng(1)
-    for _ in range(300):
-        chosen = draw.choice(total, seen, replace=False)
-        reading = attention_reading(map_samples(sums, partial(np.take, indices=chosen, axis=0)))
+    size = draw.lognormal(0, 0.3, (64, 1, 1, 1)) * draw.lognormal(0, 0.5, (64, 1, 1, 1))
+    D = size * draw.lognormal(0, 0.5, (64, 1, 400, 1))
+    every = scales_of(D, np.ones(D.shape, dtype=bool))
+    truth = attention_reading(AttentionSums(1e-16, np.array(0.0), scale=every)).measures()
+    deviations: dict[str, list[float]] = {name: [] for name in truth}
+    for _ in range(200):
+        chosen = draw.random(D.shape).argsort(2) < 8
+        some = replace(scales_of(D, chosen), share=8 / 400)
+        reading = attention_reading(AttentionSums(1e-16, np.array(0.0), scale=some))
         for name, value in reading.measures().items():
-            error = reading.standard_error[name]
-            deviations[name].append((value - truth.measures()[name]) / error)
+            deviations[name].append((value - truth[name]) / reading.standard_error[name])
     for name, values in deviations.items():
-        assert 0.85 < np.std(values) < 1.25, name
-        assert abs(np.mean(values)) < 0.25, name
-
-
-def test_measures_that_were_not_taken_are_absent() -> None:
-    sums = replace(made_up(4)[0], samples=9)
-    reading = attention_reading(replace(sums, d=None, scale=None))
-    assert set(reading.measures()) == {"attention_gradient_cosine"} == set(reading.heads)
-    alone = attention_reading(map_samples(sums, lambda x: x[:1]))
-    assert np.isnan(alone.standard_error["attention_scale_mean"]), "one sample can't tell"
-    idle = attention_reading(map_samples(sums, np.zeros_like))
-    assert all(np.isnan(v) for v in idle.measures().values())
+        assert np.std(values) < 1.25, name
+        assert abs(np.mean(values)) < 0.5, name
 
 
 def test_equal_scales_have_no_spread() -> None:
@@ -353,8 +322,9 @@ def test_equal_scales_have_no_spread() -> None:
 
 def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
     sums, _, _ = made_up(7)
-    parts = [map_samples(sums, lambda x, part=part: x[part]) for part in (slice(3), slice(3, 7))]
-    merged = merge([replace(parts[0], samples=3), replace(parts[1], samples=4)])
-    assert merged.samples == 7
-    for found, expected in zip(numbers_of(merged), numbers_of(sums), strict=True):
+    parts = [
+        combined(lambda x, part=part: x[part] if x.ndim else x, sums)
+        for part in (slice(3), slice(3, 7))
+    ]
+    for found, expected in zip(tensors_of(merge(parts)), tensors_of(sums), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)

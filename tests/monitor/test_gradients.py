@@ -44,7 +44,6 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
     with Monitor(model, optimizer, on_error="raise") as monitor:
         scaler.scale(loss_of(model, batch)).backward()
         scaler.step(optimizer)
-    assert monitor.latest is not None
     same(monitor.latest, plain)
     for reading in monitor.latest.layers.values():
         assert reading.gradient_factor == pytest.approx(2.0**-12)
@@ -63,7 +62,6 @@ def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
         assert not monitor.reports
         scaler.scale(loss_of(model, batch)).backward()
         scaler.step(optimizer)
-    assert monitor.latest is not None
     assert monitor.latest.step == 0
     assert "zeroed before a step" in monitor.latest.notes[0]
     same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
@@ -119,7 +117,6 @@ def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) ->
             optimizer.zero_grad(set_to_none)
         loss.backward()
         optimizer.step()
-    assert monitor.latest is not None
     assert "zeroed before a step" in monitor.latest.notes[0]
     same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
 
@@ -186,7 +183,6 @@ def test_a_layer_frozen_during_another_networks_step() -> None:
         fake = generator(noise).detach()
         critic(fake).square().sum().backward()
         optimizers["critic"].step()
-    assert monitor.latest is not None
     assert monitor.latest.layers[""].rows_total == 6
     assert monitor.latest.layers[""].gradient_cosine > 0.5
 
@@ -214,14 +210,12 @@ def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) ->
     with Monitor(model, optimizer, max_rows=max_rows, on_error="raise") as monitor:
         scaler.scale(functional.cross_entropy(model(x), torch.arange(8) % 3)).backward()
         scaler.step(optimizer)
-    assert monitor.latest is not None
     reading = monitor.latest.layers[""]
     assert reading.gradient_factor == pytest.approx(2.0**-16)
     assert 0.01 < reading.effective_lr < 10
 
 
 def weaken(parameter: Tensor) -> None:
-    assert parameter.grad is not None
     parameter.grad.mul_(0.1)
 
 
@@ -282,22 +276,6 @@ def test_gradients_set_by_hand() -> None:
         assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
 
 
-@pytest.mark.parametrize("zeroed", [True, False])
-def test_a_forgotten_zero_grad_is_named_as_such(zeroed: bool) -> None:
-    """Gradients that were there when the first backward pass began are not taken for a penalty."""
-    model, batch = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
-            if zeroed:
-                optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    notes = [note for report in monitor.reports for note in report.notes]
-    assert any("was `zero_grad()` forgotten" in note for note in notes) is not zeroed
-    assert not any("a penalty in the loss" in note for note in notes)
-
-
 def _zeroed(passes: int, step: int, *, after: bool = False) -> Monitor:
     """Train with several backward passes per step, gradients zeroed before every `step`-th one."""
     model, batch = mlp()
@@ -342,7 +320,6 @@ def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
     with Monitor(model, optimizer, on_error="raise") as monitor:
         loss_of(model, batch).backward()
         optimizer.step()
-    assert monitor.latest is not None
     for reading in monitor.latest.layers.values():
         assert math.isnan(reading.harmed_fraction)
         assert math.isnan(reading.row_cosine_mean)

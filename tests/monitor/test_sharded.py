@@ -317,7 +317,7 @@ def without(rank: int, failing: int, *paths: str) -> list[StepReport]:
         if rank == failing:
             monitor._failures.switched_off.update(dict.fromkeys(paths, "a test"))
             monitor._controller.disarm()
-            monitor._controller.arm(0)
+            monitor._controller.arm()
         for _ in range(2):
             optimizer.zero_grad()
             model(x).square().mean().backward()

@@ -4,6 +4,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.step.merge_ranks import merge_ranks, prepared
+from adiv_monitor.step.merge_ranks import merge_ranks
+from adiv_monitor.step.merge_sums import prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.run_history import RunHistory
 
@@ -185,9 +187,12 @@ def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.grad.copy_(gradient)
             optimizer.step()
     generator = np.random.default_rng(0)
-    own = {rank: prepared(part, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
+    own = {
+        rank: replace(part, sums=prepared(part.sums, SEEN, WORLD, generator))
+        for rank, part in enumerate(parts)
+    }
     merged, _ = merge_ranks(own, WORLD, SEEN, generator)
-    report = understand(merged, RunHistory())
+    report = understand(merged, RunHistory(), pytest.fail)
     for path, reading in report.layers.items():
         off = abs(reading.descent - expected[path])
         assert off <= 4 * reading.standard_error.get("descent", 0.0) + 1e-9

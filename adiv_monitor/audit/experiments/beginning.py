@@ -29,10 +29,9 @@ def weights(setup: Setup) -> dict[str, WeightStatistics]:
     These are linear layers, convolutions, and parameters that no such layer holds but that inputs
     are multiplied by, under the parameter's name.
     """
-    fork = setup.fork()
-    last, normalised = last_maps(fork)
+    last, normalised = last_maps(setup.fork())
     found = {}
-    for path, module in fork.model.named_modules():
+    for path, module in setup.model.named_modules():  # a loss may change those of a copy
         if isinstance(module, MAPS) and module.weight.numel():
             weight = module.weight.detach()
             fan_out = len(weight) * weight[0, 0].numel()

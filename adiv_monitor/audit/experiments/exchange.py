@@ -23,7 +23,7 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
     with_tensor,
 )
-from adiv_monitor.audit.experiments.questions import Untold, asks
+from adiv_monitor.audit.experiments.questions import Untold, asks, of_each_call
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
@@ -32,6 +32,7 @@ from adiv_monitor.report.wording import listed
 
 _SAME = 1e-5  # share of an output's rms: rounding
 _BEYOND = 1.2  # factor on the share of one sample's entries
+FIRST_ONES = 1 / 3  # of the nodes of at least three graphs
 MOVED = 0.5  # of the outputs depend on the place in the batch
 # Modules with an argument for the axis of the samples.
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)
@@ -156,6 +157,18 @@ def _graphs_mixed(setup: Setup, graphs: Tensor) -> Iterable[Fact]:
     share = _share(run.own, run.outputs(first_other), size)
     fact = Fact("", {"share": share, "independent": 1 / size})
     return (fact,) if share > _BEYOND / size else ()
+
+
+@of_each_call("graph-offset")
+def graph_offset(call: Call, fork: Fork) -> Fact | None:
+    """Find rows that are added up at the first of many rows alone, by at least half as many."""
+    x, index = call.argument(0, "input"), call.argument(2, "index")
+    if call.name not in BY_INDEX or call.argument(1, "dim") != 0 or not index.numel():
+        return None
+    numbers = {"rows": float(len(x)), "entries": float(len(index)), "highest": int(index.max()) + 1}
+    numbers["share"] = numbers["highest"] / len(x)
+    is_met = numbers["share"] <= FIRST_ONES and len(index) >= len(x) / 2 > 1
+    return Fact(call.place, numbers) if is_met and call.result.requires_grad else None
 
 
 def _is_of_graph(call: Call, size: int) -> bool:

@@ -202,6 +202,31 @@ def _softmax_over(call: Call, axis: int) -> tuple[int, ...]:
     return tuple(x.shape) if (of % 2 if isinstance(of, int) else 1) == axis else ()
 
 
+@looks("class-axis")
+class ClassAxis:
+    """Cross-entropies over axis 1 of what a linear layer returns, whose features are the last axis.
+
+    Both axes are equally long, or the loss would refuse its targets.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._made, self._found = Known(), list[Fact]()
+
+    def see(self, call: Call) -> None:
+        """Note the results of linear layers, and what such losses get of them, as it is."""
+        if call.name == "linear" and call.result.ndim > 2:
+            self._made.note(call.result, call)
+        elif call.name in ("cross_entropy", "nll_loss"):
+            x = call.argument(0, "input")
+            source = self._made.of(x)
+            if source is not None and x.stride() == source.result.stride():
+                self._found.append(_of_shape(call, layer=source.place))
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return a fact for each such loss."""
+        return self._found
+
+
 # Weights of classes
 
 _TWICE = math.log(2.0)  # smallest spread of counts, and of weights, in which a trend is seen
@@ -399,14 +424,15 @@ def leave_out(fork: Fork, calls: list[Call]) -> None:
 def activation(fork: Fork) -> Call | None:
     """Return the call of the activation function, or softmax, whose outputs are taken for logits.
 
-    Its outputs go unchanged into a loss that has a softmax or sigmoid of its own. None: there is no
-    such function.
+    Its outputs go unchanged into a loss that has a softmax, a sigmoid or an exponential of its own.
+    None: there is no such function.
     """
     known, found = Known(), None
 
     def see(call: Call) -> None:
         nonlocal found
-        if call.name in (*OWN, "log_softmax"):
+        takes_exp = call.name == "poisson_nll_loss" and call.argument(2, "log_input", True)
+        if call.name in (*OWN, "log_softmax") or takes_exp:
             found = known.of(call.argument(0, "input")) or found
         x = call.result
         if isinstance(x, Tensor) and x.is_floating_point() and _activation(call):
@@ -423,7 +449,11 @@ def activated_output(fork: Fork) -> ActivatedOutput | None:
 
 
 def _activation(call: Call) -> str:
-    ends = (call.name,) if call.name == "softmax" else ends_of_function(call.name, call.kwargs)
+    ends = (
+        (call.name,)
+        if call.name in ("softmax", "exp")
+        else ends_of_function(call.name, call.kwargs)
+    )
     return ends[0] if ends else ""
 
 

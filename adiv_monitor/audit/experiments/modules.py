@@ -161,6 +161,7 @@ class Constant(Look):
             by = "weight" if _is_zero(module) else "norm" if is_norm else "zeros" * (square == 0)
             share = min(variance / square, variance / before) if square else 0.0
             words = {"class": type(module).__name__, "by": by}
+            words |= {"before": "all layers"} if self._last is None else {}
             self._found.append(Fact(path, {"share": share}, words))
 
     def _spreads(self, x: Any) -> list[tuple[float, float]]:

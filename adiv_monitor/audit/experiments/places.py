@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs, still
 from adiv_monitor.audit.experiments.data import spread
-from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, compared, parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -141,23 +141,26 @@ LONGER = 4  # places of padding that are added
 
 @asks("padding-read")
 def padding_read(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return how much outputs change if each row of an input gets more padding at its end."""
+    """Return how much outputs change if each row of an input gets more padding at its end.
+
+    A mask, or another tensor that is the same at all places of padding, gets more of the same.
+    """
     batch, fork = setup.batches[0], still(setup.fork_like(trained))
     if not any(padding(x) for x in given_inputs(fork, batch).values()):
         return
     run = ChangedInputs(fork, batch)
     for number, x in enumerate(run.inputs):
         found = padding(x)
-        as_long = [y for y in tensors(batch) if y.shape[1:2] == x.shape[1:2]]
-        if found is None or not found.places[:, -1].any() or len(as_long) > 1:
-            continue  # or a mask, or targets, of as many places
-        of_padding = x[found.places][:1]
+        if found is None or not found.places[:, -1].any():
+            continue
 
-        def longer(x: Tensor, more: Tensor = of_padding) -> Tensor:
-            return torch.cat([x, more.expand(len(x), LONGER, *x.shape[2:])], 1)
+        def longer(x: Tensor, places: Tensor = found.places) -> Tensor:
+            at = x[places] if x.shape[:2] == places.shape else x[:0]
+            is_alike = len(at) > 0 and bool((at == at[:1]).all())
+            return torch.cat([x, at[:1].expand(len(x), LONGER, *x.shape[2:])], 1) if is_alike else x
 
-        pairs = [(y, z) for y, z in zip(run.own, run.outputs(longer, number), strict=True)
-                 if y.shape == z.shape]  # fmt: skip
+        others = run.outputs(longer, everything=True)
+        pairs = [(y, z) for y, z in zip(run.own, others, strict=True) if y.shape == z.shape]
         if pairs:
             change = max(float((y - z).norm() / y.norm().clamp(min=1e-30)) for y, z in pairs)
             yield Fact(f"input '{run.names[number]}'", {"change": change, "places": float(LONGER)})
@@ -178,7 +181,25 @@ def padding_is_word(call: Call, fork: Fork) -> Fact | None:
 
 @asks("class-untaught")
 def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return classes of which no label's place has a gradient, before and after training.
+    """Return how many classes have no label, and those whose labels have no gradient."""
+    yield from _missing(setup)
+    yield from _without_gradient(setup, trained)
+
+
+def _missing(setup: Setup) -> Iterator[Fact]:
+    """Yield the number of classes that no label of many is of, if there is one for each sample."""
+    for call in calls_of(setup.fork(), lambda call: call.name in ("cross_entropy", "nll_loss")):
+        x, target = call.argument(0, "input"), call.argument(1, "target")
+        labels = parts_like(target, setup.batches) if x.ndim == 2 and target.ndim == 1 else []
+        if labels and len(target) == size_of(setup.batches[0]):
+            seen = len(torch.unique(torch.cat(labels)))
+            numbers = {"missing": x.shape[1] - seen, "classes": x.shape[1],
+                       "samples": sum(map(len, labels))}  # fmt: skip
+            yield Fact(call.place, {name: float(x) for name, x in numbers.items()})
+
+
+def _without_gradient(setup: Setup, trained: Fork) -> Iterator[Fact]:
+    """Yield classes of which no label's place has a gradient, before and after training.
 
     Of the labels of other classes, more than half have one before training: what is learnt needs
     none. There may be a label for each sample, token or pixel. A class of padding alone is none,
@@ -243,6 +264,20 @@ def target_is_input(setup: Setup, trained: Fork) -> Iterable[Fact]:
     for shift, reach, _ in _places(setup):
         if reach in (0, -1) and shift - reach != 1:
             yield Fact("", {"places": float(shift - reach)})
+    yield from _changed_inputs(setup)
+
+
+def _changed_inputs(setup: Setup) -> Iterator[Fact]:
+    """Yield losses whose target is the model's input, if that is made of a tensor of the batch."""
+    fork, given, batch = setup.fork(), list[Tensor](), setup.batches[0]
+    fork.model.register_forward_pre_hook(lambda m, args: given.extend(tensors(args)))
+    for call in calls_of(fork, lambda call: call.name in LOSSES):
+        for output, target in compared(call) if given else ():
+            shape = target.shape
+            whole = [x.to(target) for x in tensors(batch) if x.shape == shape == given[0].shape]
+            if whole and output.requires_grad and torch.equal(target, given[0]):
+                apart = [float((target - x).norm() / x.norm().clamp(min=1e-30)) for x in whole]
+                yield Fact(call.place, {"share": min(apart)})
 
 
 @asks("future-leak")

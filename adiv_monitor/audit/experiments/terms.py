@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -108,14 +109,30 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact("", numbers),)
 
 
-def _terms(fork: Fork, exchanged: bool) -> list[float]:
-    """Return the terms for the first batch; with inputs exchanged between samples or not."""
+@asks("decay-fights")
+def penalty_on_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the length of the gradient of terms that are the same for two batches, over the rest.
+
+    They depend on the weights alone.
+    """
+    batch = next((x for x in setup.batches if x is not setup.batches[0]), None)
+    own, others = (_terms(setup.fork(), exchanged=False, batch=x) for x in (None, batch))
+    penalties = {i for i, (x, y) in enumerate(zip(own, others, strict=False)) if _alike(x, y)}
+    if batch is None or len(own) != len(others) or not 0 < len(penalties) < len(own):
+        return
+    rest, both = backward(_without(setup.fork(), penalties)), backward(setup.fork())
+    pull = compared(rest, [h - g for g, h in zip(rest, both, strict=True)])[1]
+    yield Fact("", {"pull": pull, "value": sum(own[i] for i in penalties), "loss": sum(own)})
+
+
+def _terms(fork: Fork, exchanged: bool, batch: Any = None) -> list[float]:
+    """Return the terms for a batch, by default the first; with inputs exchanged or not."""
     size = size_of(fork.batches[0])
     if exchanged:
         change_inputs(fork.model, lambda _, x: x.roll(1, 0) if x.shape[:1] == (size,) else x)
     terms = Terms()
     with torch.enable_grad():
-        return [*terms.of(see_calls(fork, terms.see)).values()]
+        return [*terms.of(see_calls(fork, terms.see, batch)).values()]
 
 
 def _without(fork: Fork, left_out: set[int]) -> Fork:
@@ -293,3 +310,43 @@ def own_fall(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(g) for g in gradients)
+
+
+# A target that passes gradients on
+
+DISCOUNT = 0.5, 0.9999  # of the value that follows; two views of a sample have 1
+_EXACT = 1e-3
+
+
+@looks("target-attached")
+class Attached:
+    """Tells a network that runs twice, and gets minus a constant share of the gradients once.
+
+    That of the value that follows is the discount, if a temporal difference is not cut off there.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._made: dict[str, list[Tensor]] = {}
+        for path, module in fork.model.named_modules():
+            module.register_forward_hook(partial(self._note, path))
+
+    def _note(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.retain_grad()
+            self._made.setdefault(path, []).append(output)
+
+    def see(self, call: Call) -> None:
+        """Nothing: the outputs of modules tell."""
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the first such module."""
+        for path, made in self._made.items():
+            found = [x.grad.flatten(1).sum(1) for x in made if x.grad is not None and x.ndim > 1]
+            if len(made) == len(found) == 2 and found[0].shape == found[1].shape:
+                one, other = sorted(found, key=lambda g: float(g.abs().sum()))
+                shares = (-one / other)[other != 0]
+                share = float(shares.max()) if len(shares) else math.nan
+                fits = ((shares - share).abs() < _EXACT) | (shares == 0)  # 0: the episode ends
+                if DISCOUNT[0] < share < DISCOUNT[1] and len(shares) > 2 and bool(fits.all()):
+                    return (Fact(path, {"share": share}),)
+        return ()

@@ -147,19 +147,14 @@ def _per_layer(fork: Fork, layers: Layers, record: Seen) -> None:
     ]
 
 
-@fix("less-momentum")
+@fix("less-momentum", rescales=True)
 def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Lower the momentum to 0.9, or to half of a smaller value.
-
-    Where momentum adds steps up, η/(1 − m), the learning rate in the long run, is kept.
-    """
+    """Lower the momentum to 0.9, or to half of a smaller value."""
     groups = fork.optimizer.param_groups
     found = [g for g in groups if g.get("momentum") or g.get("betas", (0,))[0]]
     for group in some(found, "there is no momentum"):
         if before := group.get("momentum"):
             group["momentum"] = remedies.less_momentum(before)
-            if not group.get("dampening"):
-                group["lr"] = group["lr"] * (1 - group["momentum"]) / (1 - before)
         else:
             first, *others = group["betas"]
             group["betas"] = (remedies.less_momentum(first), *others)

@@ -10,6 +10,7 @@ An audit trains a copy in a loop of its own. `parameters`, `data` and `loss` ask
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
@@ -51,6 +52,7 @@ HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
 TINY = 3  # samples of a step
+NOISY = 0.25  # of the loss: its deviation from step to step
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 FEWEST_JUMPS = 2  # of the loss, to where it began
@@ -290,9 +292,9 @@ def set_back(record: Record) -> Iterator[Finding]:
         since, share = None, median(back)
         said = f"measured steps begin with {percent(share)} of the way since an earlier one undone"
         seen = Evidence("share of the weights' way that is undone", share, limit)
-    elif anew := _begins_anew(record):
-        since, said = anew[0], f"{len(anew)} times, the loss jumps to where it began, and falls"
-        seen = Evidence("jumps of the loss to its beginning", len(anew), FEWEST_JUMPS, step=anew[0])
+    elif jumps := _jumps(record, above=False):
+        since, said = jumps[0], f"{len(jumps)} times, the loss jumps to where it began, and falls"
+        seen = Evidence("jumps of the loss", len(jumps), FEWEST_JUMPS, step=since)
     else:
         return
     yield Finding("weights-set-back", strength(record), f"The weights are set back: {said}.",
@@ -302,11 +304,26 @@ def set_back(record: Record) -> Iterator[Finding]:
         since=since)  # fmt: skip
 
 
-def _begins_anew(record: Record) -> list[int]:
+@loop_fault("targets-change", "Targets that change in the course of the run",
+            shown_by=course.is_known)  # fmt: skip
+def targets_change(record: Record) -> Iterator[Finding]:
+    """Find a loss that jumps at equal distances above where it began: what was learnt is wrong."""
+    jumps = _jumps(record, above=True)
+    if jumps and len({later - step for step, later in pairwise([0, *jumps])}) == 1:
+        yield Finding("targets-change", "watch",
+            f"Every {jumps[0]:,} steps, as in each epoch, the loss jumps above where it began, and "
+            "falls again: the same inputs seem to get other targets.",
+            (Evidence("jumps of the loss", len(jumps), FEWEST_JUMPS, step=jumps[0]),),
+            (Advice("look for code that changes labels in place, such as y -= 1, or draws them "
+                    "anew in each epoch, unless tasks or a target network change on purpose"),),
+            since=jumps[0])  # fmt: skip
+
+
+def _jumps(record: Record, *, above: bool) -> list[int]:
     """Return the steps at which the loss begins its course anew; none if it jumps elsewhere, too.
 
     A jump is a rise, in one step, by half of the way that the loss has gone. After it, the loss
-    stays where it was at first, within a quarter of that way.
+    stays where it was at first, within a quarter of that way; or is above that.
     """
     losses, k = record.losses, FEWEST_REPORTS
     if not course.is_known(record) or not course.is_measure(record):
@@ -314,7 +331,9 @@ def _begins_anew(record: Record) -> list[int]:
     means = [fmean(losses[i : i + k]) for i in range(len(losses) - k + 1)]
     way = means[0] - min(means)
     jumps = [i for i in range(k, len(means)) if losses[i] - losses[i - 1] > way / 2]
-    back = all(abs(means[i] - means[0]) < way / 4 for i in jumps)
+    least = max(course.STILL * losses[0], course.noise(record))
+    back = all(losses[i] - losses[0] > least if above else abs(means[i] - means[0]) < way / 4
+               for i in jumps)  # fmt: skip
     fell = way > max(course.STILL * abs(means[0]), 4 * course.noise(record))
     many = len(jumps) >= FEWEST_JUMPS
     return [record.steps_of_losses[i] for i in jumps] if back and fell and many else []
@@ -359,9 +378,12 @@ def summed(record: Record) -> Iterator[Finding]:
 def batch_too_small(record: Record) -> Iterator[Finding]:
     """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
     rows = [r.rows_total for report in record.reports for r in report.layers.values()]
-    fewest = min(filter(None, rows), default=math.inf)
-    if several(record) and fewest <= TINY and _goes_badly(record) and course.is_measure(record):
-        yield Finding("batch-too-small", "watch",
+    fewest, badly = min(filter(None, rows), default=math.inf), _goes_badly(record)
+    if not several(record) or fewest > TINY or not course.is_known(record):
+        return
+    noisy = course.noise(record) > NOISY * course.end(record) > 0
+    if course.is_measure(record) and (badly or noisy):
+        yield Finding("batch-too-small", "watch" if badly else "note",
             f"A step has gradients of {fewest:.0f} samples only, which differ from step to step.",
             (Evidence("rows of a step with a gradient", fewest, TINY),),
             (Advice("use larger batches, or average the gradients of several (accumulation)"),

@@ -18,7 +18,7 @@ from adiv_monitor.diagnosis.faults.remedies import clip_norm
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import named
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report import StepReport
 
 # Smallest relative change of the outputs, when inputs are exchanged between samples, of a model
@@ -164,6 +164,11 @@ def _gains(record: Record) -> Iterator[Evidence]:
         yield from (Evidence("alike", share, ALIKE, path, 0) for path, share in alike.items())
 
 
+def _lost(record: Record) -> list[Fact]:
+    """Return the module, without parameters, that loses the inputs in front of the first layer."""
+    return [x for x in record.found_by("outputs-constant") if "before" in x.words]
+
+
 told(__name__, "outputs-constant", "The same outputs for all samples",
      lambda record: suffers(record) or (is_long_enough(record) and not fell(record)),
      "At the start, the outputs of {class} '{place}' are the same for all samples, although its "
@@ -172,7 +177,8 @@ told(__name__, "outputs-constant", "The same outputs for all samples",
      Advice("look at this layer: its weight may be 0, it may normalise over a single number, or "
             "what reaches it may be too small next to its bias"),
      # Another finding says so.
-     unless=lambda record: record.found_by("softmax-of-one") or dead_share(record) > ALL_DEAD,
+     unless=lambda record: record.found_by("softmax-of-one") or _lost(record)
+     or dead_share(record) > ALL_DEAD,
      of_modules=True, explains=(*LEARNING, "input-ignored"))  # fmt: skip
 
 
@@ -196,11 +202,12 @@ def input_ignored(record: Record) -> Iterator[Finding]:
     """
     matters, first = record.wiring.input_matters, read.maps(record)[:1]
     spread = read.typical(record, first[0], "scale_cv") if first else None
-    lost = spread is not None and spread.value < ALIKE_ROWS
+    lost = bool(_lost(record)) or (spread is not None and spread.value < ALIKE_ROWS)
     explained = dead_share(record) >= ALL_DEAD or (spread is not None and any(vanishing(record)))
     if matters < INPUT_MATTERS and (lost or not explained):
         yield Finding("input-ignored", "act",
-            "The outputs hardly change when inputs are exchanged between samples.",
+            "The outputs hardly change when inputs are exchanged between samples."
+            + "".join(f" {x.words['class']} {x.place!r} loses them." for x in _lost(record)),
             (Evidence("input_matters", matters, INPUT_MATTERS),),
             (Advice("look in forward() for inputs that are zeroed, or not used"),))  # fmt: skip
 

@@ -25,6 +25,8 @@ from adiv_monitor.diagnosis.record import Record
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
 # of counts in place of their inverses. Weights for other reasons correlate less with the counts.
 GROWS, CORRELATED = 0.5, 0.9
+# Share of the classes that never occur, among this many labels for each class.
+MISSING, PER_CLASS = 0.25, 20
 # Share of padding in the places that count in the loss.
 PADDING = 0.05
 # By how much the loss, without the penalty, rises with exchanged inputs: in the run, over a copy
@@ -94,7 +96,7 @@ told(__name__, "class-weights", "Class weights that grow with the counts", _last
 @fault("class-untaught", "Classes without a gradient", explains=LEARNING)
 def class_untaught(record: Record) -> Iterator[Finding]:
     """Find classes of which no sample has a gradient."""
-    if facts := record.found_by("class-untaught"):
+    if facts := [fact for fact in record.found_by("class-untaught") if "class" in fact.numbers]:
         named = ", ".join(f"{fact.numbers['class']:g}" for fact in facts)
         samples = sum(fact.numbers["samples"] for fact in facts)
         yield Finding("class-untaught", act_if(_lasts(record)),
@@ -102,6 +104,16 @@ def class_untaught(record: Record) -> Iterator[Finding]:
             f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
             (Advice("check which labels the loss expects, and masks leave out"),))  # fmt: skip
+
+
+told(__name__, "class-untaught", "", "watch",
+     "In {samples:.0f} labels, {missing:.0f} of the {classes:.0f} classes of {place} never occur.",
+     [Number("classes that never occur", "missing")],
+     Advice("compare the number of outputs with the classes of the data, and look for a filter or "
+            "a sampler that leaves some out"),
+     where=lambda fact: "missing" in fact.numbers
+     and fact.numbers["missing"] >= MISSING * fact.numbers["classes"]
+     and fact.numbers["samples"] >= PER_CLASS * fact.numbers["classes"])  # fmt: skip
 
 
 told(__name__, "padding-counts", "Padding counts in the loss", "watch",
@@ -192,6 +204,14 @@ told(__name__, "loss-own-fall", "The loss falls by its own parameters", "watch",
      [Number("share of the fall without its own parameters", "share", below=OWN_SHARE)],
      Advice("give these weights a lower bound, or a penalty such as log(1/weight), or fix them"),
      where=lambda fact: fact.numbers["fall"] > 0)  # fmt: skip
+
+
+told(__name__, "target-attached", "A target that passes gradients on", suffers,
+     "The network runs twice in the loss, and one time its outputs get minus {share:.3g} times the "
+     "gradients of the other: a target, such as r + {share:.3g} Q, passes gradients on.",
+     [Number("gradient of the target, over minus that of the value", "share")],
+     Advice("compute the target under torch.no_grad(), or detach() it"),
+     explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "term-outweighed", "A term of the loss that another outweighs", "watch",

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.fault import act_if, fault, of_layers, stepped
+from adiv_monitor.diagnosis.faults.fault import Number, act_if, fault, of_layers, stepped, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.remedies import less_momentum
+from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.diagnosis.record import Record
@@ -54,6 +55,19 @@ def decay_fights(record: Record) -> Iterator[Finding]:
         (Advice("if the loss contains a penalty on the weights, use a tenth of it, or none"),),
         "A lower learning rate weakens gradient and decay alike." * (pull > DECAY_WATCH),
         against=LOWER_RATES)  # fmt: skip
+
+
+def _outweighs(record: Record) -> bool:
+    pull = record.found_by("decay-fights")[0].numbers["pull"]
+    return pull > DECAY_ACT and (suffers(record) or any(behind_reference(record)))
+
+
+told(__name__, "decay-fights", "", _outweighs,
+     "Terms of the loss that depend on the weights alone, {value:.3g} of {loss:.3g}, pull "
+     "{pull:.3g} times as hard as the other terms at the first step.",
+     [Number("pull of a penalty on the weights", "pull", above=DECAY_WATCH)],
+     Advice("use a tenth of this penalty, or none"),
+     unless=lambda record: any(decay_fights(record)))  # fmt: skip
 
 
 def first_pull(record: Record) -> float:
@@ -162,8 +176,7 @@ def _straightened(record: Record) -> Iterator[Advice]:
     if wrong_sign := _sign_is_wrong(record):
         yield Advice("look for maximize=True, or for code that turns the gradient round")
     if momentum:
-        yield Advice(f"use less momentum of {less_momentum(momentum):g}, at the same long-run "
-                     "learning rate", "less-momentum")  # fmt: skip
+        yield Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
     elif not wrong_sign:
         yield Advice("look for code that changes gradients or weights before the step")
 

@@ -31,6 +31,7 @@ MOVES_TOO_FAR_UNSEEN = 10.0  # limit if the losses are unknown, so that they may
 OVERSHOOTS = 10 * HEALTH["update_ratio"].healthy[1]
 KILLS = 1.0  # the same, if a layer gets no gradient any more afterwards: a move by its own length
 LEAST_GAIN = 0.1  # rms of a weight's entries · √fan-in: below it, its outputs begin near zero
+RATES_APART = 10.0  # times the learning rate of most layers
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 
@@ -42,18 +43,22 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     Layers that do not move at all are left out, here and in the median. The first measured step
     decides, since training has broken nothing yet. A layer whose output begins near zero moves far
     there and is healthy. So nothing is found unless the layer also does so at the next measured
-    step, or the loss goes badly. If only one step is measured, the finding is a note.
+    step, or the loss goes badly, or it has a far higher learning rate than others and moves beyond
+    the healthy range. If only one step is measured, the finding is a note.
     """
     moves = [{path: move for path, move in step.items() if move.value > 0}
              for step in read.at_first(record, "update_ratio")]  # fmt: skip
-    off, *later = [_off_the_middle(step) for step in moves] or [{}]
+    apart = _of_higher_rates(record)
+    off, *later = [_off_the_middle(step, apart) for step in moves] or [{}]
     lasting = [min(off[path], again[path]) for again in later for path in off if path in again]
+    by_rate = any(moves[0][p].above(HEALTH["update_ratio"].healthy[1]) for p in off if p in apart)
     harms = suffers(record)
-    if not off or (later and not lasting and not harms):
+    if not off or (later and not lasting and not harms and not by_rate):
         return
     # By one step alone, it is not known whether it lasts.
-    act = (harms and (lasting or not later)) or max(lasting, default=0.0) > UNEVEN_ACT
-    layers, middle = read.worst_first(off), median(move.value for move in moves[0].values())
+    act = harms and (lasting or not later or by_rate)
+    act = act or max(lasting, default=0.0) > UNEVEN_ACT
+    layers, middle = read.worst_first(off), _middle(moves[0], apart)
     first = moves[0][layers[0]].value
     low, high = middle / remedies.STARVED, middle * remedies.OVERDRIVEN
     yield Finding("uneven-rates",
@@ -138,8 +143,7 @@ def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
     first, rates = record.reports[0], record.reports[0].learning_rates
     known = {path: group for path, group in first.groups.items() if 0 <= group < len(rates)}
-    others = Counter(rates[group] for path, group in known.items() if path not in layers)
-    usual = others.most_common(1)[0][0] if others else 0.0
+    usual = _usual_rate([rates[group] for path, group in known.items() if path not in layers])
     own = {known[p]: rates[known[p]] for p in layers if p in known}
     if own and all(rate != usual > 0 for rate in own.values()):
         names = listed([f"param_groups[{i}] ({rate:g})" for i, rate in own.items()])
@@ -152,11 +156,30 @@ def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
 
 
-def _off_the_middle(moves: dict[str, read.Typical]) -> dict[str, float]:
+def _usual_rate(rates: Sequence[float]) -> float:
+    return Counter(rates).most_common(1)[0][0] if rates else 0.0
+
+
+def _of_higher_rates(record: Record) -> set[str]:
+    """Return the layers whose learning rate is `RATES_APART` times the usual one, or more."""
+    first = next(iter(record.reports), None)
+    rates = () if first is None else first.learning_rates
+    own = {} if first is None else {p: rates[g] for p, g in first.groups.items() if g < len(rates)}
+    usual = _usual_rate([*own.values()])
+    return {path for path, rate in own.items() if rate >= RATES_APART * usual > 0}
+
+
+def _middle(moves: dict[str, read.Typical], apart: set[str]) -> float:
+    """Return how far the median layer moves, of those with the usual learning rate if there are."""
+    usual = [move.value for path, move in moves.items() if path not in apart]
+    return median(usual or [move.value for move in moves.values()])
+
+
+def _off_the_middle(moves: dict[str, read.Typical], apart: set[str]) -> dict[str, float]:
     """Return the layers that move unlike the median layer, with the factor, at least 1."""
-    if len(moves) < FEWEST_LAYERS:
+    if len(moves) < FEWEST_LAYERS and not apart & {*moves}:
         return {}
-    middle = median(move.value for move in moves.values())
+    middle = _middle(moves, apart)
     return {
         path: max(move.value / middle, middle / move.value)
         for path, move in moves.items()

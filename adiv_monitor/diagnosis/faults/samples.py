@@ -21,6 +21,14 @@ PADDED = 0.05  # of the outputs' length, by which more padding changes them
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
+told(__name__, "graph-offset", "Edges that join the nodes of one graph only", suffers,
+     "{place} adds {entries:.0f} rows to {highest:.0f} of {rows:.0f} nodes, the first ones: the "
+     "edges of all graphs seem to count the nodes of their own graph.",
+     [Number("nodes that get something, over all", "share")],
+     Advice("add to the edges of each graph the number of nodes of the graphs before it"),
+     certain=True, explains=(*LEARNING, "samples-mixed", "input-partly-ignored"))  # fmt: skip
+
+
 @fault("samples-mixed", "Predictions depend on other samples",
        explains=(*LEARNING, "input-partly-ignored"), acts_below=1.0)  # fmt: skip
 def samples_mixed(record: Record) -> Iterator[Finding]:
@@ -99,6 +107,14 @@ told(__name__, "attention-axis", "Attention weights summed over another axis", s
      explains=LEARNING)  # fmt: skip
 
 
+told(__name__, "padding-read", "Outputs that depend on padding", "watch",
+     "With {places:.0f} more places of padding at the end of {place}, the outputs change by "
+     "{change:.0%} of their length: the model reads padding.",
+     [Number("change of the outputs", "change", above=PADDED)],
+     Advice("take the output at each row's last real place, or mask the padding (a mean over real "
+            "places, pack_padded_sequence, key_padding_mask)"))  # fmt: skip
+
+
 @fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",))
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
     """Find places, features or patches that no output depends on, before and after training.
@@ -124,13 +140,6 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
              Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 
-
-told(__name__, "padding-read", "Outputs that depend on padding", "watch",
-     "With {places:.0f} more places of padding at the end of {place}, the outputs change by "
-     "{change:.0%} of their length: the model reads padding.",
-     [Number("change of the outputs", "change", above=PADDED)],
-     Advice("take the output at each row's last real place, or mask the padding (a mean over real "
-            "places, pack_padded_sequence, key_padding_mask)"))  # fmt: skip
 
 # The inputs may be sets, so it should be acted on only if positions help.
 told(__name__, "order-ignored", "The order of positions is ignored", "watch",

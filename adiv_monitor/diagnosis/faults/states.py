@@ -47,6 +47,7 @@ HARDLY_MOVES = 3e-3
 NOT_BY_HEART = 0.5
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 RISES_YET = "The learning rate still rises: measurements at its peak will be clearer."
+TARGETS = Advice("check that each target belongs to its input, and that the loss compares the two")
 AUDIT = Advice("run adiv-audit: it looks for the cause, and tries fixes")
 
 
@@ -179,7 +180,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         factors = [factor]
     elif end > (1 + course.STILL) * record.losses[0] > 0:
         factors = [0.1]
-    advice = other_rates(factors) or (AUDIT,)
+    advice = other_rates(factors) or (*[TARGETS] * told, AUDIT)
     said = "does not fall"
     if unclear:
         said = f"may fall, but differs by {course.noise(record):.3g} from batch to batch"

@@ -13,6 +13,7 @@ from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.printable import quoted
 
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
+NOISE = 0.1  # of a tensor's length: less may be the noise of rounding to whole numbers
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
 # Standard deviation of the targets over that of normalised outputs, or the reverse; and the
 # distance of their means, in the larger standard deviation. Standardised targets have 1 and 0.
@@ -20,6 +21,10 @@ OTHER_SCALE, OTHER_MEAN = 3.0, 1.0
 _LACK = {
     **dict.fromkeys(("sigmoid", "hardsigmoid"), "lie between 0 and 1"),
     **dict.fromkeys(("tanh", "hardtanh", "softsign"), "lie between two bounds, such as ±1"),
+    **dict.fromkeys(
+        ("exp", "softplus"),
+        "are never negative, and the loss takes an exponential or a softmax of them again",
+    ),
     **dict.fromkeys(("relu", "relu6"), "are never negative, and get no gradient at zero"),
 }
 # Share of couples in which the pair drawn together is nearer in the inputs than the one pushed
@@ -46,6 +51,15 @@ told(__name__, "broadcast-loss", "Each output is compared with all targets", "ac
      "of all samples.",
      [Number("entries of the result, over those before", "times", above=1.0)],
      Advice("give outputs and targets the same shape"),
+     certain=True, explains=LEARNING)  # fmt: skip
+
+
+told(__name__, "class-axis", "The loss takes another axis for that of the classes", suffers,
+     "{place} takes axis 1 of {shape} for that of the classes, but {layer} returns them along the "
+     "last one: both are equally long.",
+     [Number("losses over another axis")],
+     Advice("exchange the axes before the loss: outputs.transpose(1, 2), or flatten all but the "
+            "classes"),
      certain=True, explains=LEARNING)  # fmt: skip
 
 
@@ -194,6 +208,13 @@ told(__name__, "target-is-input", "Targets that are the wrong tokens", "act",
      Advice("mask the tokens whose targets count, and set the other targets to -100"),
      where=lambda fact: fact.words.get("of") == "chosen places",
      certain=True, explains=LEARNING)  # fmt: skip
+# The model may be meant to copy its inputs, with the noise of an augmentation.
+told(__name__, "target-is-input", "", "watch",
+     "{place} compares the outputs with the model's own inputs, which are the batch's with changes "
+     "of {share:.0%} of their length, as by noise: the model learns to copy these.",
+     [Number("length of the changes, over that of the batch's tensor", "share", above=NOISE)],
+     Advice("compare the outputs with the tensor as it was before noise or masks"),
+     where=lambda fact: "share" in fact.numbers)  # fmt: skip
 # Targets that are further ahead may be meant, as in predictions of several tokens.
 told(__name__, "target-is-input", "",
      lambda record: record.found_by("target-is-input")[0].numbers["places"] <= 1,
@@ -201,7 +222,7 @@ told(__name__, "target-is-input", "",
      "the output depends on, not the next token.", _AHEAD,
      Advice("shift the labels once, in the data set, the model or the loss: compare "
             "outputs[:, :-1] with tokens[:, 1:]"),
-     where=lambda fact: fact.words.get("of") != "chosen places")  # fmt: skip
+     where=lambda f: f.words.get("of") != "chosen places" and "places" in f.numbers)  # fmt: skip
 
 
 told(__name__, "pairs-reversed", "Pairs the wrong way round", "act",

@@ -34,10 +34,7 @@ COMPUTING = ("step/merge_ranks.py", "step/merge_rows.py")
 ONE_IN = 9
 # Always tried: what a rank calls at a point after which the others may count on it.
 AGREEING = ("present", "_clear", "_value")
-ERRORS: tuple[Callable[[], Exception], ...] = (
-    lambda: Fault(REASON),
-    lambda: RuntimeError(REASON),
-)
+ERRORS: tuple[Callable[[], Exception], ...] = (lambda: Fault(REASON), lambda: RuntimeError(REASON))
 
 
 def replicas(model: nn.Module) -> nn.Module:
