@@ -99,8 +99,8 @@ class Capture:
         is_watched = plan is None or bool(plan.watched)
         provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self.pieces = provenance.pieces
-        self.without_rule = ParametersWithoutRule(selection, context.guard)
-        self.forwards = Forwards.of(selection, context.guard, plan)
+        self.without_rule = ParametersWithoutRule(selection)
+        self.forwards = Forwards(selection, context.guard, plan)
         names = Names(model, selection, self.forwards)
         self.layers = Layers(names, provenance, chooser, context)
         self.rows = self.layers.rows

@@ -125,11 +125,6 @@ class Layers:
 
     # --- layers that are not watched -------------------------------------------------------------
 
-    @property
-    def any_off(self) -> bool:
-        """Whether any layer must not be watched."""
-        return bool(self.context.switched_off)
-
     def is_off(self, path: str) -> bool:
         """Return whether the layer or parameter at this path must not be watched."""
         return path in self.context.switched_off

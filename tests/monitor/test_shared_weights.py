@@ -158,49 +158,6 @@ def test_errors_of_sampled_rows_are_calibrated(path: str) -> None:
     assert all(0 <= error < 0.15 for error in errors.values())
 
 
-def test_a_tied_read_out_stands_in_its_own_place() -> None:
-    """So that the last layer, to which gradients are compared, is the last one."""
-    assert list(Step().measured(None)[0].layers) == ["embed", "inner", "head"]
-
-
-def test_a_first_pass_through_one_use_counts() -> None:
-    def late(model: nn.Module) -> None:
-        model.embed(words(TOKENS)[0]).square().sum().backward()
-        in_three(model)
-
-    report, expected = Step().measured(SEEN, backward=late)
-    reading = report.layers["embed"]
-    off = abs(reading.descent - expected["embed"])
-    assert 0 < off < 5 * reading.standard_error["descent"]
-
-
-class Made(nn.Module):
-    """A module whose two uses read one computed tensor: autograd passes on only their sum."""
-
-    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2 * WORDS, WIDTH))
-        self.made = made
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.made(self.weight)
-        return functional.linear(torch.tanh(functional.embedding(x, weight)), weight)
-
-
-@pytest.mark.parametrize("made", [lambda w: 2 * w, lambda w: w[:WORDS]], ids=["doubled", "half"])
-def test_uses_whose_parts_come_together_leave_the_rows(made: Callable[[Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
-    model = Made(made).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, max_rows=SEEN, on_error="raise") as monitor:
-        loss_of(model, *words(TOKENS)).backward()
-        optimizer.step()
-    report = monitor.latest
-    assert report is not None and len(report.layers) == 2
-    assert any("used by other layers too" in note for note in report.notes)
-    assert all(reading.standard_error["descent"] > 0 for reading in report.layers.values())
-
-
 # --- several ranks -------------------------------------------------------------------------------
 
 WORLD = 2
