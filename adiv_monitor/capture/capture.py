@@ -173,7 +173,7 @@ class Capture:
         """Mark the layers that share at least one parameter entry with another use."""
         elsewhere = self.without_rule.unmeasured
         every = [*map(id, chain.from_iterable(map(attrgetter("parameters"), reached)))]
-        if len(every) == len({*every}) and elsewhere.isdisjoint(every):
+        if len(every) == len({*every}) and elsewhere.keys().isdisjoint(every):
             return
         users: dict[int, list[tuple[LayerRows, Piece]]] = defaultdict(list)
         for layer, rows in reached.items():
