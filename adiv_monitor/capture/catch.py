@@ -185,7 +185,7 @@ class Catch:
         """Take the rows of a call, and return their features, untrained ones included."""
         layer, rows, check = call.layer, call.rows, self._context.check
         features = use.features(rows)
-        call.features = trained_of(layer, features)
+        call.features = features.restrict(**layer.trained)
         call.z = rows.take(z)
         if layer.has_scales:
             whole = use.whole()
@@ -195,7 +195,7 @@ class Catch:
                 call.products = check.products(layer, use, features, rows)
             if self._context.attainable and isinstance(features, ceiling.KNOWN):
                 every = Rows(rows.shape, None, rows.device)
-                call.every_row = trained_of(layer, use.features(every))
+                call.every_row = use.features(every).restrict(**layer.trained)
         return features
 
     # --- the backward pass -----------------------------------------------------------------------
@@ -263,7 +263,8 @@ class Catch:
         if task not in rows.tasks:
             self._begins_at(rows, call, task)
         sums = None if call.products is None else call.products.contracted(gradient)
-        call.precision = max(call.precision, _PRECISION[gradient.dtype])
+        if _PRECISION[gradient.dtype] > call.precision:
+            call.precision = _PRECISION[gradient.dtype]
         found = Arrived(call.rows.take(gradient), norms(gradient).flatten(), sums)
         rows.arrive(call, task, found)
         if call.every_row is not None and rows.tasks[task].counts:
@@ -361,8 +362,3 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
         rest = rest - part
     error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
     return error
-
-
-def trained_of(layer: Layer, features: Features) -> Features:
-    """Return the part of the features that belongs to the layer's trained parameters."""
-    return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)

@@ -55,7 +55,8 @@ class Layers:
             use: the use.
             known: the layer or its path, if already known.
         """
-        self.modes.add(self.names.root.training)
+        if self.names.root.training not in self.modes:
+            self.modes.add(self.names.root.training)
         if isinstance(known, Layer):
             found = self.found.get(known.path)
             if found is None or found is known:

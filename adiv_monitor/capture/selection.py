@@ -76,6 +76,11 @@ class Layer:
         return list(dict.fromkeys(piece for source in sources for piece in source.pieces))
 
     @cached_property
+    def trained(self) -> dict[str, bool]:
+        """Whether its weight and its bias are trained, as `Features.restrict` takes it."""
+        return {"weight": self.weight is not None, "bias": self.bias is not None}
+
+    @cached_property
     def has_scales(self) -> bool:
         """Whether its own move of a row is a multiple of that row's gradient: its scale."""
         return self.weight is not None and self.is_direct

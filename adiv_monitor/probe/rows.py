@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.catch import at_gradient, trained_of
+from adiv_monitor.capture.catch import at_gradient
 from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import winners
@@ -222,7 +222,7 @@ class ProbeRows(SecondPass):
         shape, z, calls = tuple(z.shape[:-1]), z.detach(), self._calls[layer.path]
         if self._choose is not None:
             rows = self._choose(shape, z.device)
-            calls.append(_Call(rows, rows.take(z), trained_of(layer, features(rows))))
+            calls.append(_Call(rows, rows.take(z), features(rows).restrict(**layer.trained)))
             return calls[-1]
         expected = self._known.get(layer.path, ())[len(calls) :][:1]
         calls += [_Call(rows, rows.take(z)) for rows in expected if rows.shape == shape]
