@@ -206,7 +206,8 @@ def hooks_keep() -> bool:
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Return Σ a b over the last dimension, of tensors in the precision of the measures."""
     if _vecdot is None or a.device.type not in SLOW or a.shape[-1] < _LONG:
-        return torch.linalg.vecdot(a, b)
+        found: Tensor = torch.linalg.vecdot(a, b)
+        return found
     with np.errstate(all="ignore"):
         return torch.from_numpy(np.asarray(_vecdot(a.numpy(), b.numpy())))
 
@@ -223,7 +224,7 @@ def norms(x: Tensor, dim: int = -1) -> Tensor:
         return found
     if x.stride(dim) >= _FAR and x.dtype == compute_dtype(x):
         array = x.detach().movedim(dim, -1).numpy()
-        return torch.from_numpy(np.einsum("...n,...n->...", array, array)).sqrt_()
+        return torch.from_numpy(np.asarray(np.einsum("...n,...n->...", array, array))).sqrt_()
     return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)]).sqrt_()
 
 
