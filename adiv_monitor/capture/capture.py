@@ -7,6 +7,7 @@ gradients. `layers` maps each use to its layer.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -98,8 +99,8 @@ class Capture:
         is_watched = plan is None or bool(plan.watched)
         provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
         self.pieces = provenance.pieces
-        self.without_rule = ParametersWithoutRule(selection, context.guard)
-        self.forwards = Forwards.of(selection, context.guard, plan)
+        self.without_rule = ParametersWithoutRule(selection)
+        self.forwards = Forwards(selection, context.guard, plan)
         names = Names(model, selection, self.forwards)
         self.layers = Layers(names, provenance, chooser, context)
         self.rows = self.layers.rows
@@ -128,12 +129,7 @@ class Capture:
 
     def saw_calls(self) -> bool:
         """Return whether any layer was called with gradients enabled."""
-        return bool(self.layers.modes)
-
-    def forward_passes(self) -> int:
-        """Return the number of forward passes with gradients: of calls of the first layer."""
-        owners, calls = set(self.selection.owners), self.watching.record.calls
-        return next((calls[module] for module in calls if module in owners), 0)
+        return bool(self.rows)
 
     def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take `sums_of` the arguments with which the first module runs in the next step."""
@@ -176,6 +172,9 @@ class Capture:
     def _share(self, reached: Mapping[Layer, LayerRows]) -> None:
         """Mark the layers that share at least one parameter entry with another use."""
         elsewhere = self.without_rule.unmeasured
+        every = [*map(id, chain.from_iterable(map(attrgetter("parameters"), reached)))]
+        if len(every) == len({*every}) and elsewhere.keys().isdisjoint(every):
+            return
         users: dict[int, list[tuple[LayerRows, Piece]]] = defaultdict(list)
         for layer, rows in reached.items():
             for piece in layer.pieces:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.check import Equations, of_gradient
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import holds_memory, on_gradient, trains
+from adiv_monitor.capture.hook import has_data, on_gradient, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows, Pass, versions
 from adiv_monitor.capture.layers import Layers
@@ -243,7 +243,7 @@ class Catch:
                 break
         else:
             return
-        if not holds_memory(args[-1]):
+        if not has_data(args[-1]):
             return
         try:
             with torch._C.DisableTorchFunction():
