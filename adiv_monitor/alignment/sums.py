@@ -129,7 +129,8 @@ def _mean_square(each: Tensor) -> Tensor:
     """Return the mean square of every row, or of every matrix, in float64 if possible."""
     flat = each.flatten(1)
     norms = torch.linalg.vector_norm(flat, dim=1, dtype=_wide(flat[:0]).dtype)
-    return norms.square() / flat.shape[1]
+    squares: Tensor = norms.square() / flat.shape[1]
+    return squares
 
 
 def _wide(tensor: Tensor) -> Tensor:

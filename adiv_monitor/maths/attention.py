@@ -73,10 +73,8 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
         moves = (attention_gradient_cosine, sums.e), (attention_cosine, sums.d)
         for cosine, move in moves:
             if move is not None:
-                own = (
-                    over_rows(of_layers, sample) for of_layers in np.moveaxis(_heads(move), 2, 0)
-                )
-                found[cosine.__name__] = cosine(*own, G_G, sample)
+                of_move, own = (over_rows(x, sample) for x in np.moveaxis(_heads(move), 2, 0))
+                found[cosine.__name__] = cosine(of_move, own, G_G, sample)
     found["attention_scale_mean"] = attention_scale_mean(scales)
     found["attention_scale_cv"] = attention_scale_cv(scales)
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}

@@ -246,8 +246,8 @@ class ProbeStep:
             )
         before = self._losses
         if before is not None and losses is not None:
-            is_known = losses.samples is not None and before.samples is not None
-            each = losses.samples - before.samples if is_known else None
+            pair = losses.samples, before.samples
+            each = None if pair[0] is None or pair[1] is None else pair[0] - pair[1]
             self.loss_change = (losses.whole - before.whole).detach(), each
 
     def _again(self) -> tuple[ProbeRows, Losses | None]:
@@ -267,14 +267,12 @@ class ProbeStep:
         """Call an action; say why nothing is known if it fails."""
         try:
             action(*args)
-        except (Refused, Waits) as reason:
-            self.notes.append(f"Nothing is known on the probe: {reason}.")
         except Exception as error:
-            self.notes.append(
-                "Nothing is known on the probe: the forward pass failed when it ran again: "
-                f"{type(error).__name__}: {error}"
-            )
-            self._probing.fail("the probe", error)
+            why = str(error)
+            if not isinstance(error, Refused | Waits):
+                why = f"the forward pass failed when it ran again: {type(error).__name__}: {why}"
+                self._probing.fail("the probe", error)
+            self.notes.append(f"Nothing is known on the probe: {why}.")
 
     def discard(self) -> None:
         """Drop all results: the step can't be measured, or is tried again."""
