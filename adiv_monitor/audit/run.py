@@ -22,8 +22,14 @@ from adiv_monitor.audit.training.batches import (
     loader_of,
     taken,
 )
-from adiv_monitor.audit.training.setup import COSTLY, Setup, seeded
-from adiv_monitor.audit.training.target_loss import TargetLoss, name_of, takes_outputs
+from adiv_monitor.audit.training.setup import (
+    COSTLY,
+    Setup,
+    TargetLoss,
+    name_of,
+    seeded,
+    takes_outputs,
+)
 from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import compared, course, end, start

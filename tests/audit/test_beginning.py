@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.beginning import are_trained, weights
 from adiv_monitor.audit.experiments.measure import chance
+from adiv_monitor.audit.experiments.state import are_trained, weights
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.fixes import FIXES
 

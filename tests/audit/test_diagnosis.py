@@ -27,8 +27,7 @@ from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.faults import found as found_in
-from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.remedies import rates_per_layer
+from adiv_monitor.diagnosis.faults.rates import rates_per_layer, suffers
 from adiv_monitor.diagnosis.finding import Finding, Trial
 from adiv_monitor.diagnosis.record import (
     ActivatedOutput,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.experiments.activations import Units
+from adiv_monitor.audit.experiments.modules import Units
 
 MODULES: dict[str, nn.Module] = {
     "relu": nn.ReLU(),

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from trial_setups import loss, setup
 
 from adiv_monitor import audit
-from adiv_monitor.audit.experiments.beginning import weights
 from adiv_monitor.audit.experiments.measure import chance
 from adiv_monitor.audit.experiments.questions import asked
+from adiv_monitor.audit.experiments.state import weights
 from adiv_monitor.audit.run import loss_of_output
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Setup

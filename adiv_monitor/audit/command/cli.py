@@ -35,7 +35,7 @@ from adiv_monitor.audit.command.code import OF_FILE, UsageError, blamed, needed,
 from adiv_monitor.audit.command.options import OF_AUDIT, Config, Parser, read, rule
 from adiv_monitor.audit.command.prepare import prepare
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.training.target_loss import LossError
+from adiv_monitor.audit.training.setup import LossError
 from adiv_monitor.diagnosis.finding import STRENGTHS
 from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable

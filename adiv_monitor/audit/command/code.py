@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from adiv_monitor.audit.training.target_loss import LossError
+from adiv_monitor.audit.training.setup import LossError
 
 _LONGEST = 400  # characters
 _INSTALLED = ("site-packages", "dist-packages")

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from adiv_monitor.audit.command.code import UsageError, blamed, imported, needed
-from adiv_monitor.audit.command.models import tokenizer
+from adiv_monitor.audit.command.models import MOST_CLASSES, Form, Shape, form, tokenizer
 from adiv_monitor.audit.command.options import Config
-from adiv_monitor.audit.command.targets import MOST_CLASSES, Form, Shape, form
 from adiv_monitor.audit.run import MOST_STEPS
 from adiv_monitor.audit.training.batches import is_data_set, loader_of, mapped, taken
 

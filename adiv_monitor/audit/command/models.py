@@ -1,18 +1,23 @@
-"""Models by import path, from timm or a configuration of transformers, and weights from a file."""
+"""Models by import path, from timm or transformers, their weights, and what they take and give."""
 
+import copy
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from adiv_monitor.audit.arguments import check_model
+from adiv_monitor.audit.audit import check_model
 from adiv_monitor.audit.command.code import UsageError, blamed, close, imported, needed, one_line
+from adiv_monitor.audit.command.options import Config
+from adiv_monitor.audit.training.setup import first_tensor, seeded
 
 # Arguments of timm.create_model by which it loads pickles that it trusts.
 _LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
@@ -156,3 +161,197 @@ def _state(content: Any) -> Mapping[str, Any] | None:
         if isinstance(state, Mapping) and state and all(map(torch.is_tensor, state.values())):
             return state
     return None
+
+
+MOST_CLASSES = 10  # of random data, so that each class has several samples
+
+_SAMPLES = 2  # of the pass that tells the output's shape; batch norm needs more than one
+_SIDE = 64  # of images, in pixels, for models that take any
+_SIDES = {"Inception3": 299, "MaxVit": 224}  # of torchvision's models that take no small ones
+_LENGTH = 32  # tokens, of models of transformers
+_MASKED = 0.15  # share of the tokens that BERT's pretraining hides
+_IGNORED = -100  # label that transformers' losses leave out
+
+Shape = tuple[int, ...]
+Made = Callable[[Tensor, Tensor], Any]  # made of samples and their classes
+# (tokens or pixels, classes, number of classes of the head) → the arguments that hold labels
+Labels = Callable[[Tensor, Tensor, int], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How samples and their classes become a batch.
+
+    Attributes:
+        shape: Shape of one sample of the model's inputs.
+        vocabulary: Inputs are whole numbers below this; None: they are floats.
+        batch: The batch of some samples; samples of tokens have one more than the model takes.
+        classes: Number of classes that the model tells apart; None: as many as the data have.
+        loss: Name of the loss for these targets; None: the model's own.
+    """
+
+    shape: Shape
+    vocabulary: int | None
+    batch: Made
+    classes: int | None
+    loss: str | None
+
+
+def form(model: nn.Module, config: Config, usual: Shape | None) -> Form:
+    """Choose the targets that fit a model's outputs and the requested loss.
+
+    One number for each of several classes: the sample's class. For tokens: the next token if the
+    output has one entry for each of the vocabulary, else a class of each token. Anything else:
+    values of the output's shape, unless --num-classes or the loss request classes. The values are
+    the input itself if the output has its shape, else random values that stand for the sample's
+    class. Models of transformers get the labels that their head wants.
+
+    Args:
+        model: The model.
+        config: The loss, the number of classes, the seed and the shape, if the user gives them.
+        usual: Shape of the data's samples.
+
+    Raises:
+        UsageError: The shape of the inputs is not known, or the data have other targets than these.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        return _of_transformers(model, config.input_shape)
+    shape, words, output = fit(model, config.input_shape, usual)
+    # What the loss asks for; one that is no name of ours takes whatever fits the output.
+    of_classes = config.loss in ("cross_entropy", "nll")
+    of_shares = config.loss == "binary_cross_entropy_with_logits"
+    of_values = of_shares or config.loss in ("mse", "l1", "smooth_l1", "huber")
+
+    def made(target: Made, loss: str, classes: int | None = None) -> Form:
+        def batch(x: Tensor, label: Tensor) -> Any:
+            return x if words is None else x[..., :-1], target(x, label)
+
+        return Form(shape, words, batch, classes, config.loss or loss)
+
+    if words is not None and output[:-1] == shape and not of_values:
+        if output[-1] == words:
+            return made(lambda x, label: x[..., 1:], "cross_entropy")
+        return made(lambda x, label: x[..., :-1] % output[-1], "cross_entropy")
+    is_class = of_classes or (len(output) == 1 and output != (1,))
+    if output and not of_values and (is_class or (config.num_classes and len(output) > 1)):
+        # The classes are the first dimension of an image, else the last.
+        classes, *places = output if len(output) > 2 else (output[-1], *output[:-1])
+        alike = [-1, *(1 for _ in places)]
+        return made(lambda x, y: y.view(alike).expand(-1, *places), "cross_entropy", classes)
+    if output == shape and not of_shares:
+        return made(lambda x, label: x, "mse")
+    if config.data != "random":
+        raise UsageError(
+            f"--data {config.data} has classes; the model's outputs {output} need other targets: "
+            "give --num-classes or --loss, or batches of your own"
+        )
+    generator = torch.Generator().manual_seed(config.seed)
+    drawn = torch.randn(config.num_classes or MOST_CLASSES, *output, generator=generator)
+    stand_ins = (drawn > 0).float() if of_shares else drawn
+    return made(lambda x, label: stand_ins[label], "mse")
+
+
+def fit(
+    model: nn.Module, shape: Shape | None, usual: Shape | None = None
+) -> tuple[Shape, int | None, Shape]:
+    """Return the shape of a model's inputs, their vocabulary, and the shape of its output.
+
+    The shapes are those of one sample.
+
+    The inputs are whole numbers if the first layer with weights is an embedding, else floats. Of
+    several outputs, the shape is that of the first.
+
+    Args:
+        model: The model, of which a copy runs.
+        shape: Shape of one sample; None: that of a model of torchvision or timm, else the usual.
+        usual: Shape of the data's samples.
+
+    Raises:
+        UsageError: The shape is not known, or the model can't take it.
+    """
+    name = type(model).__name__
+    shape = shape or _of_images(model) or usual
+    if shape is None:
+        raise UsageError(
+            f"{name}: the shape of its inputs is not known; give batches with --data module:name, "
+            "or the shape of one sample with --input-shape, such as 3,64,64"
+        )
+    layers = (m for m in model.modules() if not [*m.children()] and [*m.parameters()])
+    first = next(layers, None)
+    words = first.num_embeddings if isinstance(first, (nn.Embedding, nn.EmbeddingBag)) else None
+    like = next(model.parameters())
+    size = (_SAMPLES, *shape)
+    told = f"--input-shape {shape}: {name} can't take it; give another one, or batches with --data"
+    with blamed(told), torch.no_grad(), seeded(0):
+        x = torch.randn(size) if words is None else torch.randint(words, size)
+        x = x.to(like.device, like.dtype if words is None else None)
+        output = first_tensor(copy.deepcopy(model)(x))
+        if output is None or output.shape[:1] != (_SAMPLES,):
+            raise ValueError("it gives no output for each sample")
+    return shape, words, tuple(output.shape[1:])
+
+
+def _of_images(model: nn.Module) -> Shape | None:
+    """Return the shape of the images that a model of torchvision or timm takes; None for others."""
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, dict) and "input_size" in config:
+        side = config["input_size"][-1] if config.get("fixed_input_size") else _SIDE
+    elif type(model).__module__.startswith("torchvision.models."):
+        side = getattr(model, "image_size", _SIDES.get(type(model).__name__, _SIDE))
+    else:
+        return None
+    channels = (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+    return next(channels, 3), side, side
+
+
+def _of_transformers(model: Any, shape: Shape | None) -> Form:
+    """Return how samples and their classes become the arguments of a model of transformers."""
+    name, main, config = type(model).__name__, model.main_input_name, model.config
+    labels = next((_HEADS[ending] for ending in _HEADS if name.endswith(ending)), None)
+    if labels is None or main not in ("input_ids", "pixel_values"):
+        raise UsageError(
+            f"{name}: expected a model of text or images with a head, one of {', '.join(_HEADS)}; "
+            "or give batches (dicts of its arguments, with labels) by --data package.module:name"
+        )
+    words = None
+    if main == "input_ids":
+        text = config.get_text_config()
+        words, longest = text.vocab_size, getattr(text, "max_position_embeddings", 2 * _LENGTH)
+        # Half of the maximal length, since some models count positions from an offset.
+        usual: Shape = (max(min(_LENGTH, longest // 2), 1),)
+    else:
+        side = getattr(config, "image_size", None) or _SIDE
+        sides = side if isinstance(side, list | tuple) else (side, side)
+        usual = (getattr(config, "num_channels", 3), *sides)
+    inputs, classes = shape or usual, getattr(config, "num_labels", 0)
+
+    def batch(x: Tensor, label: Tensor) -> dict[str, Tensor]:
+        x = x if words is None else x[..., : inputs[-1]]
+        return {main: x, **labels(x, label, classes)}
+
+    told_apart = classes if labels is _class and classes > 1 else None
+    return Form(inputs, words, batch, told_apart, None)
+
+
+def _hidden_tokens(x: Tensor, label: Tensor, classes: int) -> dict[str, Tensor]:
+    """Replace some tokens by token 0 of the vocabulary; the labels are the replaced tokens."""
+    hidden = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(x.sum()))) < _MASKED
+    hidden[:, 0] = True  # at least one in each sequence
+    return {"input_ids": x.masked_fill(hidden, 0), "labels": x.masked_fill(~hidden, _IGNORED)}
+
+
+def _class(x: Tensor, label: Tensor, classes: int) -> dict[str, Tensor]:
+    return {"labels": label.float() if classes == 1 else label}  # one label is a regression's
+
+
+# Ending of the class name → function that makes the labels.
+_HEADS: Mapping[str, Labels] = {
+    **dict.fromkeys(
+        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
+        lambda x, label, classes: {"labels": x},
+    ),
+    "ForMaskedLM": _hidden_tokens,
+    **dict.fromkeys(("ForSequenceClassification", "ForImageClassification"), _class),
+    "ForTokenClassification": lambda x, label, classes: {"labels": x % classes},
+}

@@ -25,8 +25,14 @@ from adiv_monitor.audit.command.data import data
 from adiv_monitor.audit.command.options import Config
 from adiv_monitor.audit.run import adamw, loss_of_output
 from adiv_monitor.audit.training.batches import tensors
-from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
-from adiv_monitor.audit.training.target_loss import Function, TargetLoss
+from adiv_monitor.audit.training.setup import (
+    Function,
+    Loss,
+    OptimizerFactory,
+    Setup,
+    TargetLoss,
+    seeded,
+)
 from adiv_monitor.audit.training.train import train
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # others: float32

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 for _name in (
-    *("activations", "answers", "axes", "backward", "beginning", "data", "exchange"),
+    *("answers", "axes", "backward", "data", "exchange"),
     *("loss_inputs", "modules", "places", "state", "terms"),
 ):
     import_module(f"{__name__}.{_name}")

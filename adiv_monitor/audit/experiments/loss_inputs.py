@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.activations import ends_of_function
 from adiv_monitor.audit.experiments.calls import (
     Call,
     Derived,
@@ -20,6 +19,7 @@ from adiv_monitor.audit.experiments.calls import (
     see_calls,
 )
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
+from adiv_monitor.audit.experiments.modules import ends_of_function
 from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from adiv_monitor.audit.experiments.backward import nodes_of
-from adiv_monitor.audit.experiments.beginning import last_maps
 from adiv_monitor.audit.experiments.calls import calls_of, given
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
+from adiv_monitor.audit.experiments.state import last_maps
 from adiv_monitor.audit.training.batches import copied, first, mapped, tensors
 from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
 

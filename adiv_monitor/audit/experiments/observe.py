@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.experiments.activations import Units
-from adiv_monitor.audit.experiments.beginning import are_trained, unused, weights
 from adiv_monitor.audit.experiments.calls import Call, flat, is_callers, watched
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments, of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
@@ -32,7 +30,9 @@ from adiv_monitor.audit.experiments.measure import (
     moving_targets,
     same,
 )
+from adiv_monitor.audit.experiments.modules import Units
 from adiv_monitor.audit.experiments.questions import asked
+from adiv_monitor.audit.experiments.state import are_trained, unused, weights
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
 from adiv_monitor.audit.training.train import (
@@ -46,7 +46,7 @@ from adiv_monitor.audit.training.train import (
 )
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
-from adiv_monitor.diagnosis.plain import without_secrets
+from adiv_monitor.diagnosis.diagnosis import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.rerun.eager import forced_eager

@@ -111,12 +111,13 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 @asks("decay-fights")
 def penalty_on_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the length of the gradient of terms that are the same for two batches, over the rest.
+    """Return the length of the gradient of terms that depend on the weights alone, over the rest.
 
-    They depend on the weights alone.
+    They are the same for another batch, and other random numbers.
     """
     batch = next((x for x in setup.batches if x is not setup.batches[0]), None)
-    own, others = (_terms(setup.fork(), exchanged=False, batch=x) for x in (None, batch))
+    own = _terms(setup.fork(), exchanged=False)
+    others = _terms(replace(setup.fork(), seed=setup.seed + 1), exchanged=False, batch=batch)
     penalties = {i for i, (x, y) in enumerate(zip(own, others, strict=False)) if _alike(x, y)}
     if batch is None or len(own) != len(others) or not 0 < len(penalties) < len(own):
         return

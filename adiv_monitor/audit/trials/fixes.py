@@ -15,9 +15,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from adiv_monitor.audit.experiments import loss_inputs
-from adiv_monitor.audit.experiments.activations import maps_that_run
 from adiv_monitor.audit.experiments.backward import cuts, undo
-from adiv_monitor.audit.experiments.beginning import bare_weights
 from adiv_monitor.audit.experiments.calls import (
     Call,
     calls_of,
@@ -29,14 +27,14 @@ from adiv_monitor.audit.experiments.calls import (
 )
 from adiv_monitor.audit.experiments.changed_inputs import arguments
 from adiv_monitor.audit.experiments.exchange import ORDERED
-from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH
-from adiv_monitor.audit.experiments.state import COARSE
+from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH, maps_that_run
+from adiv_monitor.audit.experiments.state import COARSE, bare_weights
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
 from adiv_monitor.audit.training.setup import Fork, seeded, without_gradient_hooks
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.capture.selection import named_modules
-from adiv_monitor.diagnosis.faults import remedies
+from adiv_monitor.diagnosis.faults import rates
 from adiv_monitor.diagnosis.record import Record
 
 T = TypeVar("T")
@@ -131,8 +129,8 @@ for _factor in (0.001, 0.01, 0.1, 0.3, 3.0, 10.0, *FAR_FACTORS):
 
 @fix("rate-per-layer")
 def _per_layer(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Scale the learning rates as `remedies.rates_per_layer` recommends, in groups of their own."""
-    wanted = {} if record is None else remedies.rates_per_layer(record, layers)
+    """Scale the learning rates as `rates.rates_per_layer` recommends, in groups of their own."""
+    wanted = {} if record is None else rates.rates_per_layer(record, layers)
     some(wanted, "no layer is known to move unlike the others")
     factors = {
         id(p): wanted.get(path, 1.0)
@@ -154,10 +152,10 @@ def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
     found = [g for g in groups if g.get("momentum") or g.get("betas", (0,))[0]]
     for group in some(found, "there is no momentum"):
         if before := group.get("momentum"):
-            group["momentum"] = remedies.less_momentum(before)
+            group["momentum"] = rates.less_momentum(before)
         else:
             first, *others = group["betas"]
-            group["betas"] = (remedies.less_momentum(first), *others)
+            group["betas"] = (rates.less_momentum(first), *others)
 
 
 @fix("no-decay", key="weight_decay", above=0.0, to=0.0)
@@ -179,7 +177,7 @@ def _no_clip(fork: Fork, layers: Layers, record: Seen) -> None:
 def _clip(fork: Fork, layers: Layers, record: Seen) -> None:
     """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
     some(fork.clip_norm is None, "gradients are clipped already")
-    fork.clip_norm = 1.0 if record is None else remedies.clip_norm(record)
+    fork.clip_norm = 1.0 if record is None else rates.clip_norm(record)
 
 
 @fix("adamw", rescales=True)

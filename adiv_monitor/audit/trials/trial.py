@@ -27,7 +27,7 @@ from adiv_monitor.audit.trials.fixes import (
 )
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
-from adiv_monitor.diagnosis.faults.remedies import usual_factor
+from adiv_monitor.diagnosis.faults.rates import usual_factor
 from adiv_monitor.diagnosis.finding import (
     NO_STEPS,
     NO_TIME,

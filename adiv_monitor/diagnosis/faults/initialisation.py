@@ -13,8 +13,7 @@ from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD
-from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.remedies import clip_norm
+from adiv_monitor.diagnosis.faults.rates import clip_norm, suffers
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import named

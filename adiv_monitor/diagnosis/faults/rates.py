@@ -1,21 +1,101 @@
-"""Is a learning rate too high, for some layers or for all? And does the run suffer at all?"""
+"""Is a learning rate too high, for some layers or for all? And does the run suffer at all?
+
+The first functions compute what some fixes need of the run.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
+import numpy as np
+
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis import readings as read
-from adiv_monitor.diagnosis.faults import remedies
 from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_if, fault, stepped
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.diagnosis.readings import named, these
+from adiv_monitor.diagnosis.readings import at_first, named, these
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 from adiv_monitor.report.wording import listed
+
+USUAL = 0.9  # momentum, and Adam's β₁
+MOVES = 0.01  # move of activations, relative to their length, in a step of a model that learns
+AT_MOST = 100.0  # largest factor on a layer's learning rate
+LEAST, MOST = 0.7, 1.4  # factors between them change nothing that can be told
+# update_ratio of a layer over the median layer's, at the first step. Healthy nets have 1/25 to 24.
+OVERDRIVEN, STARVED = 30.0, 50.0
+
+
+def less_momentum(momentum: float) -> float:
+    """Return the momentum to try next: 0.9 if it is above 0.95, else half of it."""
+    return USUAL if momentum > (1 + USUAL) / 2 else momentum / 2
+
+
+def clip_norm(record: Record) -> float:
+    """Return the 90th percentile of the gradient's norms, as Google's tuning playbook advises.
+
+    It is 1 if no norm is finite and positive.
+    """
+    norms = [n for n in record.gradient_norms if math.isfinite(n) and n > 0]
+    return float(np.quantile(norms, 0.9)) if norms else 1.0
+
+
+def usual_factor(moves: Iterable[float]) -> float | None:
+    """Return the power of ten on the learning rate at which layers would move by `MOVES`.
+
+    A small move is proportional to the learning rate, with plain gradient descent as with Adam. The
+    layer that moves most decides.
+
+    Args:
+        moves: typical `update_ratio` of layers.
+
+    Returns:
+        The factor; None if no layer moves, or one by a number that is not finite.
+    """
+    largest = max(moves, default=0.0)
+    factor = MOVES / largest if largest > 0 else 0.0
+    return 10.0 ** round(math.log10(factor)) if 0 < factor < math.inf else None
+
+
+def other_rates(factors: Iterable[float]) -> tuple[Advice, ...]:
+    """Return advice to multiply the learning rate by each of some factors."""
+    return tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors)
+
+
+def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str, float]:
+    """Return factors on the learning rates of layers that move unlike the median layer.
+
+    A factor is limit / u, with a layer's largest `update_ratio` u of the first two measured steps:
+    below 1 where it moves too far, above 1 where it stands still. The limit is the nearest value
+    that is healthy and on this side of the median. Not by `effective_lr`: where gradients vanish on
+    the way down, it is largest in the lowest layers, which hardly move.
+
+    Args:
+        record: The record of the run.
+        layers: The layers to include; empty: all.
+
+    Returns:
+        Layer → factor, 0.01 to 100, for the layers outside of the limits; none from 0.7 to 1.4.
+    """
+    steps = [{path: t.value for path, t in step.items() if t.value > 0}
+             for step in at_first(record, "update_ratio")]  # fmt: skip
+    if not any(steps):
+        return {}
+    middle = median(steps[0].values() or [math.nan])
+    low, high = HEALTH["update_ratio"].healthy
+    found = {}
+    for path in layers or steps[0]:
+        move = max((step[path] for step in steps if path in step), default=middle)
+        if move > middle * OVERDRIVEN:
+            found[path] = max(min(high, middle * OVERDRIVEN), middle) / move
+        elif move < middle / STARVED:
+            found[path] = min(max(low, middle / STARVED), middle) / move
+    factors = {path: min(max(f, 1 / AT_MOST), AT_MOST) for path, f in found.items()}
+    return {path: f for path, f in factors.items() if not LEAST <= f <= MOST}
+
 
 # Fall of the loss at the run's learning rate over its fall at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
@@ -60,7 +140,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     act = act or max(lasting, default=0.0) > UNEVEN_ACT
     layers, middle = read.worst_first(off), _middle(moves[0], apart)
     first = moves[0][layers[0]].value
-    low, high = middle / remedies.STARVED, middle * remedies.OVERDRIVEN
+    low, high = middle / STARVED, middle * OVERDRIVEN
     yield Finding("uneven-rates",
         "act" if act else "watch" if later else "note",
         f"In one step, the activations of {these(record, layers)} move unlike those of the other "
@@ -148,7 +228,7 @@ def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
     if own and all(rate != usual > 0 for rate in own.values()):
         names = listed([f"param_groups[{i}] ({rate:g})" for i, rate in own.items()])
         yield Advice(f"give {names} the learning rate of the other layers, {usual:g}")
-    if factors := remedies.rates_per_layer(record, layers):
+    if factors := rates_per_layer(record, layers):
         each = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
         said = f"give these layers their own learning rates: {listed(each)}"
         yield Advice(said, "rate-per-layer")
@@ -183,7 +263,7 @@ def _off_the_middle(moves: dict[str, read.Typical], apart: set[str]) -> dict[str
     return {
         path: max(move.value / middle, middle / move.value)
         for path, move in moves.items()
-        if move.above(middle * remedies.OVERDRIVEN) or move.below(middle / remedies.STARVED)
+        if move.above(middle * OVERDRIVEN) or move.below(middle / STARVED)
     }
 
 
@@ -230,7 +310,7 @@ def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[
     """Return the finding; without factors, no learning rate is known to be better for long."""
     longer = Advice("compare lower learning rates in runs as long as this one or longer")
     warm_up = Advice("warm the learning rate up over the first steps")
-    advice = (*remedies.other_rates(factors), warm_up, *[longer] * (not factors))
+    advice = (*other_rates(factors), warm_up, *[longer] * (not factors))
     return Finding("rate-too-high", act_if(act), said, tuple(seen), advice)
 
 

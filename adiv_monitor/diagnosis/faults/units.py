@@ -9,8 +9,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.faults.fault import Number, act_if, fault, finds, of_layers, told
-from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.remedies import clip_norm
+from adiv_monitor.diagnosis.faults.rates import clip_norm, suffers
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import maps, scale_free, these, worst_first
 from adiv_monitor.diagnosis.record import Record, UnitStatistics
