@@ -51,7 +51,6 @@ _MONITOR_TESTS = {
     "capture/sampling.py": ["test_sampling"],
     "step/parameter_steps.py": ["test_distributed", "test_sharded", *_COURSE],
     "step/flat.py": ["test_distributed", "test_sharded", *_COURSE],
-    "capture/entries.py": ["test_gradients", *_COURSE],
     "capture/check.py": ["test_contributions", *_COURSE],
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules", "test_trace"],
     "capture/layer_rows.py": [*_BOOKS, "test_recurrent", "test_realised"],

@@ -23,7 +23,6 @@ from adiv_monitor.alignment.seen import Seen
 from adiv_monitor.capture.second_pass import SecondPass
 from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
 from adiv_monitor.capture.weights.shards import is_parallel, is_shard
-from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.errors import AdivError
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, maps_of, uses_of
@@ -32,7 +31,6 @@ from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of
-from adiv_monitor.rerun.twin import Arguments
 
 
 def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str]]:
@@ -154,12 +152,7 @@ class _Uses(SecondPass):
             self._see(layer, use, shape, sources)
         self._makes([output], [layer.path])
 
-    def maps(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
-    ) -> list[Tensor]:
+    def maps(self, made: RecurrentCall, outputs: tuple[Tensor, ...], *_: Any) -> list[Tensor]:
         """Take the linear maps in a recurrent call."""
         layers = {use.part: self.layers.of(use) for use in uses_of(made)}
         if not all(layer and layer.weight for layer in layers.values()):
@@ -183,14 +176,7 @@ class _Uses(SecondPass):
         self._makes(outputs, sources)
         return [x for use in uses_of(made) for x in (use.weight, use.bias) if x is not None]
 
-    def whole(
-        self,
-        module: nn.Module,
-        names: list[str],
-        arguments: Arguments,
-        outputs: Outputs,
-        tensors: list[Tensor],
-    ) -> None:
+    def whole(self, module: nn.Module, names: list[str], *_: Any) -> None:
         """Say why parameters without a rule are not measured."""
         for name in names:
             self.refused[self._parameters[id(module.get_parameter(name))]] = (

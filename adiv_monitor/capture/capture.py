@@ -7,6 +7,7 @@ gradients. `layers` maps each use to its layer.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -128,11 +129,7 @@ class Capture:
 
     def saw_calls(self) -> bool:
         """Return whether any layer was called with gradients enabled."""
-        return bool(self.layers.modes)
-
-    def forward_passes(self) -> int:
-        """Return the number of forward passes with gradients: of calls of the first layer."""
-        return self.watching.passes
+        return bool(self.rows)
 
     def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take `sums_of` the arguments with which the first module runs in the next step."""
@@ -175,6 +172,9 @@ class Capture:
     def _share(self, reached: Mapping[Layer, LayerRows]) -> None:
         """Mark the layers that share at least one parameter entry with another use."""
         elsewhere = self.without_rule.unmeasured
+        every = [*map(id, chain.from_iterable(map(attrgetter("parameters"), reached)))]
+        if len(every) == len({*every}) and elsewhere.keys().isdisjoint(every):
+            return
         users: dict[int, list[tuple[LayerRows, Piece]]] = defaultdict(list)
         for layer, rows in reached.items():
             for piece in layer.pieces:

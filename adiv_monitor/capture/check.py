@@ -140,17 +140,12 @@ def _gathered(
             of_weight.append(products)
         if has_bias:
             assert isinstance(part, DenseFeatures) and part.bias is not None
-            bias = part.bias
-            if part.bias_gain is not None:
-                bias = bias * part.bias_gain
-            of_bias.append(bias)
-    numbers = [bias for bias in of_bias if not isinstance(bias, Tensor)]
-    found: Tensor | float | None = None
-    if numbers:
-        found = numbers[0]
-    elif of_bias:
-        found = torch.cat([b[..., None] for b in of_bias if isinstance(b, Tensor)])
-    return Products(v, torch.cat(of_weight) if of_weight else None, found)
+            of_bias.append(part.bias if part.bias_gain is None else part.bias * part.bias_gain)
+    biases = [bias[..., None] for bias in of_bias if isinstance(bias, Tensor)]
+    number = of_bias[0] if of_bias else None
+    return Products(
+        v, torch.cat(of_weight) if of_weight else None, torch.cat(biases) if biases else number
+    )
 
 
 def _parts(use: Use, features: Features, rows: Rows) -> Iterable[Features]:

@@ -32,7 +32,7 @@ class Layers:
     Attributes:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path: those that are due in this step.
-        modes: whether the model was in training mode as they were called first.
+        modes: whether the model was in training mode, of all uses.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Layers:
             use: the use.
             known: the layer or its path, if already known.
         """
+        self.modes.add(self.names.root.training)
         if isinstance(known, Layer):
             found = self.found.get(known.path)
             if found is None or found is known:
@@ -115,7 +116,6 @@ class Layers:
         self.found[layer.path] = layer
         if not self.is_off(layer.path) and self.names.selection.is_due(layer):
             self.rows[layer.path] = LayerRows(layer, self._chooser)
-            self.modes.add(self.names.root.training)
         return layer
 
     def of_parts(self, parameter: Tensor) -> list[str]:

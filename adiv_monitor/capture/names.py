@@ -24,13 +24,9 @@ def class_name(module: nn.Module) -> str:
 
 @cache
 def _name_of(kind: type) -> str:
-    while own := next((b for b in kind.__bases__ if kind.__name__ in _made_of(b)), None):
-        kind = own
-    return kind.__name__
-
-
-def _made_of(kind: type) -> list[str]:
-    return [f"{prefix}{kind.__name__}" for prefix in _MADE]
+    made = {f"{prefix}{base.__name__}": base for base in kind.__bases__ for prefix in _MADE}
+    own = made.get(kind.__name__)
+    return kind.__name__ if own is None else _name_of(own)
 
 
 class Names:

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import (
     Parts,
@@ -387,7 +387,7 @@ def listed(paths: Sequence[str]) -> str:
 
 def elements(parameter: Tensor) -> int:
     """Return the number of elements of a parameter; 0 if it is lazy."""
-    return 0 if isinstance(parameter, UninitializedTensorMixin) else parameter.numel()
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def _unusable(parameter: Tensor, *, parallel: bool) -> str | None:

@@ -78,7 +78,6 @@ class Watching(Watcher):
         self.record = Record()
         self.refused = without_rule.unmeasured
         self.first: nn.Module | None = None
-        self.passes = 0
         self.batch: tuple[Tensor, ...] = ()
         self.differentiates_inputs = False
         self._selection = selection
@@ -115,7 +114,6 @@ class Watching(Watcher):
         if self.first is None and module in self._owners and not self._repeated:
             self.first, self.batch = module, sums_of(args, kwargs)
         if module is self.first:
-            self.passes += 1
             given = tensors_in(*args, *kwargs.values())
             self.differentiates_inputs |= any(tensor.requires_grad for tensor in given)
 

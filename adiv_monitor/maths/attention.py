@@ -4,11 +4,12 @@
     D_ts = ‖∂Y_ts/∂Θ‖²                          the attention scale, the diagonal of M
 
 All scores of one sample take the place of a row. Each head is measured like a layer of its own, and
-all heads together like one more layer. Measures of the scales of some scores have a standard error.
-Only active scores count, g ≠ 0: masked scores are not. Where g is not known, neither are the
-cosines. Float64, on the host.
+all heads together like one more layer. Scales that random moves tell have a standard error. Only
+active scores count, g ≠ 0: masked scores are not. Where g is not known, neither are the cosines.
+Float64, on the host.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from jaxtyping import Float
 
 from adiv_monitor.maths import measures
 from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, combined
-from adiv_monitor.maths.estimates import Estimate, PerLayer, PerRow, Sample, Sum, over_rows
+from adiv_monitor.maths.estimates import Estimate, Sample, Sum, over_rows
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
@@ -31,70 +32,40 @@ def attention_gradient_cosine(e_G: Sum, e_e: Sum, G_G: Sum, sample: Sample) -> E
     return measures.gradient_cosine(e_G, e_e, G_G, sample)
 
 
-def attention_scale_mean(scales: ScaleSums[Array], rest: float) -> Estimate:
+def attention_scale_mean(scales: ScaleSums[Array]) -> Estimate:
     """Mean of D_ts over the active scores, ≥ 0; NaN where there are none.
 
     Args:
-        scales: sums of every head (or all heads), (heads, samples).
-        rest: share of all scores whose scale was not computed.
+        scales: sums of every head (or all heads), (heads, samples, …).
     """
-    mean, _, of_mean, _ = _moments(scales)
-    return Estimate(mean[:, 0], _error(of_mean, rest))
+    return _jackknifed(scales, lambda mean, square: mean)
 
 
-def attention_scale_cv(scales: ScaleSums[Array], rest: float) -> Estimate:
-    """std(D_ts) / mean(D_ts) over the active scores, ≥ 0, minus its bias of order 1/samples.
+def attention_scale_cv(scales: ScaleSums[Array]) -> Estimate:
+    """std(D_ts) / mean(D_ts) over the active scores, ≥ 0, minus its bias of order 1/estimates.
 
     Arguments are those of `attention_scale_mean`.
     """
-    mean, variance, of_mean, of_variance = _moments(scales)
+    return _jackknifed(scales, lambda mean, square: np.sqrt(np.maximum(square - mean**2, 0)) / mean)
+
+
+def _jackknifed(scales: ScaleSums[Array], of: Callable[[Array, Array], Array]) -> Estimate:
+    """Return a function of the means of D_ts and D_ts², with its error over the estimates."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = np.sqrt(variance) / mean
-        # d log cv = dv/2v − dm/m, of every sample
-        m = of_mean / mean
-        v = np.where(variance > 0, of_variance / variance, 0.0)
-        # The second-order terms, as in `measures.scale_cv_of_rows`.
-        lacking = np.where(variance > 0, (m / value) ** 2, 0.0)
-        bias = _variance(m**2 - v * m / 2 - v**2 / 8 - lacking / 2, rest)
-    known = np.where(np.isfinite(bias), bias, 0.0)  # of one sample it is not
-    return Estimate(value[:, 0] * (1 - known), _error(value * (v / 2 - m), rest))
-
-
-def _moments(scales: ScaleSums[Array]) -> tuple[Array, Array, Array, Array]:
-    """Return mean and variance of D_ts, (heads, 1), and each sample's influence on them."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        count, total, square = (
-            x.mean(1, keepdims=True) for x in (scales.count, scales.sum, scales.square)
-        )
-        mean = total / count
-        variance = np.maximum(square / count - mean**2, 0.0)
-        of_mean = (scales.sum - mean * scales.count) / count
-        rest = (mean**2 - variance) * scales.count
-        of_variance = (scales.square - 2 * mean * scales.sum + rest) / count
-    return mean, variance, of_mean, of_variance
-
-
-def _error(influence: PerRow, rest: float) -> PerLayer:
-    """Return the standard error of a ratio of means over samples; 0 if `rest` is 0."""
-    error: PerLayer = np.sqrt(_variance(influence**2, rest))
-    return error
-
-
-def _variance(products: PerRow, rest: float) -> PerLayer:
-    """Return the covariance of two means over samples, given products of influences; 0: known."""
-    samples = products.shape[1]
-    if not rest:
-        return np.zeros(len(products))
-    if samples < 2:
-        return np.full(len(products), np.nan)
-    found: PerLayer = rest * products.sum(1) / (samples * (samples - 1))
-    return found
+        count, n = scales.count.sum(1)[:, None], scales.sum.shape[2]
+        means = [x.sum(1) / count for x in (scales.sum, scales.square)]
+        whole = of(*(x.mean(1) for x in means))
+        if n == 1:  # exact
+            return Estimate(whole, np.zeros(len(whole)))
+        without = of(*((x.sum(1, keepdims=True) - x) / (n - 1) for x in means))
+        value = n * whole - (n - 1) * without.mean(1)
+    return Estimate(value, without.std(1) * (n - 1) ** 0.5)
 
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     """Return the measures of one attention that are known, of all heads together and of each."""
-    found: dict[str, Estimate] = {}
-    samples = len(sums.G_G if sums.scale is None else sums.scale.count)
+    scales = combined(_heads, sums.scale)
+    samples, found = len(sums.scale.count), dict[str, Estimate]()
     if sums.G_G is not None:
         squares = _heads(sums.G_G)
         sample = Sample(np.full(len(squares), float(samples)), squares != 0)
@@ -102,13 +73,12 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
         moves = (attention_gradient_cosine, sums.e), (attention_cosine, sums.d)
         for cosine, move in moves:
             if move is not None:
-                own = [over_rows(_heads(x), sample) for x in (move.G, move.square)]
+                own = (
+                    over_rows(of_layers, sample) for of_layers in np.moveaxis(_heads(move), 2, 0)
+                )
                 found[cosine.__name__] = cosine(*own, G_G, sample)
-    if sums.scale is not None:
-        of_heads = combined(lambda x: _heads(x) if x.ndim else x, sums.scale)
-        rest = 1 - sums.scale.share
-        found["attention_scale_mean"] = attention_scale_mean(of_heads, rest)
-        found["attention_scale_cv"] = attention_scale_cv(of_heads, rest)
+    found["attention_scale_mean"] = attention_scale_mean(scales)
+    found["attention_scale_cv"] = attention_scale_cv(scales)
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}
     return AttentionReading(
         samples_seen=samples,
@@ -122,6 +92,6 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     )
 
 
-def _heads(sums: Float[Array, "samples heads"]) -> Float[Array, "layers samples"]:
+def _heads(sums: Float[Array, "samples heads *more"]) -> Float[Array, "layers samples *more"]:
     """Arrange the sums as `estimates` expects layers: all heads together, then each head."""
-    return np.concatenate([sums.sum(1, keepdims=True), sums], 1).T
+    return np.concatenate([sums.sum(1, keepdims=True), sums], 1).swapaxes(0, 1)

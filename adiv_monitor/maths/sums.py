@@ -262,8 +262,7 @@ class StepSums:
 
     def total(self, values: Array) -> Array:
         """Return the sum of every layer over values of its sampled rows."""
-        found: Array = np.bincount(self.rows["layer"], values, len(self.paths))
-        return found
+        return np.bincount(self.rows["layer"], values, len(self.paths)).astype(np.float64)
 
     def pick(self, layers: Index) -> "StepSums":
         """Return the sums of some layers, given in order."""

@@ -10,41 +10,36 @@ order, through the graph of the probe's run. The module's inputs are constant, a
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.features.rows import Index, Rows, to_compute_dtype, to_device
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
-from adiv_monitor.features.uses import Refused, Use
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import (
     AttentionSums,
-    MoveSums,
     ScaleSums,
-    active_scores,
     move_sums,
     scale_sums,
 )
-from adiv_monitor.probe.scales import ScaledUse, scales, some_keys
-from adiv_monitor.rerun.derivatives import pushed_forward
+from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 
-Tangents = Mapping[nn.Parameter, Tensor]
-
-# The most diagonals of scores, of all heads together, whose scale is computed: each takes two
-# backward passes through the functions between projections and scores.
-_MOST_DIAGONALS = 32
+# Each score's move by this many random changes of the parameters tells its scale; by a unit change
+# of every parameter, exactly, if all of these moves of the queries have so few numbers.
+_MOVES, _MOST_EXACT = 16, 2**20
 _PRODUCTS = ("bmm", "baddbmm", "matmul", "__matmul__")
 _ARGUMENTS = tuple(inspect.signature(attention).parameters)
 
@@ -57,7 +52,6 @@ class _Progress:
     attended: int = 0
     calls: list["_Call"] = field(default_factory=list)
     product: Sequence[Tensor] = ()  # the factors of the last product: q and kᵀ perhaps
-    uses: list[ScaledUse] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -69,7 +63,6 @@ class _Call:
         query: q with its graph.
         key: k with its graph, repeated for every query's head.
         scores: the call, without a graph.
-        uses: the uses of parameters before the call.
         is_output: whether `gradient` is that of O; else it is that of scale·Y + mask.
         gradient: ∂L/∂O or ∂L/∂(scale·Y + mask); None: not known.
         inputs: the tensors in the module's arguments that require a gradient.
@@ -80,11 +73,15 @@ class _Call:
     query: Float[Tensor, "samples heads queries width"]
     key: Float[Tensor, "samples heads keys width"]
     scores: Attention
-    uses: Sequence[ScaledUse]
     is_output: bool
     gradient: Tensor | None = None
     inputs: Sequence[Tensor] = ()
     sums: AttentionSums[Tensor] = field(init=False)
+
+    def release(self) -> None:
+        """Release the graph."""
+        self.query, self.key, self.inputs = self.query.detach(), self.key.detach(), ()
+        vars(self).pop("_push", None)
 
     def arrive(self, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradient."""
@@ -101,50 +98,59 @@ class _Call:
         whole = self.scores.scale * every
         return lambda queries: whole[:, :, queries]
 
-    @contextmanager
-    def single_layer(self) -> Iterator[None]:
-        """Hold the module's inputs constant: no gradient passes through them in this context."""
+    @cached_property
+    def _push(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        """The map from changes of the parameters to the first-order moves of q and k."""
+        made = [x for x in (self.query, self.key) if x.requires_grad]
+        if not made:
+            raise Refused("no trained parameter makes its queries or keys")
         with ExitStack() as hooks, torch.enable_grad(), without_autocast(self.query):
-            for tensor in self.inputs:
+            for tensor in self.inputs:  # they are constant: no gradient passes through them
                 handle = tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
-            yield
+            return pusher(made, self.held, torch.finfo(self.query.dtype).eps)
 
-    def moved(self, tangents: Tangents) -> tuple[Tensor, MoveSums[Tensor]] | tuple[None, None]:
-        """Return ‖g‖², and the sums of a first-order move of q and k, where G is known."""
-        G, of = self.score_gradient, self.scores
+    def _move(self, tangents: Sequence[Tensor]) -> Move:
+        """Return the first-order moves of q and k for changes of the parameters."""
+        push, of = self._push, self.scores
+        with without_autocast(self.query):
+            moves = map(to_compute_dtype, push(tangents))
+        dq = next(moves) if self.query.requires_grad else torch.zeros_like(of.query)
+        return dq, next(moves) if self.key.requires_grad else torch.zeros_like(of.key)
+
+    def moved(self, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return ‖g‖², and the sums of a first-order move of the scores, where g is known."""
+        G = self.score_gradient
         if G is None:
             return None, None
-        found = dict.fromkeys(map(id, (self.query, self.key)), of.query.new_zeros(()))
-        made = [x for x in (self.query, self.key) if x.requires_grad]
-        if made and tangents:
-            # Half precision cannot represent small changes.
-            unit = torch.stack([t.abs().amax() for t in tangents.values()]).amax()
-            unit = torch.where(unit == 0, 1, unit)
-            directions = [t / unit for t in tangents.values()]
-            with self.single_layer():
-                moves = pushed_forward(made, [*tangents], directions, _precision(self.query))
-            for x, moved in zip(made, moves, strict=True):
-                found[id(x)] = to_compute_dtype(moved) * unit
-        move: Move = (
-            found[id(self.query)].expand_as(of.query),
-            found[id(self.key)].expand_as(of.key),
-        )
-        return move_sums(of, G, move)
+        unit = torch.stack([t.abs().amax() for t in tangents]).amax()
+        unit = torch.where(unit == 0, 1, unit)  # half precision cannot represent small changes
+        dq, dk = (x * unit for x in self._move([t / unit for t in tangents]))
+        return move_sums(self.scores, G, (dq, dk))
 
-    def scale(self, keys: Index) -> ScaleSums[Tensor]:
-        """Return the sums of the scales of the scores with these keys. See `some_keys`."""
-        D = scales(self.query, self.key, self.uses, keys)
-        # Mixed tokens have other rows, too, of which the first token's are lost.
-        n, head, t, draw = np.argwhere(keys >= 0)[0]
-        with self.single_layer():
-            score = self.query[n, head, t] @ self.key[n, head, keys[n, head, t, draw]]
-            parts = torch.autograd.grad(score, self.held, retain_graph=True, allow_unused=True)
-        squares = [to_compute_dtype(g).square().sum() for g in parts if g is not None]
-        whole = torch.stack(squares).sum()
-        error = (D[n, head, t, draw] - whole).abs().div(whole)
-        active = active_scores(self.scores, self.score_gradient, to_device(keys, D.device))
-        return scale_sums(D, active, error, keys.shape[3] / max(self.scores.lengths))
+    def scale(self, generator: np.random.Generator) -> ScaleSums[Tensor]:
+        """Return the sums of the scales."""
+        like, sizes = self.query, [p.numel() for p in self.held]
+        active = self.score_gradient or self.scores.probabilities
+        several: Iterable[Sequence[Move]]
+        if sum(sizes) * like.numel() <= _MOST_EXACT:
+            units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
+            shaped = (
+                [t.view_as(p) for t, p in zip(row.split(sizes), self.held, strict=True)]
+                for row in units
+            )
+            several, moment = [[*map(self._move, shaped)]], 1.0
+        else:
+            random = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
+            given: dict[str, Any] = {"generator": random, "device": like.device}
+            several = (
+                [self._move([torch.randn(p.shape, **given) for p in self.held])]
+                for _ in range(_MOVES)
+            )
+            moment = 3.0
+        found = [scale_sums(self.scores, active, moves, moment) for moves in several]
+        counts, *sums = zip(*found, strict=True)
+        return ScaleSums(counts[0], *(torch.stack(several, -1) for several in sums))
 
 
 class Attentions:
@@ -186,11 +192,6 @@ class Attentions:
 
     # --- while the probe runs --------------------------------------------------------------------
 
-    def _progress(self, forwards: Forwards) -> list[_Progress]:
-        """Return the progress of the running forwards that hold projections, outermost first."""
-        running = (forward for forward in forwards.running if forward.module in self._held)
-        return [self._all.setdefault(x, _Progress(x.module)) for x in running]
-
     def ends(self, forward: Forward, args: object, kwargs: object) -> None:
         """Record the inputs of a module's forward."""
         if forward in self._all:
@@ -198,25 +199,14 @@ class Attentions:
             for call in self._all[forward].calls:
                 call.inputs = given
 
-    def used(self, use: Use, output: Tensor, forwards: Forwards) -> None:
-        """Record a use of parameters."""
-        weight, bias = _is_trained(use.weight), _is_trained(use.bias)
-        progress = self._progress(forwards)
-        if not progress or not output.requires_grad or not (weight or bias):
-            return
-        every = Rows(tuple(use.layout(output).shape[:-1]), None, output.device)
-        with torch.no_grad():
-            scale = use.features(every).restrict(weight=weight, bias=bias).scale()
-        if scale is not None:
-            for each in progress:
-                each.uses.append(ScaledUse(get_gradient_edge(output), scale, use.layout))
-
     def look(self, call: FunctionToCall, forwards: Forwards) -> None:
         """Look at a function that may compute attention, scores or their weights."""
-        name, every = getattr(call.function, "__name__", ""), self._progress(forwards)
-        if not every:
+        name = getattr(call.function, "__name__", "")
+        running = [forward for forward in forwards.running if forward.module in self._held]
+        if not running:
             return
-        progress, module = every[-1], every[-1].module
+        module = running[-1].module
+        progress = self._all.setdefault(running[-1], _Progress(module))
         if call.function is functional.scaled_dot_product_attention:
             given = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
             q, k = by_head(given["query"]), by_head(given["key"])
@@ -256,7 +246,7 @@ class Attentions:
             with torch.no_grad():
                 scores = made()
             k = of_heads(k, q.shape[1]).expand(len(q), -1, -1, -1)
-            call = _Call(held, q, k, scores, list(progress.uses), is_output)
+            call = _Call(held, q, k, scores, is_output)
             self.ask([asks], call.arrive)
             self.calls[path].append(call)
             progress.calls.append(call)
@@ -276,34 +266,19 @@ class Attentions:
     def _begin(self, knows_loss: bool, call: _Call) -> None:
         if knows_loss and call.gradient is None:
             raise Refused("no gradient reached it in this step")
-        scale, why = self._scale(call)
-        if call.gradient is None and scale is None:
-            raise Refused(f"its scale is not known ({why}), and neither is the loss")
-        G_G, e = call.moved({p: p.grad for p in call.held if p.grad is not None})
+        e = [torch.zeros_like(p) if p.grad is None else p.grad for p in call.held]
         is_finite = call.query.isfinite().all() & call.key.isfinite().all()
-        given = _precision(call.query), (~is_finite).to(call.scores.query.dtype)
-        call.sums = AttentionSums(*given, G_G, e, scale=scale, no_scale=why)
+        broken = (~is_finite).to(call.scores.query.dtype)
+        call.sums = AttentionSums(broken, call.scale(self._generator), *call.moved(e))
+        del call._push  # its graph holds the parameters, which the step changes in place
 
-    def _scale(self, call: _Call) -> tuple[ScaleSums[Tensor] | None, str]:
-        """Return the sums of the scales, or why they are not known."""
-        samples, heads, queries, _ = call.query.shape
-        if not (call.query.requires_grad or call.key.requires_grad):
-            return None, "no trained parameter makes its queries or keys"
-        given = samples, heads, queries, call.key.shape[2], max(1, _MOST_DIAGONALS // heads)
-        try:
-            return call.scale(some_keys(*given, self._generator)), ""
-        except (RuntimeError, ValueError) as error:
-            return None, str(error)
-
-    def updated(self, taken: Tangents) -> None:
+    def updated(self, taken: Mapping[nn.Parameter, Tensor]) -> None:
         """Compute the sums of the optimizer's step, θ before minus θ after, by parameter."""
         self._each(partial(self._updated, taken))
 
-    def _updated(self, taken: Tangents, call: _Call) -> None:
-        d = call.moved({p: taken[p] for p in call.held})[1]
-        call.sums = replace(call.sums, d=d)
-        call.query, call.key = call.query.detach(), call.key.detach()  # releases the graph
-        call.uses = call.inputs = ()
+    def _updated(self, taken: Mapping[nn.Parameter, Tensor], call: _Call) -> None:
+        call.sums = replace(call.sums, d=call.moved([taken[p] for p in call.held])[1])
+        call.release()
 
     def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
         """Return the records of the calls of each attention, by path; the graphs are released."""
@@ -336,14 +311,3 @@ def _explicit(q: Tensor, k: Tensor, logits: Tensor) -> Attention:
     q, k, logits = (to_compute_dtype(x) for x in (q, k, logits))
     scale = q.shape[-1] ** -0.5
     return Attention(q, k, k, logits - q @ k.mT * scale, causal=False, scale=scale)
-
-
-def _precision(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps
-
-
-def _is_trained(tensor: Tensor | None) -> bool:
-    """Return whether it is a trained parameter or its view."""
-    if tensor is None or not tensor.requires_grad:
-        return False
-    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)

@@ -25,7 +25,6 @@ from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, un
 from adiv_monitor.features.rows import Index, Rows, joined, to_device
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
 
 Gradients = Sequence[Tensor | None]
@@ -135,7 +134,7 @@ class ProbeRows(SecondPass):
         assert isinstance(self.watching, _Looking)
         self._attentions = self.watching.attentions = attentions
         if attentions is not None:
-            attentions.ask = self._ask
+            attentions.ask = self.ask
         self._choose, self._known = choose, known
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         # What leads to G: gradients of these go to a function that takes their rows.
@@ -163,43 +162,32 @@ class ProbeRows(SecondPass):
 
     def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take the rows of a use."""
-        if self._attentions is not None:
-            self._attentions.used(use, output, self._forwards)
         layer = self.layers.of(use, known)
-        if layer is None:
-            return
-        call = self._take(layer, use.layout(output), use.features)
-        viewed, layout = at_gradient(output, use.layout)
-        if call is not None:
-            self._ask([viewed], lambda g: call.arrive(None if g[0] is None else layout(g[0])))
+        if layer is not None:
+            viewed, layout = at_gradient(output, use.layout)
+            call = self._take(layer, use.layout(output), use.features)
+            self._ask([viewed], call, lambda g: None if g[0] is None else layout(g[0]))
 
-    def maps(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
-    ) -> list[Tensor]:
+    def maps(self, made: RecurrentCall, outputs: tuple[Tensor, ...], *_: Any) -> list[Tensor]:
         """Take the rows of the maps in a recurrent call."""
-        if made.refusal is not None:  # it was refused in the step, too
+        if made.draws:  # in a function of the user's own; modules have no dropout here
             return []
-        maps = maps_of(made, outputs[0].dtype, random)
-        calls: dict[str, _Call] = {}
+        maps, calls = maps_of(made, outputs[0].dtype), dict[str, _Call | None]()
         for use in uses_of(made):
             layer = self.layers.of(use)
             if layer is not None and use.weight is not None:
                 x, z = maps[use.part]
-                call = self._take(layer, z, affine(x, use.weight, use.bias).features)
-                if call is not None:
-                    calls[use.part] = call
+                features = affine(x, use.weight, use.bias).features
+                calls[use.part] = self._take(layer, z, features)
         returned = Returned.of(made, outputs)
 
         def arrive(gradients: Gradients) -> None:
-            for found in unroll(made, returned, gradients, random)[0]:
-                if found.use.part in calls:
-                    calls[found.use.part].arrive(found.gradient)
+            for found in unroll(made, returned, gradients)[0]:
+                if (call := calls.get(found.use.part)) is not None:
+                    call.arrive(found.gradient)
 
-        if calls:
-            self._ask(outputs, arrive)
+        if any(calls.values()):
+            self.ask(outputs, arrive)
         return []
 
     def whole(
@@ -227,8 +215,7 @@ class ProbeRows(SecondPass):
             call = self._take(layer, z, features)
         except Refused:  # as random numbers that it draws itself
             return
-        if call is not None:
-            self._ask(tensors, lambda g: call.arrive(outputs.gradient(g)))
+        self._ask(tensors, call, outputs.gradient)
 
     def _take(self, layer: Layer, z: Tensor, features: Callable[[Rows], Features]) -> _Call | None:
         """Take rows of z; also return the call in a run that chooses rows."""
@@ -241,6 +228,16 @@ class ProbeRows(SecondPass):
         calls += [_Call(rows, rows.take(z)) for rows in expected if rows.shape == shape]
         return None
 
-    def _ask(self, tensors: Sequence[Tensor], take: Callable[[Gradients], None]) -> None:
+    def _ask(
+        self,
+        tensors: Sequence[Tensor],
+        call: _Call | None,
+        of: Callable[[Gradients], Tensor | None],
+    ) -> None:
+        if call is not None:
+            self.ask(tensors, lambda gradients: call.arrive(of(gradients)))
+
+    def ask(self, tensors: Sequence[Tensor], take: Callable[[Gradients], None]) -> None:
+        """Let a function take the gradients of tensors, if the loss is known."""
         if all(x.requires_grad for x in tensors):
             self._asked.append(([get_gradient_edge(x) for x in tensors], take))

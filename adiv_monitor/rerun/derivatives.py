@@ -1,18 +1,15 @@
 """Jacobian-vector products: J t of tensors for a change t of the leaves of their graph."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 
-def pushed_forward(
-    made: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    tangents: Sequence[Tensor],
-    precision: float,
-) -> list[Tensor]:
-    """Return J t of tensors by two backward passes through their graph, which is kept.
+def pusher(
+    made: Sequence[Tensor], leaves: Sequence[Tensor], precision: float
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Return t ↦ J t of tensors, by two backward passes through their graph, which is kept.
 
     v ↦ Jᵀv is linear, and the derivative of ⟨Jᵀv, t⟩ by v is J t (J. Townsend, "A new trick for
     calculating Jacobian vector products", 2017). So each function needs a differentiable backward
@@ -20,30 +17,37 @@ def pushed_forward(
 
     Args:
         made: the tensors, with their graph.
-        leaves: the leaves of the graph.
-        tangents: t, one tensor per leaf.
+        leaves: the leaves of the graph; t has one tensor for each.
         precision: rounding of the coarsest dtype that the functions compute in.
 
     Raises:
         RuntimeError: a backward pass can't be differentiated.
     """
-    if not made:
-        return []
     v = [pattern(x).requires_grad_() for x in made]
-    pulled = torch.autograd.grad(made, leaves, v, create_graph=True, allow_unused=True)
-    used = [(g, t.to(g)) for g, t in zip(pulled, tangents, strict=True) if g is not None]
-    moves = [torch.zeros_like(x) for x in made]
-    if reached := [(g, t) for g, t in used if g.requires_grad]:
-        gradients, directions = zip(*reached, strict=True)
-        found = torch.autograd.grad(gradients, v, directions, allow_unused=True)
-        moves = [a if b is None else b for a, b in zip(moves, found, strict=True)]
-    if used:  # a function that is linear in v equals its derivative times v; a custom one may not
-        whole, again = _sums(used), _sums(zip(moves, v, strict=True))
-        if (whole[0] - again[0]).abs() > tolerance(precision) * (whole[1] + again[1]):
-            raise RuntimeError(
-                "the backward pass of a custom function or operator can't be differentiated"
-            )
-    return moves
+    given = made, leaves, v
+    pulled = torch.autograd.grad(*given, create_graph=True, allow_unused=True) if made else ()
+    unchecked = [True]
+
+    def push(tangents: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(pulled, tangents, strict=False)
+        used = [(g, t.to(g)) for g, t in pairs if g is not None]
+        moves = [torch.zeros_like(x) for x in made]
+        if reached := [(g, t) for g, t in used if g.requires_grad]:
+            gradients, directions = zip(*reached, strict=True)
+            keeps: dict[str, bool] = {"retain_graph": True, "allow_unused": True}
+            found = torch.autograd.grad(gradients, v, directions, **keeps)
+            moves = [a if b is None else b for a, b in zip(moves, found, strict=True)]
+        if used and unchecked:
+            # What is linear in v equals its derivative times v; a custom function may not be.
+            unchecked.clear()
+            whole, again = _sums(used), _sums(zip(moves, v, strict=True))
+            if (whole[0] - again[0]).abs() > tolerance(precision) * (whole[1] + again[1]):
+                raise RuntimeError(
+                    "the backward pass of a custom function or operator can't be differentiated"
+                )
+        return moves
+
+    return push
 
 
 def tolerance(precision: float) -> float:

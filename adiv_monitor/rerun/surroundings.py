@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import function_modes, run_apart, set_function_modes, surely
+from adiv_monitor.rerun.thread import apart, function_modes, set_function_modes, surely
 
 T = TypeVar("T")
 # The attributes and the buffers of modules, each with values by name.
@@ -149,12 +149,8 @@ def untouched(
         stack.enter_context(_unsafe_preserve_version_counter(tuple(given)))
         _set(_copied(own))
         _set_data(given)
-        found: T = run_apart(_within, surroundings, run)
-        return found
-
-
-def _within(surroundings: Surroundings, run: Callable[[], T]) -> T:
-    with surroundings.again():
+        stack.enter_context(apart())
+        stack.enter_context(surroundings.again())
         return run()
 
 

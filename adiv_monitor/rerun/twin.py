@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from adiv_monitor.rerun.derivatives import pushed_forward
+from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, untouched
 
@@ -82,8 +82,7 @@ class Twin:
                 reached = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
                 reached = [x for x in reached if x.requires_grad]
                 precision = max([self.precision, *(torch.finfo(x.dtype).eps for x in reached)])
-                given = [*leaves.values()], [*tangents.values()]
-                moves = pushed_forward(reached, *given, precision)
+                moves = pusher(reached, [*leaves.values()], precision)([*tangents.values()])
             of = dict(zip(map(id, reached), moves, strict=True))
             change = tree_map_only(Tensor, lambda x: of.get(id(x), torch.zeros_like(x)), found)
             return tree_map_only(Tensor, Tensor.detach, found), change

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.maths.sums import Array
 
@@ -67,8 +66,10 @@ def chosen(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 def sampled(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a copy of a few entries of each of these parameters, always the same."""
-    return torch.cat([_few(sampled_entries(part_of(p))) for p in parameters])
+    return torch.cat([_few(part_of(p)) for p in parameters])
 
 
-def _few(entries: Tensor) -> Tensor:
-    return entries[..., :: -(-entries.numel() // _ENTRIES)].reshape(-1)
+def _few(tensor: Tensor) -> Tensor:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).reshape(-1)  # in the order of memory, so that nothing is copied
+    return flat[:: -(-len(flat) // _ENTRIES)]

@@ -1,5 +1,6 @@
 """Many tensors end to end in one buffer, so that one operation serves all of them."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -9,14 +10,14 @@ from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import compute_dtype, joined
+from adiv_monitor.features.rows import compute_dtype, dots, joined
 from adiv_monitor.maths.totals import reduced, wide
 
 _LINE = 64  # entries; every tensor in a buffer begins at a multiple of it
 _CHUNK = 2**22  # entries that are multiplied at once
 # Entries of a tensor that stays by itself on a CPU, where an operation on it costs more than its
-# call; and entries that are multiplied at once there, as they stay in its cache.
-_LARGE, _CACHED = 2**17, 2**16
+# call; and of the lines of such a tensor, at most.
+_LARGE, _LONG_LINE = 2**17, 2**12
 
 
 class Flat:
@@ -140,7 +141,7 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     return buffer[start : start + like.numel()].view(like.shape)
 
 
-def _line_dots(a: Tensor, b: Tensor) -> Tensor:
+def _line_dots(a: Tensor, b: Tensor, line: int = _LINE) -> Tensor:
     """Return the dot products of lines, in the precision of the measures.
 
     Part by part: the product of all entries would be one more copy of them.
@@ -148,14 +149,13 @@ def _line_dots(a: Tensor, b: Tensor) -> Tensor:
     dtype, parts = compute_dtype(a), []
     with without_autocast(a):
         for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
-            lines = x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)
-            parts.append(torch.linalg.vecdot(*lines))
+            parts.append(dots(x.to(dtype).view(-1, line), y.to(dtype).view(-1, line)))
     return joined(parts)
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """Return ⟨a, b⟩ of tensors on a CPU, part by part while these are in its cache."""
+    """Return ⟨a, b⟩ of large tensors on a CPU."""
     if a.stride() == b.stride() and torch.ops.aten.is_non_overlapping_and_dense(a):
         a, b = (x.as_strided((x.numel(),), (1,)) for x in (a, b))  # in memory order
-    dtype, (xs, ys) = compute_dtype(a), (torch.split(x.reshape(-1), _CACHED) for x in (a, b))
-    return sum(float(x.to(dtype) @ y.to(dtype)) for x, y in zip(xs, ys, strict=True))
+    line = math.gcd(a.numel(), _LONG_LINE)
+    return float(wide(_line_dots(a.reshape(-1), b.reshape(-1), line)).sum())

@@ -14,7 +14,7 @@ import torch
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
-from adiv_monitor.maths.sums import DOTS, About, Array, StepSums, Table, blank
+from adiv_monitor.maths.sums import DOTS, Array, StepSums, Table, blank
 
 
 def prepared(
@@ -56,8 +56,8 @@ def merge(
 ) -> tuple[StepSums, set[str]]:
     """Merge the numbers of ranks that train together.
 
-    Also return the paths of layers of which some ranks' numbers have another structure than those
-    of the first rank that has the layer; they are left out.
+    Also return the paths of layers of which rows have more scales in some ranks than in the first
+    one; those ranks' numbers are left out.
 
     Args:
         several: numbers of the ranks.
@@ -99,7 +99,7 @@ class _Ranks:
 
     Attributes:
         there: whether a rank has a layer, (ranks, layers).
-        alike: whether it also has the structure of the first rank's.
+        alike: whether its rows also have as many scales as the first rank's.
         counts: whether it also has rows; if no rank has, the first one counts.
         about: static properties of the layers.
     """
@@ -109,16 +109,15 @@ class _Ranks:
         self._several = several
         self._places = [np.array([number[p] for p in x.paths], np.int64) for x in several]
         self._lines, self.there = blank("layers", shape), np.zeros(shape, dtype=bool)
-        every, kinds = np.empty(shape, dtype=object), np.empty(shape, dtype=object)
         for rank, (sums, at) in enumerate(zip(several, self._places, strict=True)):
             self._lines[rank, at], self.there[rank, at] = sums.layers, True
-            every[rank, at] = [*sums.about]
-            kinds[rank, at] = [about.kind for about in sums.about]
         self._first = self.there.argmax(0), np.arange(len(paths))
-        self.about: tuple[About, ...] = tuple(every[self._first])
+        about = [zip(sums.paths, sums.about, strict=True) for sums in reversed(several)]
+        first = {path: of for pairs in about for path, of in pairs}
+        self.about = tuple(first[path] for path in paths)
         groups = self._lines["groups"]
-        same = (kinds == kinds[self._first]) & (groups == groups[self._first])
-        self.alike: np.ndarray = self.there & same
+        same: np.ndarray = groups == groups[self._first]
+        self.alike = self.there & same
         self.counts = self.alike & (self._lines["total"] > 0)
         self.counts[self._first] |= ~self.counts.any(0)
 
@@ -167,17 +166,17 @@ class _Ranks:
 
     def added(self, table: str) -> Table:
         """Return the sums over the ranks of the numbers that add up; else those of the first."""
-        found = [blank(table, 0)]
+        parts, column = [blank(table, 0)], "h" if table == "equations" else "sum"
         for lines in self.by_rank(table):
-            whole, column = lines[0].copy(), "h" if table == "equations" else "sum"
-            whole[column] = lines[column].sum(0)
-            found.append(whole)
-        whole: Table = np.concatenate(found)
-        return whole
+            parts.append(lines[0].copy())
+            parts[-1][column] = lines[column].sum(0)
+        found: Table = np.concatenate(parts)
+        return found
 
     def layers(self) -> Table:
         """Return the lines of the merged layers, without `attainable`."""
-        found, lines = self._lines[self._first], self._lines
+        lines = self._lines
+        found: Table = lines[self._first]
         names = "total", "moved", "terms", "active", "G_G", "own_G", "own_own", "scale_sum"
         for name in names:  # NaN if one rank does not know it
             found[name] = self.each(name, 0.0).sum(0)

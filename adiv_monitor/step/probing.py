@@ -7,6 +7,7 @@ move is from proportional to the step, and with those after the step.
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -60,34 +61,30 @@ _NO_LOSS = {
 }
 
 
+@dataclass(eq=False)
 class Probing:
     """The probe of a run, and what is measured on it.
 
-    Args:
+    Attributes:
         model: the model.
         loss: the loss; None: it is not known.
         measures: some of "realised" and "attention".
         max_rows: number of rows to sample per layer; None: all.
-        generator: the monitor's own random generator.
+        generator: a random generator of its own, so that all other readings remain the same.
         fail: called with what failed, and the exception.
-
-    Attributes:
         batch: the probe; None: it was not taken yet.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossOf | None,
-        measures: Sequence[str],
-        max_rows: int | None,
-        generator: np.random.Generator,
-        fail: Callable[[str, Exception], None],
-    ) -> None:
-        self.model, self.loss, self.measures = model, loss, measures
-        self.max_rows, self.fail = max_rows, fail
-        self.generator = copy.deepcopy(generator)  # so that all other readings remain the same
-        self.batch: Batch | None = None
+    model: nn.Module
+    loss: LossOf | None
+    measures: Sequence[str]
+    max_rows: int | None
+    generator: np.random.Generator
+    fail: Callable[[str, Exception], None]
+    batch: Batch | None = None
+
+    def __post_init__(self) -> None:
+        self.generator = copy.deepcopy(self.generator)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.selection import (
     elements,
     named_modules,
@@ -70,7 +69,7 @@ class WholeModel:
         self._versions = {p: version(p) for p in (*self._unheld, *self._cut_off)}
         plain = [part_of(p) for p in self._versions if is_shard(p) or type(p.data) is Tensor]
         if len(plain) == len(self._versions) > 0:  # writes through .data change no version
-            flags["untrained"] = [*torch._foreach_norm([*map(sampled_entries, plain)])]
+            flags["untrained"] = [*torch._foreach_norm(plain)]
 
     def updated(self, flags: Flags) -> None:
         """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""

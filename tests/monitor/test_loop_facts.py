@@ -98,6 +98,31 @@ def test_a_model_left_in_eval_mode(asked: dict[str, Any], wrap: Callable[..., nn
     assert found == [set(), set(), set(CHANGED), set(CHANGED)]
 
 
+def in_parts(model: Net) -> None:
+    """Keep statistics frozen on purpose."""
+    model.norm.eval()
+
+
+def after_an_evaluation(model: Net) -> None:
+    """Evaluate with gradients on."""
+    model.eval()
+    loss_of(model)
+    model.train()
+
+
+@pytest.mark.parametrize("look", [in_parts, after_an_evaluation])
+def test_what_is_no_training_in_eval_mode(look: Callable[[Net], None]) -> None:
+    model = Net()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        look(model)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+    assert [report.evaluated for report in reports_of(model, step)] == [()] * 4
+
+
 # --- the backward passes --------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
 from adiv_monitor.maths.estimates import (
     Estimate,
     Sample,
@@ -206,7 +206,8 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     out.flags["batch"] = [torch.tensor([1, 2])]
     out.forget("lost")
     products = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
-    calls = [AttentionSums(1e-7, torch.tensor(0.0), torch.tensor([[g]])) for g in (6.0, 7.0)]
+    scale = ScaleSums(*(torch.ones(1, 1, 1),) * 3)
+    calls = [AttentionSums(torch.tensor(0.0), scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
     found = fetch(out, products, {"z": calls})
     sums = found.sums
     assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))

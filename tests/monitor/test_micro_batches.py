@@ -21,8 +21,7 @@ def loss_of_part(model: nn.Module, batch: tuple[Tensor, Tensor], part: slice) ->
 FIRST, SECOND = slice(0, 3), slice(3, 6)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
+def test_a_micro_batch_that_asks_for_nothing() -> None:
     """A zero gradient has no defined factor; its rows are zero-gradient rows."""
     model, batch = mlp()
 
@@ -31,9 +30,6 @@ def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
             (weight * loss_of_part(model, batch, part)).backward()
 
     alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
-    if hooked:
-        for parameter in model.parameters():
-            parameter.register_hook(lambda g: 1.0 * g)
     found = one_step(model, in_turn)
     same(found, alone, but=("idle_share",))
     assert not found.notes

@@ -296,7 +296,7 @@ def test_a_run_whose_steps_are_not_seen_is_told(given: str) -> None:
 
 
 def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
-    """The number of live tensors is constant over 45 measured steps."""
+    """The number of live tensors does not rise over 45 measured steps."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     activations: list[weakref.ref[Tensor]] = []
@@ -311,7 +311,7 @@ def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
                 gc.collect()
                 counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
     gc.collect()
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[0] >= counts[1] >= counts[2]  # what earlier tests left may go meanwhile
     assert len(activations) == 45
     assert not any(ref() is not None for ref in activations)
     assert len(monitor.reports) == 2

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention import attention_scale_cv
-from adiv_monitor.maths.attention_sums import ScaleSums
 from adiv_monitor.maths.estimates import (
     Ends,
     Estimate,
@@ -261,16 +259,3 @@ def test_quantiles_of_few_rows_know_that_the_tail_lies_beyond_them(seen: int) ->
     value, error = quantiles(cosines[index], levels, share, Ends(-1.0, 1.0))
     outside = np.abs(value - np.quantile(cosines, levels)) > 3 * error
     assert (outside.mean(0) < (0.08 if seen == 4 else 0.02)).all()
-
-
-@pytest.mark.parametrize("spread", [0.1, 0.4])
-def test_the_variation_of_attentions_scales_is_not_biased(spread: float) -> None:
-    """Eight samples of many, whose scales have a mean and a variance of their own."""
-    random = np.random.default_rng(2)
-    scales = random.lognormal(0, spread, (2000, 1)) * random.lognormal(0, 0.5, (2000, 30))
-    index = np.stack([random.choice(2000, 8, replace=False) for _ in range(DRAWS)])
-    some, none = scales[index], np.zeros(())
-    sums = ScaleSums(np.full((DRAWS, 8), 30.0), some.sum(2), (some**2).sum(2), none, 1.0)
-    found = attention_scale_cv(sums, 1 - 8 / 2000).value
-    truth = scales.std() / scales.mean()
-    assert found.mean() == pytest.approx(truth, abs=0.15 * found.std())

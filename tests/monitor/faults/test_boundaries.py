@@ -27,7 +27,7 @@ ROOMS = (
     *("alarms.py", "monitor.py"),
 )
 ELSEWHERE = {
-    *("merge_ranks.py", "merge_rows.py", "ranks.py", "unsharded.py"),
+    *("merge_ranks.py", "merge_sums.py", "ranks.py", "unsharded.py"),
     "messages.py",
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions

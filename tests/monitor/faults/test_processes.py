@@ -27,7 +27,7 @@ TALKING = ("step/assembly.py", "step/ranks.py")
 # These merge tensors of the ranks of one group, or of all ranks.
 JOINING = ("step/unsharded.py", "capture/weights/shards.py")
 # Functions that only compute fail alike everywhere, so every eighth of them is tried.
-COMPUTING = ("step/merge_ranks.py", "step/merge_rows.py")
+COMPUTING = ("step/merge_ranks.py", "step/merge_sums.py")
 # Two kinds of errors are handled differently: RuntimeError, which the store raises when it is gone,
 # and all others. Without `--whole` one fault in `ONE_IN` is tried, a number coprime to that of the
 # kinds.
