@@ -124,18 +124,6 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x.tanh(), use_reentrant=self.reentrant)
 
 
-class Cast(nn.Module):
-    """Two calls that share one cast of the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return (self.inner(x) + self.inner(x.square())).float()
-
-
 def image(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Unflatten(-1, (2, 1, 3)), nn.Flatten(0, 1), module)
 
@@ -144,7 +132,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 6),
     "conv": lambda: image(nn.Conv2d(2, 6, (1, 2))),
     "re-entrant": lambda: Checkpointed(reentrant=True),
-    "cast": Cast,
     "attention": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
     "affine-like": lambda: AffineLikeLinear(6, 6),
 }

@@ -101,13 +101,6 @@ def in_three(model: nn.Module) -> None:
         loss_of(model, *words(TOKENS // 2, seed)).backward()
 
 
-def again(model: nn.Module) -> None:
-    """Run a first attempt that is discarded."""
-    (3 * loss_of(model, *words(TOKENS, 1))).backward()
-    model.zero_grad()
-    in_three(model)
-
-
 def one_use_more_often(model: nn.Module) -> None:
     """Run passes with different sets of uses."""
     in_three(model)
@@ -122,7 +115,6 @@ WAYS: dict[str, dict[str, Callable[[nn.Module], object]]] = {
     "plain": {},
     "micro-batches": {"backward": in_three},
     "clipped": {"backward": in_three, "before_step": clipped},
-    "given up": {"backward": again},
     "one more often": {"backward": one_use_more_often},
 }
 

@@ -112,19 +112,3 @@ def test_encoders_take_their_fast_path_where_nothing_requires_gradients(
     assert len(taken) == STEPS
     monitored = trained(encoder, PATHS[name], 1)
     assert len(taken) == 2 * STEPS and all(map(torch.equal, monitored, plain))
-
-
-def test_a_part_is_evaluated_on_its_fast_path_while_a_report_waits(taken: list[int]) -> None:
-    model = nn.Sequential(nn.Linear(SIZE, SIZE), encoder())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x = torch.randn(4, 5, SIZE)
-    with Monitor(model, optimizer, every_n_steps=2) as monitor:
-        for step in range(4):
-            model(x).square().mean().backward()
-            optimizer.step()
-            model.eval()
-            with torch.no_grad():
-                model[1](x)
-            model.train()
-            assert len(taken) == step + 1
-    assert [report.step for report in monitor.reports] == [0, 2]
