@@ -17,7 +17,7 @@ _LINE = 64  # entries; every tensor in a buffer begins at a multiple of it
 _CHUNK = 2**22  # entries that are multiplied at once
 # Entries of a tensor that stays by itself on a CPU, where an operation on it costs more than its
 # call; and of the lines of such a tensor, at most.
-_LARGE, _LONG_LINE = 2**17, 2**12
+LARGE, _LONG_LINE = 2**17, 2**12
 
 
 class Flat:
@@ -36,7 +36,7 @@ class Flat:
 
     def __init__(self, like: Mapping[int, Tensor]) -> None:
         self._like = _described(like)
-        self._large = tuple(key for key, x in like.items() if x.is_cpu and x.numel() >= _LARGE)
+        self._large = tuple(key for key, x in like.items() if x.is_cpu and x.numel() >= LARGE)
         alike: dict[object, list[int]] = defaultdict(list)
         for key in [key for key in like if key not in self._large]:
             alike[like[key].shape, like[key].stride()].append(key)

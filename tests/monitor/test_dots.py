@@ -17,7 +17,7 @@ def test_tensors_in_one_buffer_have_their_own_sums(
     if device != "cpu":  # where torch has no sums of segments
         monkeypatch.delattr(torch, "segment_reduce")
         monkeypatch.setattr(totals, "_WITH_SEGMENTS", ())
-    monkeypatch.setattr(flat, "_LARGE", 1_000)
+    monkeypatch.setattr(flat, "LARGE", 1_000)
     a, b = (
         {i: torch.randn(n, 3, dtype=dtype).t() for i, n in enumerate((1, 400, 0, 70))}
         for _ in range(2)
