@@ -668,16 +668,3 @@ def test_what_can_not_be_asked_for() -> None:
         Monitor(model, None, realised=True)
     with pytest.raises(TypeError, match=r"Monitor\(realised=…\): got str, expected True"):
         Monitor(model, sgd, realised="loss")  # type: ignore[arg-type]
-
-
-def test_without_it_nothing_runs_again() -> None:
-    model, batches = made("residual")
-    calls = []
-    model.head.register_forward_hook(lambda *_: calls.append(1))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, loop(batches[:1]), realised=False)
-    assert len(calls) == 1
-    assert report.layers["head"].realised_cosine is None
-    assert report.realised_loss_change is None
-    assert trained(model, sgd, loop(batches[:1])).layers["head"].realised_cosine is not None
-    assert len(calls) == 1 + 4

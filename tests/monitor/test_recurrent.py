@@ -405,20 +405,6 @@ def test_checkpointing(kind: str, reentrant: bool) -> None:
     same(found, one_step(by_hand, backward, max_rows=None))
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
-def test_parts_that_are_not_trained(kind: str, frozen: str) -> None:
-    fused, _ = nets(kind, num_layers=2)
-    for name, parameter in fused.rnn.named_parameters():
-        parameter.requires_grad_(not name.startswith(frozen) and "ih_l0" not in name)
-    by_hand = Net(ByHand(kind, fused.rnn), H)
-    by_hand.head.load_state_dict(fused.head.state_dict())
-    found = one_step(fused, lambda net: net(padded()).backward(), max_rows=None)
-    assert found.coverage == 1.0
-    assert "rnn.input_l0" not in found.layers
-    same(found, one_step(by_hand, lambda net: net(padded()).backward(), max_rows=None))
-
-
 # Calls that cannot be measured are reported, and the run is unaffected.
 
 

@@ -151,35 +151,3 @@ def test_the_realised_change_of_the_loss_starts_from_the_state_of_the_step(in_pl
     new.load_state_dict({**new.state_dict(), **dict(model.named_parameters())})
     change = on_probe(new) - on_probe(old)
     assert monitor.latest.realised_loss_change == pytest.approx(change, rel=1e-4)
-
-
-def test_hooks_and_closures_share_the_state() -> None:
-    """As the features that hooks collect for a model's forward, in a dictionary of both."""
-
-    class Collecting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-            self.shift = torch.zeros(3, requires_grad=True)  # trained, though no parameter
-            self.features = features = {}
-
-            def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-                features["z"] = output
-
-            self.first.register_forward_hook(keep)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.first(x)
-            return self.last(torch.relu(self.features.pop("z"))) + self.shift
-
-    model = Collecting()
-    optimizer = torch.optim.SGD([*model.parameters(), model.shift], 0.1)
-    with Monitor(model, optimizer, every_n_steps=1, realised=CRITERION) as monitor:
-        loss(model, 0).backward()
-        before = on_probe(model)
-        optimizer.step()
-    assert monitor.latest is not None
-    # The probe runs with the parameters of before; what is no parameter has moved then.
-    change = on_probe(model) - before
-    assert monitor.latest.realised_loss_change == pytest.approx(change, rel=1e-4)
