@@ -1,52 +1,54 @@
 """Checks of the arguments of `Monitor`, with errors that say what is expected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from inspect import signature
 from typing import TypeGuard
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.capture.loss_hook import takes
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.step.controller import Asked
 from adiv_monitor.step.schedule import Unasked
 from adiv_monitor.step.stepping import runs_hooks
+from adiv_monitor.step.training import Training
 
 DEFAULT_MAX_ROWS = 128
 DEFAULT_MAX_OVERHEAD = Unasked(0.01)
 
 
-def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, Tensor] | None:
-    """Return the parameters that the optimizer steps, by id in its order; None without optimizer.
-
-    Raises:
-        ValueError: the optimizer holds no trainable parameter of the model.
-    """
-    if optimizer is None:
-        return None
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in trainable(model)):
-        raise ValueError(
-            f"Monitor: got a {type(optimizer).__name__} that holds none of the trainable "
-            f"parameters of {type(model).__name__}, expected the optimizer that trains this model; "
-            "if it trains master copies, give optimizer=None and call end_step() after each "
-            "backward pass"
-        )
-    return held
-
-
-def check_training(model: object, optimizer: object, loss: object) -> None:
-    """Raise TypeError or ValueError for a model, optimizer or loss that can't be monitored."""
-    _check_model(model)
-    _check_optimizer(optimizer)
-    _check_is_instance("loss", loss)
-    if loss is not None and not callable(loss):
+def check_training(training: Training) -> None:
+    """Raise TypeError or ValueError for a training, or options of it, that can't be monitored."""
+    of = training
+    _check_model(of.model)
+    _check_optimizer(of.optimizer)
+    _check_is_instance("loss", of.loss)
+    if of.loss is not None and not callable(of.loss):
         raise TypeError(
-            f"Monitor(loss=…): got {type(loss).__name__}, expected the module that computes the "
+            f"Monitor(loss=…): got {type(of.loss).__name__}, expected the module that computes the "
             "loss, a function (output of the model) → loss, or None"
+        )
+    _check_count("max_rows", of.max_rows, or_none=True)
+    for name in ("attainable", "attention"):
+        if not isinstance(value := getattr(of, name), bool):
+            raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
+    _check_realised(of.realised, of.optimizer)
+    if of.alignment is not None:
+        from adiv_monitor.alignment.probe import Probe
+
+        if not isinstance(of.alignment, Probe):
+            raise TypeError(
+                f"Monitor(alignment=…): got {type(of.alignment).__name__}, expected an "
+                "adiv_monitor.alignment.Probe of the batch to run, or None"
+            )
+    _check_layers(of)
+    if of.optimizer is not None and not {*trainable(of.model)}.intersection(of.trained()):
+        raise ValueError(
+            f"Monitor: got a {type(of.optimizer).__name__} that holds none of the trainable "
+            f"parameters of {type(of.model).__name__}, expected the optimizer that trains this "
+            "model; if it trains master copies, give optimizer=None and call end_step() after each "
+            "backward pass"
         )
 
 
@@ -62,34 +64,20 @@ def check_schedule(every_n_steps: object, max_overhead: object, seed: object) ->
         raise ValueError(f"Monitor(seed=…): got {seed!r}, expected an integer of at least 0")
 
 
-def check_asked(asked: Asked, optimizer: object) -> None:
-    """Raise TypeError or ValueError for invalid options of what to measure."""
-    _check_count("max_rows", asked.max_rows, or_none=True)
-    for name, value in {"attainable": asked.attainable, "attention": asked.attention}.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
-    _check_realised(asked.realised, optimizer)
-    if asked.alignment is not None and not isinstance(asked.alignment, Probe):
-        raise TypeError(
-            f"Monitor(alignment=…): got {type(asked.alignment).__name__}, expected an "
-            "adiv_monitor.alignment.Probe of the batch to run, or None"
-        )
-
-
-def check_layers(layers: object, layers_per_step: object, asked: Asked) -> None:
-    """Raise TypeError or ValueError for an invalid choice of layers or of layers per step."""
-    _check_count("layers_per_step", layers_per_step, or_none=True)
-    for name, given in (("realised", asked.realised), ("alignment", asked.alignment)):
-        if layers_per_step is not None and given not in (False, None):
+def _check_layers(of: Training) -> None:
+    layers, several = of.layers, of.layers_per_step
+    _check_count("layers_per_step", several, or_none=True)
+    for name in ("realised", "alignment"):
+        if several is not None and getattr(of, name) not in (False, None):
             raise ValueError(
-                f"Monitor({name}=…): got it with layers_per_step={layers_per_step}, expected one "
+                f"Monitor({name}=…): got it with layers_per_step={several}, expected one "
                 "of the two: it copies all parameters, which layers_per_step is meant to avoid"
             )
     if isinstance(layers, str):
         raise TypeError(
             f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
         )
-    if callable(layers) and not _takes_two(layers):
+    if callable(layers) and not takes(layers, "", None):
         raise TypeError(
             "Monitor(layers=…): got a function that does not take two arguments, expected a "
             "predicate (path, module) → bool"
@@ -193,16 +181,6 @@ def _check_realised(realised: object, optimizer: object) -> None:
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "change the weights"
         )
-
-
-def _takes_two(function: Callable[..., object]) -> bool:
-    try:
-        signature(function).bind("", None)
-    except TypeError:
-        return False
-    except ValueError:  # functions written in C may have no signature
-        pass
-    return True
 
 
 def _is_share(value: object) -> bool:

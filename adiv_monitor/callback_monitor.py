@@ -1,10 +1,10 @@
 """The monitor that trainer callbacks use: its options, and how it stops without an exception."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from inspect import Parameter, signature
-from typing import Any, Literal, TypedDict, TypeVar
+from inspect import signature
+from typing import Any, Literal, TypedDict
 
 from adiv_monitor.alarms import Rules
 from adiv_monitor.capture.loss_hook import LossOf
@@ -19,7 +19,6 @@ from adiv_monitor.sinks.scalars import Metrics, Scalars
 from adiv_monitor.step.schedule import Unasked
 
 _logger = logging.getLogger("adiv_monitor")
-Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class CallbackOptions(TypedDict, total=False):
@@ -56,20 +55,7 @@ class CallbackOptions(TypedDict, total=False):
 
 
 _KNOWN = {**signature(Metrics).parameters, **signature(Monitor).parameters}
-_OPTIONS = {
-    name: _KNOWN[name].replace(kind=Parameter.KEYWORD_ONLY)
-    for name in CallbackOptions.__annotations__
-}
-
-
-def with_options(init: Init) -> Init:
-    """Make `help` and `inspect` show the options in place of `**options`."""
-    own = signature(init)
-    named = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    init.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[*named, *_OPTIONS.values()]
-    )
-    return init
+_DEFAULTS = {name: _KNOWN[name].default for name in CallbackOptions.__annotations__}
 
 
 @dataclass(frozen=True)
@@ -101,9 +87,9 @@ class Settings:
             TypeError: a name is not an option, or a sink is not a sink.
             ValueError: a measure or a choice is unknown.
         """
-        if unknown := [name for name in given if name not in _OPTIONS]:
+        if unknown := [name for name in given if name not in _DEFAULTS]:
             raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
-        monitor = {name: parameter.default for name, parameter in _OPTIONS.items()} | {**given}
+        monitor = {**_DEFAULTS, **given}
         if isinstance(bound := monitor["max_overhead"], Unasked):
             monitor["max_overhead"] = float(bound) if every_n_steps is None else None
         logged = {f.name: monitor.pop(f.name) for f in fields(Metrics) if f.name in monitor}
@@ -135,7 +121,7 @@ class CallbackMonitor(Monitor):
         return next(reversed(self._outlet.reports), None)
 
     def _name(self) -> str:
-        return self._called and f"{self._called} ({type(self._optimizer).__name__})"
+        return self._called and f"{self._called} ({type(self._training.optimizer).__name__})"
 
     def _stop(self, error: AlarmError) -> None:
         self.alarmed = self.alarmed or error

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,6 @@ from adiv_monitor.callback_monitor import (
     CallbackOptions,
     Settings,
     log_stop,
-    with_options,
 )
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
@@ -79,7 +78,6 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         monitor: the monitor of the current or last training, or None before the first.
     """
 
-    @with_options
     def __init__(
         self,
         every_n_steps: int | None = None,
@@ -89,19 +87,14 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self._settings = Settings.of("DivergenceTrainerCallback", options, every_n_steps)
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
+        self._own: dict[str, Any] = {}  # its methods, as far as they were set on it
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
         self._reason: AlarmError | None = None  # why training stops
         self.monitor: CallbackMonitor | None = None
 
     # --- events of the Trainer -------------------------------------------------------------------
 
-    def on_train_begin(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Create and attach the monitor, now that the optimizer and the checkpoint are loaded."""
         self.close()  # where the last training failed
         trainer = _calling_trainer()
@@ -123,31 +116,22 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self.monitor.attach()
         self._trainer = trainer
         self._losses.clear()
-        _listen(trainer, self.close, self._note_loss)
+        self._own = {name: vars(trainer).get(name) for name in _WORK}
+        for name in _WORK:
+            note = self._note_loss if name == _TRAINS else _nothing
+            setattr(trainer, name, _watched(getattr(trainer, name), self.close, note))
 
     def _note_loss(self, loss: Any) -> None:
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        if self._trainer is not None and isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
-    def on_pre_optimizer_step(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **kwargs: Any,
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the loss of the step: the sum over its micro-batches."""
         if self.monitor is not None and self._losses:
             self.monitor.log_loss(torch.stack(self._losses).sum())
         self._losses.clear()
 
-    def on_step_end(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the training if an alarm does."""
         self._stop(state, control)
 
@@ -160,13 +144,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             log_stop(error)
         self._reason = error
 
-    def on_evaluate(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the metric that early stopping and the best checkpoint follow, if it is a summary."""
         self._stop(state, control)
         metric = _followed(args)
@@ -180,32 +158,20 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         (value,) = broadcast_object_list([named.get(metric, math.nan)])
         kwargs["metrics"][f"eval_{metric}"] = value
 
-    def on_epoch_end(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **kwargs: Any,
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete the last report while the Trainer's loggers are open."""
         if control.should_training_stop:
             self.close()
 
-    def on_train_end(
-        self,
-        args: "TrainingArguments",
-        state: "TrainerState",
-        control: "TrainerControl",
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the monitor."""
         self.close()
 
     def close(self) -> None:
         """Complete the current report and remove the monitor; calling it again does nothing."""
-        if self._trainer is not None:
-            _unlisten(self._trainer, self.close, self._note_loss)
-            self._trainer = None
+        trainer, self._trainer = self._trainer, None
+        for name, own in self._own.items() if trainer is not None else ():
+            delattr(trainer, name) if own is None else setattr(trainer, name, own)
         if self.monitor is not None:
             self.monitor.close()
 
@@ -315,55 +281,28 @@ def _calling_trainer() -> Trainer:
     )
 
 
+def _nothing(_: Any) -> None: ...
+
+
 # --- failures and losses, for which the Trainer has no event -------------------------------------
 
 _TRAINS = "training_step"
 _WORK = ("get_batch_samples", _TRAINS, "evaluate")
 
 
-class _Watched:
-    """Wraps a method of the Trainer, and reports its results and exceptions to listeners."""
+def _watched(
+    method: Callable[..., Any], failed: Callable[[], None], returned: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """Return a method of the Trainer that passes its results on, and says if it fails."""
 
-    def __init__(self, method: Callable[..., Any], is_own: bool) -> None:
-        self.method = method
-        self.is_own = is_own  # whether it was set on this instance of the Trainer
-        self.failed: list[Callable[[], None]] = []
-        self.returned: list[Callable[[Any], None]] = []
-        update_wrapper(self, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
         try:
-            given = self.method(*args, **kwargs)
+            given = method(*args, **kwargs)
         except BaseException:
-            for failed in tuple(self.failed):
-                failed()
+            failed()
             raise
-        for listener in self.returned:
-            listener(given)
+        returned(given)
         return given
 
-
-def _listen(trainer: Trainer, failed: Callable[[], None], on_loss: Callable[[Any], None]) -> None:
-    for name in _WORK:
-        method = getattr(trainer, name)
-        if not isinstance(method, _Watched):
-            method = _Watched(method, is_own=name in vars(trainer))
-            setattr(trainer, name, method)
-        method.failed.append(failed)
-        if name == _TRAINS:
-            method.returned.append(on_loss)
-
-
-def _unlisten(trainer: Trainer, failed: Callable[[], None], on_loss: Callable[[Any], None]) -> None:
-    """Undo `_listen`; without listeners the Trainer has its own methods again."""
-    for name in _WORK:
-        watched = getattr(trainer, name)
-        watched.failed.remove(failed)
-        if name == _TRAINS:
-            watched.returned.remove(on_loss)
-        if watched.failed:
-            continue
-        if watched.is_own:
-            setattr(trainer, name, watched.method)
-        else:
-            delattr(trainer, name)
+    return watched

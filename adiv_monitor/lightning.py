@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.callback_monitor import (
     CallbackMonitor,
     CallbackOptions,
     Settings,
     log_stop,
-    with_options,
 )
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.errors import AlarmError
@@ -32,6 +30,8 @@ from adiv_monitor.sinks.scalars import Metrics, alarms_tag
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
     from typing_extensions import Unpack
+
+    from adiv_monitor.alignment.probe import Probe
 
 
 _NAME = "optimizer_"
@@ -83,12 +83,11 @@ class DivergenceCallback(Callback):
             one).
     """
 
-    @with_options
     def __init__(
         self,
         every_n_steps: int | None = None,
         *,
-        alignment: Probe | None = None,
+        alignment: "Probe | None" = None,
         prog_bar: bool = False,
         **options: "Unpack[CallbackOptions]",
     ) -> None:

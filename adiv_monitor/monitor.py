@@ -2,7 +2,6 @@
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,38 +14,35 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.alarms import Rules
-from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
     DEFAULT_MAX_OVERHEAD,
     DEFAULT_MAX_ROWS,
-    check_asked,
     check_choice,
-    check_layers,
     check_reports,
     check_schedule,
     check_step,
     check_training,
-    held_parameters,
 )
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook
-from adiv_monitor.capture.loss_hook import LossHook, LossOf
-from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure
+from adiv_monitor.capture.loss_hook import LossOf
+from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
-from adiv_monitor.report import StepReport, Turn
+from adiv_monitor.report import StepReport
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.rerun.thread import ThreadState, run_apart
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.step.controller import Asked, Followed, StepController
+from adiv_monitor.step.controller import StepController
 from adiv_monitor.step.failures import Failures
-from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
-from adiv_monitor.step.turns import in_turn
+from adiv_monitor.step.training import Training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from adiv_monitor.alignment.probe import Probe
 
 _never_attached: WeakSet["Monitor"] = WeakSet()
 _attached: WeakSet["Monitor"] = WeakSet()
@@ -164,7 +160,7 @@ class Monitor:
         attention: bool = False,
         realised: bool | LossOf = False,
         loss: LossOf | None = None,
-        alignment: Probe | None = None,
+        alignment: "Probe | None" = None,
         alarms: Rules = (),
         on_alarm: Literal["warn", "stop"] = "warn",
         sinks: Sequence[Sink] = (),
@@ -173,50 +169,32 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         optimizer = stepping(optimizer)
-        stops = on_alarm == "stop"
-        asked = Asked(max_rows, attainable, attention, realised, alignment, stops, loss)
-        check_training(model, optimizer, loss)
+        asked = max_rows, attainable, attention, realised, loss, alignment
+        training = Training(model, optimizer, layers, layers_per_step, *asked)
+        check_training(training)
         check_schedule(every_n_steps, max_overhead, seed)
-        check_asked(asked, optimizer)
-        check_layers(layers, layers_per_step, asked)
         check_reports(sinks, keep, alarms, on_alarm, on_error)
-        self._model = model
-        self._optimizer = optimizer
-        self._choice = layers
-        self._layers_per_step = layers_per_step
-        self._turns = 0  # number of measured steps so far
-        self._measures_now = True  # the first step
-        self._stops = asked.stops
+        self.step = 0
+        self._training = training
+        self._stops = on_alarm == "stop"
         self._generator = np.random.default_rng(seed)
         self._failures = Failures(on_error)
         self._outlet = Outlet(sinks, alarms, keep, self._failures)
         self._schedule = Schedule(every_n_steps, max_overhead)
-        self._losses = LossLog()
-        if loss is None and not isinstance(realised, bool):
-            loss = realised
-        fail = partial(self._failures.tell, "the loss")
-        seen = None if loss is None else LossHook(loss, model, self._see_loss, fail)
-        self._loss_hook = seen
-        due = None if seen is None or seen.stays else seen  # put on for measured steps
         self._controller = StepController(
-            Followed(model, optimizer, self._select_due, due),
-            asked,
-            self._generator,
-            self._schedule,
-            self._failures,
-            self._emit,
-            self._losses,
+            training, self._generator, self._schedule, self._failures, self._now, self._emit
         )
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._is_alone = True  # no other monitor was attached at the same time
         self._hooks: list[RemovableHandle] = []  # on the optimizer
-        self._selected: tuple[object, Selection] | None = None  # of which structure
-        self.step = 0
-        selection = self._select()
+        selection = training.selection()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
         self._sample = selection.parameters[:1]  # training writes to it
         self._follow_weights()
+
+    def _now(self) -> int:
+        return self.step
 
     def _follow_weights(self) -> None:
         """Record the versions of the weights, for `_check_attached`."""
@@ -298,8 +276,7 @@ class Monitor:
                 "Monitor: got a copy, or a pickle, of a monitor that is attached, expected none: "
                 "it holds hooks on its model; create a new Monitor for the copy of the model"
             )
-        # The hooks belong to the optimizer, and the selection to the model, of the original.
-        return {**vars(self), "_hooks": [], "_selected": None}
+        return {**vars(self), "_hooks": []}  # they belong to the optimizer of the original
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -329,18 +306,13 @@ class Monitor:
         if len(_attached) > 1:
             for each in _attached:
                 each._is_alone = False
-        if self._optimizer is not None:
+        if self._training.optimizer is not None:
             # A compiled optimizer step must not trace them.
             bodies = self._before_step, self._after_step
             before, after = (Hook(body) for body in map(torch.compiler.disable, bodies))
-            self._hooks.append(self._optimizer.register_step_pre_hook(before))
-            self._hooks.append(self._optimizer.register_step_post_hook(after))
-        if self._loss_hook is not None and self._loss_hook.stays:
-            self._failures.safely(self._loss_hook.put_on)
-        self._failures.safely(self._controller.assembly.join, self._paths)
-        self._failures.safely(self._begin)
-        self._failures.safely(self._controller.refer)
-        self._failures.safely(self._controller.arm, self.step)
+            self._hooks.append(self._training.optimizer.register_step_pre_hook(before))
+            self._hooks.append(self._training.optimizer.register_step_post_hook(after))
+        self._failures.safely(self._controller.begin, self._paths)
 
     def close(self, *, quietly: bool = False) -> None:
         """Complete the current report, remove every hook and close the sinks.
@@ -371,17 +343,15 @@ class Monitor:
 
     def _name(self) -> str:
         """Return what tells this monitor from others in their closing lines."""
-        model = type(self._model).__name__
-        optimizer = self._optimizer
+        optimizer, model = self._training.optimizer, type(self._training.model).__name__
         return model if optimizer is None else f"{type(optimizer).__name__} of {model}"
 
     def _add_last_losses(self) -> None:
-        self._outlet.add_last_losses(self._losses.take(self.step))
+        self._outlet.add_last_losses(self._controller.losses.take(self.step))
 
     def _take_off(self) -> None:
         """Remove every hook that is set; it can be called again if it was interrupted."""
-        seen = () if self._loss_hook is None else (self._loss_hook.remove,)
-        call_all(self._controller.release, *seen, *[hook.remove for hook in self._hooks])
+        call_all(self._controller.leave, *[hook.remove for hook in self._hooks])
 
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run an action within the training; an exception that leaves it removes all hooks."""
@@ -411,11 +381,8 @@ class Monitor:
         """
         if torch.compiler.is_compiling() or self._state == "closed":
             return
-        self._losses.say(check_step(self.step if step is None else step), value)
-
-    def _see_loss(self, value: Tensor) -> None:
-        self._losses.see(self.step, value)
-        self._controller.sees_loss(value)
+        number = check_step(self.step if step is None else step)
+        self._controller.losses.add(number, value, is_said=True)
 
     def end_step(self) -> None:
         """Mark the end of a step of a monitor without an optimizer, when gradients are complete.
@@ -425,10 +392,11 @@ class Monitor:
                 attached.
             AlarmError: with `on_alarm="stop"`, if the report has alarms.
         """
-        if self._optimizer is not None or self._state != "attached":
+        has_optimizer = self._training.optimizer is not None
+        if has_optimizer or self._state != "attached":
             raise AdivError(
                 f"Monitor.end_step: got a monitor that is {self._state}"
-                f"{'' if self._optimizer is None else ' and has an optimizer'}, expected an "
+                f"{' and has an optimizer' if has_optimizer else ''}, expected an "
                 "attached one with optimizer=None; with an optimizer, steps are counted by "
                 "themselves"
             )
@@ -463,9 +431,8 @@ class Monitor:
         return {
             "step": self.step,
             "generator": self._generator.bit_generator.state,
-            "costs": self._schedule.costs(),
+            **self._schedule.state(),
             "alignment": self._controller.reference(),
-            "turns": self._turns,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -483,8 +450,7 @@ class Monitor:
             )
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]
-        self._schedule.resume(state.get("costs", ()))
-        self._turns = int(state.get("turns", 0))
+        self._schedule.resume(state.get("costs", ()), state.get("turns", 0))
         self._controller.resume(state.get("alignment"))
 
     def _before_step(
@@ -493,13 +459,10 @@ class Monitor:
         """Run before every optimizer step."""
         return self._guarded(self._step_begins, optimizer, args, kwargs)
 
-    def _step_begins(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _step_begins(self, optimizer: Optimizer, *given: Any) -> Any:
         if is_within_own_step(optimizer):
             return None
-        self._losses.step_begins()
-        return self._controller.step_begins(self.step, optimizer, args, kwargs)
+        return self._controller.step_begins(optimizer, *given)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Run after every optimizer step."""
@@ -509,24 +472,16 @@ class Monitor:
         if is_within_own_step(optimizer):
             return
         try:
-            self._losses.step_ends()
             self._controller.step_ends()
         finally:
             self._count()
 
-    def _begin(self) -> None:
-        self._schedule.begin(self.step, next(self._model.parameters()), self._paths)
-
     def _count(self) -> None:
         self.step += 1
-        self._turns += self._measures_now
-        self._measures_now = bool(self._failures.safely(self._schedule.step_ended, self.step))
-        if self._measures_now:
-            self._failures.safely(self._controller.arm, self.step)
+        if self._failures.safely(self._schedule.step_ended, self.step):
+            self._failures.safely(self._controller.arm)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
-        if self._loss_hook is not None and not report.losses:
-            report = replace(report, notes=(*report.notes, self._loss_hook.unseen))
         if (last := self._outlet.take(report, writes, self._ends_training)) is not None:
             self._stop(AlarmError(last))
 
@@ -540,15 +495,3 @@ class Monitor:
         self._state = "stopped"
         self._take_off()
         raise error
-
-    def _select(self) -> Selection:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        held = {id(p): p for group in groups for p in group["params"]}  # more may be added
-        now = structure(self._model, held)
-        if self._selected is None or now is None or now != self._selected[0]:
-            every = held_parameters(self._model, self._optimizer)
-            self._selected = now, select(self._model, every, self._choice)
-        return self._selected[1]
-
-    def _select_due(self) -> tuple[Selection, Turn | None]:
-        return in_turn(self._select(), self._layers_per_step, self._turns)

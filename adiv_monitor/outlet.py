@@ -52,7 +52,7 @@ class Outlet:
 
         def fail(rule: str, error: Exception) -> None:
             name = f"The alarm {rule}"
-            failures.append(self._failures.of_users(name, error, name))
+            failures.append(self._failures.handle(error, name, f"{name} failed"))
 
         alarms = self._failures.safely(self._alarms.of, report, fail) or ()
         report = replace(report, alarms=alarms, notes=(*report.notes, *failures))
@@ -60,7 +60,8 @@ class Outlet:
         if writes:
             self._failures.safely(self.running.add, report)
             self._warn(report, () if is_last else alarms)
-            if failures := [*self._write(report)]:
+            of_sinks = (self._failures.guard_sink(s, s.write, report) for s in self._sinks)
+            if failures := [said for said in of_sinks if said]:
                 report = replace(report, notes=(*report.notes, *failures))
         self.reports.append(report)
         del self.reports[: -self._keep]
@@ -74,7 +75,7 @@ class Outlet:
         self._warn_of_non_finite()
         for sink in self._sinks:
             if callable(add := getattr(sink, "add_losses", None)):
-                self._failures.guard_sink(sink, partial(add, losses))
+                self._failures.guard_sink(sink, add, losses)
 
     def closings(self, whose: str, *, quietly: bool) -> Iterator[Callable[[], object]]:
         """Yield the actions at the end of the run: close the sinks, then log a closing line.
@@ -89,13 +90,6 @@ class Outlet:
             from adiv_monitor.sinks.conclusion import conclude
 
             yield partial(self._failures.safely, conclude, self.running, self._sinks, whose)
-
-    def _write(self, report: StepReport) -> Iterator[str]:
-        """Pass the report to the sinks; yield a message for each one that fails."""
-        for sink in self._sinks:
-            failure = self._failures.guard_sink(sink, partial(sink.write, report))
-            if failure is not None:
-                yield failure
 
     def _warn(self, report: StepReport, alarms: Sequence[Alarm]) -> None:
         """Warn once of each alarm in each layer, and of each rule that has nothing to compare."""

@@ -19,9 +19,6 @@ def no_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
     on_optimizer = (
         []
         if optimizer is None
-        else [
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-        ]
+        else [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     )
     return not any(on_modules + on_parameters + on_optimizer)

@@ -99,9 +99,7 @@ def trials(**loss: float) -> dict[float, Trial]:
 
 
 def by_reports(
-    *steps: dict[str, LayerReading],
-    rates: tuple[float, ...] = (),
-    losses: tuple[float, ...] = (),
+    *steps: dict[str, LayerReading], rates: tuple[float, ...] = (), losses: tuple[float, ...] = ()
 ) -> Record:
     """Return a run that is known by its reports alone: one of every tenth step."""
     running = Running()

@@ -54,9 +54,7 @@ def groups_of(module: nn.Module, n_total: int) -> int:
 
 
 def take_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    backward: Callable[[nn.Module], None],
+    model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[nn.Module], None]
 ) -> dict[str, LayerTruth]:
     """Take one step, with gradients from `backward`; return the truth of every layer used in it."""
     saved: dict[str, _Saved] = defaultdict(_Saved)

@@ -32,9 +32,7 @@ EVERYWHERE = {
     r"rows? of process": "rank",
 }
 # Outside of code, where the word may mean something else.
-IN_DOCS = {
-    r"remed(y|ies)": "fix",
-}
+IN_DOCS = {r"remed(y|ies)": "fix"}
 
 
 def docs() -> Iterator[Path]:

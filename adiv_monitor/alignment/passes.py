@@ -3,12 +3,12 @@
 The pass records a graph, of which nothing is differentiated: it tells which layers feed which.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -23,15 +23,14 @@ from adiv_monitor.alignment.seen import Seen
 from adiv_monitor.capture.second_pass import SecondPass
 from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
 from adiv_monitor.capture.weights.shards import is_parallel, is_shard
-from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.errors import AdivError
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, maps_of, uses_of
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused, Use
+from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings, devices_of, is_plain, untouched
-from adiv_monitor.rerun.twin import Arguments
+from adiv_monitor.rerun.surroundings import Surroundings, devices_of
 
 
 def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str]]:
@@ -44,8 +43,18 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
         AdivError: none of the layers is called, or the model uses tensor parallelism.
         ValueError: a pattern fits no layer.
         TypeError: the model can't be called with the batch.
+        Refused: a module is scripted.
     """
-    _check_arguments(model, probe)
+    inside, (args, kwargs) = inside_wrappers(model), probe.arguments
+    with suppress(ValueError):  # compiled code has no signature
+        expected = signature(inside.forward)
+        try:
+            expected.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"Probe(batch=…): {type(inside).__name__}.forward{expected} can't be called with "
+                f"it ({error}), expected the model's arguments alone, without targets"
+            ) from None
     if is_parallel(model):
         raise AdivError(
             "Probe: some layers are computed by several ranks together (tensor parallelism), "
@@ -54,15 +63,14 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
     modules = list(model.modules())
     surroundings = Surroundings(Randomness(devices_of(modules)))
 
-    def run() -> _Uses:
+    def look_at_uses() -> _Uses:
         with ExitStack() as stack:
             for kind in {device.type for device in surroundings.devices}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             # So that a weight is one tensor throughout. `untouched` resets it. The generator of
             # `parametrize.cached()`, left by an interrupt, would count down once more when it dies.
             parametrize._cache_enabled = 1
-            for module in modules:  # without `eval()`, which some override to do more
-                module.training = False
+            for module in modules:
                 reshard = getattr(module, "reshard", None)
                 if callable(reshard):  # FSDP2 would keep the root's weights unsharded
                     stack.callback(reshard)
@@ -73,12 +81,18 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
             # The model may change its arguments in place.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, probe.arguments)
             with (uses := _Uses(model, probe)):
-                inside_wrappers(model)(*args, **kwargs)
+                inside(*args, **kwargs)
             return uses
 
-    copies = {p: p.detach().clone() for p in model.parameters() if p.requires_grad and is_plain(p)}
-    uses = untouched(modules, surroundings, run, copies)  # a forward may clamp its weights
-    _check_patterns(probe, model, [*uses.seen, *uses.passed])
+    uses = run(modules, surroundings, None, look_at_uses, by_all_ranks=True, keeps=())
+    paths = [*uses.seen, *uses.passed]
+    if isinstance(probe.layers, Sequence) and paths:  # some may fit what this pass does not reach
+        known = [*paths, *(path for path, _ in model.named_modules())]
+        if idle := [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]:
+            raise ValueError(
+                f"Probe(layers=…): {idle[0]!r} fits no layer, expected patterns over "
+                f"{', '.join(paths)}"
+            )
     if not uses.seen:
         raise AdivError(
             f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "
@@ -121,14 +135,7 @@ class _Uses(SecondPass):
             layer.entrywise = tuple(self._acting[path])
         self._made.clear()
 
-    def use(
-        self,
-        use: Use,
-        output: Tensor,
-        known: Layer | str | None = None,
-        *,
-        checked: bool = True,
-    ) -> None:
+    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take a use of weights."""
         layer = self.layers.of(use, known)
         if layer is None:
@@ -145,16 +152,11 @@ class _Uses(SecondPass):
             self._see(layer, use, shape, sources)
         self._makes([output], [layer.path])
 
-    def maps(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
-    ) -> list[Tensor]:
+    def maps(self, made: RecurrentCall, outputs: tuple[Tensor, ...], *_: Any) -> list[Tensor]:
         """Take the linear maps in a recurrent call."""
         layers = {use.part: self.layers.of(use) for use in uses_of(made)}
-        if made.draws or not all(layer and layer.weight for layer in layers.values()):
-            raise Refused("it draws random numbers, or some weights are not known")
+        if not all(layer and layer.weight for layer in layers.values()):
+            raise Refused("some of its weights are not known")
         rows, sources = maps_of(made, outputs[0].dtype), self._sources(outputs[0])
         paths = {part: layer.path for part, layer in layers.items() if layer is not None}
         for first in range(0, len(made.maps), made.directions):
@@ -174,14 +176,7 @@ class _Uses(SecondPass):
         self._makes(outputs, sources)
         return [x for use in uses_of(made) for x in (use.weight, use.bias) if x is not None]
 
-    def whole(
-        self,
-        module: nn.Module,
-        names: list[str],
-        arguments: Arguments,
-        outputs: Outputs,
-        tensors: list[Tensor],
-    ) -> None:
+    def whole(self, module: nn.Module, names: list[str], *_: Any) -> None:
         """Say why parameters without a rule are not measured."""
         for name in names:
             self.refused[self._parameters[id(module.get_parameter(name))]] = (
@@ -255,30 +250,3 @@ def _choose(
         return None
     generator = np.random.default_rng([probe.seed, *key])
     return np.sort(generator.choice(total, probe.max_rows, replace=False))
-
-
-def _check_patterns(probe: Probe, model: nn.Module, paths: Sequence[str]) -> None:
-    """Check that each pattern fits a layer, or a module that this forward pass does not reach."""
-    if probe.layers is None or callable(probe.layers):
-        return
-    known = [*paths, *(path for path, _ in model.named_modules())]
-    idle = [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]
-    if idle and paths:
-        raise ValueError(
-            f"Probe(layers=…): {idle[0]!r} fits no layer, expected patterns over {', '.join(paths)}"
-        )
-
-
-def _check_arguments(model: nn.Module, probe: Probe) -> None:
-    """Check the batch against forward's signature; errors inside forward are left to the model."""
-    try:
-        signature = inspect.signature(inside_wrappers(model).forward)
-    except ValueError:  # compiled code has none
-        return
-    try:
-        signature.bind(*probe.arguments[0], **probe.arguments[1])
-    except TypeError as error:
-        raise TypeError(
-            f"Probe(batch=…): {type(inside_wrappers(model)).__name__}.forward{signature} can't be "
-            f"called with it ({error}), expected the model's arguments alone, without targets"
-        ) from None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.alignment.layers import AlignedLayer
 from adiv_monitor.capture.selection import Layer, Place
-from adiv_monitor.capture.weights.pieces import Source
+from adiv_monitor.capture.weights.pieces import Piece, Source
 from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
 from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.uses import Use
@@ -66,26 +66,28 @@ class Seen:
         return self.features.block if isinstance(self.features, BlockFeatures) else None
 
     @property
-    def _source(self) -> Source:
+    def source(self) -> Source:
+        """How the weight is computed from parameters."""
         assert self.layer.weight is not None
         return self.layer.weight
 
     @property
-    def _is_parameter(self) -> bool:
-        """Whether the weight is a parameter or its view, so that the parameter tells it."""
-        source = self._source
-        return len(source.pieces) == 1 and source.is_view and not source.constants
+    def _piece(self) -> Piece | None:
+        """The parameter of which the weight is all, or a view, so that the parameter tells it."""
+        source = self.source
+        is_told = len(source.pieces) == 1 and source.is_view and not source.constants
+        return source.pieces[0] if is_told else None
 
     @property
     def name(self) -> str:
         """The weight's name in the model; that of a parametrization is the name that it gives."""
         home = ".".join(filter(None, self.place.home))
-        return self.place.full_name if self._is_parameter else home
+        return self.place.full_name if self._piece is not None else home
 
     def weight(self) -> Tensor:
         """Return what tells the weight: its parameter, of a shard this rank's part, or itself."""
-        if self._is_parameter:
-            return part_of(self._source.pieces[0].parameter)
+        if self._piece is not None:
+            return part_of(self._piece.parameter)
         assert self.use.weight is not None
         return self.use.weight.detach()
 
@@ -96,17 +98,16 @@ class Seen:
         """
         assert self.use.weight is not None
         whole, features = told.to(self.use.weight.device, non_blocking=True), self.features
-        if self._is_parameter:
-            [piece] = self._source.pieces
-            if is_shard(piece.parameter):
-                whole = sharded_as(whole, piece.parameter).full_tensor()
-            whole = self._source.of({piece.key: piece.of(whole)})
+        if self._piece is not None:
+            if is_shard(self._piece.parameter):
+                whole = sharded_as(whole, self._piece.parameter).full_tensor()
+            whole = self.source.of({self._piece.key: self._piece.of(whole)})
         made = self.use.shaped(whole)
-        if isinstance(features, DenseFeatures) and features.transposed:
-            return made.t()[None]
-        if isinstance(features, DenseFeatures):
+        if isinstance(features, DenseFeatures) and not features.transposed:
             return made.reshape(self.rows.shape[1], -1, self.rows.shape[2])
-        return made if isinstance(features, BlockFeatures) else made[None]
+        if isinstance(features, BlockFeatures):
+            return made
+        return (made.t() if isinstance(features, DenseFeatures) else made)[None]
 
     def aligned(self, path: str, order: Sequence[str]) -> AlignedLayer:
         """Return the `AlignedLayer` with this path.
@@ -121,16 +122,16 @@ class Seen:
         if self.is_table:  # rows that are repeated count once
             sizes = zip(use.weight.shape, use.weight.stride(), strict=True)
             outputs, fan_in = fan_in, prod(size for size, step in sizes if step) // fan_in
-        is_added = use.kind == "offset"
-        is_indexed = not isinstance(self.layer.module, nn.Embedding | nn.EmbeddingBag)
+        of_torch = isinstance(self.layer.module, nn.Embedding | nn.EmbeddingBag)
+        is_table = use.kind == "offset" or (use.kind == "embedding" and not of_torch)
         return AlignedLayer(
             path=path,
-            kind="table" if is_added or (use.kind == "embedding" and is_indexed) else use.kind,
+            kind="table" if is_table else use.kind,
             fan_in=fan_in,
             fan_out=outputs * (groups if self.block is None else 1),
             module=self.layer.module,
             name=self.place.home[1],
-            weights=tuple(piece.parameter for piece in self._source.pieces),
+            weights=tuple(piece.parameter for piece in self.source.pieces),
             # Only earlier layers count, so that there are no cycles.
             predecessors=tuple(p for p in order[: self.number] if p in self.sources),
             entrywise=self.entrywise,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.alignment.layers import AlignedLayer
@@ -22,6 +22,7 @@ _TERMS = ("alpha", "omega", "u", "cumulative")  # dW z₀, W₀ dz, dW dz, W z
 _ROUTED = "experts"  # a layer of this kind has its rows in another order in each pass
 
 
+@torch.no_grad()
 def sums_of(
     seen: Seen, z0: Tensor, before: Tensor, now: Tensor, *, spectral: bool
 ) -> Float[Tensor, "5 3"]:
@@ -40,8 +41,8 @@ def sums_of(
         now: W.
         spectral: compute the last bounds.
     """
-    with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
-        W0, W, z = before, now, seen.rows
+    with torch.autocast(now.device.type, enabled=False):
+        W0, W, z, block = before, now, seen.rows, seen.block
         if seen.is_table:
             y0, y = (seen.features.by_weight(table[0]) for table in (W0, W))
             assert y0 is not None and y is not None
@@ -51,37 +52,25 @@ def sums_of(
             return sums
         if seen.use.kind == _ROUTED:
             W0, z0 = W, z
-        return _layer_sums(W0.to(z.dtype), W.to(z.dtype), z0, z, seen.block, spectral=spectral)
-
-
-def _layer_sums(
-    W0: Float[Tensor, "groups out n"],
-    W: Float[Tensor, "groups out n"],
-    z0: Float[Tensor, "rows groups n"],
-    z: Float[Tensor, "rows groups n"],
-    block: Int[Tensor, " rows"] | None,
-    *,
-    spectral: bool,
-) -> Float[Tensor, "5 3"]:
-    """Return the sums; with blocks, of which each row uses one, rows are (rows, 1, n)."""
-    dW, dz = W - W0, z - z0
-    terms = (dW, z0), (W0, dz), (dW, dz), (W, z)
-    products = [_product(*term, block) for term in terms]
-    scale = _of_rows(_mean_squares(W0), z0, block)
-    none = torch.zeros_like(scale)
-    largest = {id(w): _largest_squares(w) for w in (dW, W0, W)} if spectral else {}
-    lines = [
-        torch.stack(
-            [
-                _mean_square(product).sum(),
-                _of_rows(_mean_squares(weight), rows, block),
-                _of_rows(largest[id(weight)], rows, block) if spectral else none,
-            ]
-        )
-        for product, (weight, rows) in zip(products, terms, strict=True)
-    ]
-    change = _mean_square(sum(products[1:3], products[0])).sum()
-    return torch.stack([torch.stack([none + len(z), change, scale]), *lines])
+        W0, W = W0.to(z.dtype), W.to(z.dtype)
+        dW, dz = W - W0, z - z0
+        terms = (dW, z0), (W0, dz), (dW, dz), (W, z)
+        products = [_product(*term, block) for term in terms]
+        scale = _of_rows(_mean_square(W0), z0, block)
+        none = torch.zeros_like(scale)
+        largest = {id(w): _largest_squares(w) for w in (dW, W0, W)} if spectral else {}
+        lines = [
+            torch.stack(
+                [
+                    _mean_square(product).sum(),
+                    _of_rows(_mean_square(weight), rows, block),
+                    _of_rows(largest[id(weight)], rows, block) if spectral else none,
+                ]
+            )
+            for product, (weight, rows) in zip(products, terms, strict=True)
+        ]
+        change = _mean_square(sum(products[1:3], products[0])).sum()
+        return torch.stack([torch.stack([none + len(z), change, scale]), *lines])
 
 
 def reading_of(layer: AlignedLayer, sums: Sequence[Sequence[float]]) -> AlignmentReading:
@@ -112,18 +101,9 @@ def reading_of(layer: AlignedLayer, sums: Sequence[Sequence[float]]) -> Alignmen
 
 def _product(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
     """Return the product of weight and rows, (rows, groups, outputs)."""
-    if block is not None:
+    if block is not None:  # each row uses one, and rows are (rows, 1, n)
         return BlockFeatures(rows[:, 0], block, len(weight)).by_weight(weight)[:, None]
-    if len(weight) == 1:
-        return (rows[:, 0] @ weight[0].t())[:, None]
-    return torch.einsum("rgn,gon->rgo", rows, weight)
-
-
-def _mean_squares(weight: Tensor) -> Tensor:
-    """Return the mean square of every group, (groups,)."""
-    norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=_wide(weight[:0]).dtype)
-    squares: Tensor = norms.square() / weight[0].numel()
-    return squares
+    return (rows.transpose(0, 1) @ weight.mT).transpose(0, 1)
 
 
 def _largest_squares(weight: Tensor) -> Tensor:
@@ -136,7 +116,7 @@ def _largest_squares(weight: Tensor) -> Tensor:
 
 def _of_rows(of_groups: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
     """Return the sum over rows, mean over groups, of the group's value times the mean square."""
-    of_rows = _wide(torch.linalg.vector_norm(rows, dim=2)).square() / rows.shape[2]
+    of_rows = _mean_square(rows.flatten(0, 1)).view(rows.shape[:2])
     if block is not None:
         of_none = of_groups.new_zeros(1)  # for rows that use no block, which are zero
         of_blocks: Tensor = torch.cat([of_groups, of_none])[block] @ of_rows[:, 0]
@@ -145,10 +125,12 @@ def _of_rows(of_groups: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
     return total
 
 
-def _mean_square(product: Tensor) -> Tensor:
-    """Return the mean square of every row."""
-    flat = product.flatten(1)
-    return _wide(torch.linalg.vector_norm(flat, dim=1)).square() / flat.shape[1]
+def _mean_square(each: Tensor) -> Tensor:
+    """Return the mean square of every row, or of every matrix, in float64 if possible."""
+    flat = each.flatten(1)
+    norms = torch.linalg.vector_norm(flat, dim=1, dtype=_wide(flat[:0]).dtype)
+    squares: Tensor = norms.square() / flat.shape[1]
+    return squares
 
 
 def _wide(tensor: Tensor) -> Tensor:

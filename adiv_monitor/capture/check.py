@@ -74,8 +74,7 @@ class Check:
     """Computes products with vectors that are the same in all steps and ranks.
 
     Args:
-        telling: asked once, in the forward pass, for the path of the only layer to check; None:
-            all are checked.
+        telling: returns `only`; it is asked once, in the forward pass.
     """
 
     def __init__(self, telling: Callable[[], str | None] = _all) -> None:
@@ -83,11 +82,12 @@ class Check:
         self._drawn: dict[object, Tensor] = {}
 
     @cached_property
-    def _only(self) -> str | None:
+    def only(self) -> str | None:
+        """The path of the only layer to check; None: all are checked."""
         return self._telling()
 
     def products(self, layer: Layer, use: Use, features: Features, rows: Rows) -> Products | None:
-        """Return the products of all rows of a call; None if its layer is not checked.
+        """Return the products of all rows of a call; None if its layer can't be checked.
 
         Args:
             layer: the layer.
@@ -95,8 +95,6 @@ class Check:
             features: the features of the sampled rows, untrained ones included.
             rows: the sampled rows.
         """
-        if self._only not in (None, layer.path):
-            return None
         width = features.width if layer.is_direct else None
         if width is None or (isinstance(features, DenseFeatures) and features.mixes_rows):
             return None
@@ -105,7 +103,7 @@ class Check:
         v = None if layer.weight is None else self._vectors(layer, features, use)
         like = use.bias if use.weight is None else use.weight
         assert like is not None
-        with torch.no_grad(), without_autocast(like):
+        with without_autocast(like):
             if v is not None and len(v) > 1 and rows.chosen is not None:
                 # There are as many products as activations: only the bias is checked.
                 v, is_number = None, not isinstance(bias, Tensor)
@@ -142,17 +140,12 @@ def _gathered(
             of_weight.append(products)
         if has_bias:
             assert isinstance(part, DenseFeatures) and part.bias is not None
-            bias = part.bias
-            if part.bias_gain is not None:
-                bias = bias * part.bias_gain
-            of_bias.append(bias)
-    numbers = [bias for bias in of_bias if not isinstance(bias, Tensor)]
-    found: Tensor | float | None = None
-    if numbers:
-        found = numbers[0]
-    elif of_bias:
-        found = torch.cat([b[..., None] for b in of_bias if isinstance(b, Tensor)])
-    return Products(v, torch.cat(of_weight) if of_weight else None, found)
+            of_bias.append(part.bias if part.bias_gain is None else part.bias * part.bias_gain)
+    biases = [bias[..., None] for bias in of_bias if isinstance(bias, Tensor)]
+    number = of_bias[0] if of_bias else None
+    return Products(
+        v, torch.cat(of_weight) if of_weight else None, torch.cat(biases) if biases else number
+    )
 
 
 def _parts(use: Use, features: Features, rows: Rows) -> Iterable[Features]:

@@ -5,15 +5,15 @@ on the model itself, so copies, pickles, scripts and torch's fast paths are as w
 """
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.guard import Guard, call_all
@@ -28,6 +28,7 @@ from adiv_monitor.rerun.thread import function_modes, is_seen, run_apart, set_fu
 Function = Callable[..., Any]
 
 
+@dataclass(eq=False)
 class FunctionToCall:
     """A call of a torch function that runs exactly once, even if code around it fails.
 
@@ -38,12 +39,11 @@ class FunctionToCall:
         error: the exception that it raised.
     """
 
-    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.error: BaseException | None = None
-        self._results: list[Any] = []
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    error: BaseException | None = None
+    _results: list[Any] = field(default_factory=list)
 
     def __call__(self, twin: Function | None = None) -> Any:
         """Return the result; the first call runs the function, or an equivalent `twin`."""
@@ -112,44 +112,42 @@ class _Running(threading.local):
         self.mode: _Mode | None = None  # while it is on
         self.inside = ""  # the name of the opened function
         self.plain: nn.Module | None = None  # the module whose use is known, and just taken
-        self.is_looking = False  # while the watcher handles an event, it may run modules itself
 
 
-class Watcher:
-    """Receives the events of the running forward calls; by default it only executes calls."""
+class Watcher(Protocol):
+    """Receives the events of the running forward calls."""
 
     def called(self, call: FunctionToCall) -> Any:
         """Execute a call of a torch function and return its result."""
-        return call()
 
     def begins(self, forward: Forward) -> None:
         """Handle the beginning of a module's forward."""
 
     def plain(
-        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         """Handle the end of a forward whose use of parameters is known."""
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Handle the end of a module's forward. `output` is None if the forward raised."""
+        """Handle the end of a module's forward."""
 
 
 class Forwards:
     """Global hooks that let a watcher execute the torch functions inside of modules.
 
-    In each thread, the mode is on from the beginning of the outermost watched forward to its end,
-    so that modes nest as forward calls do and re-entrant checkpointing is covered. It is off inside
-    modules that run with gradients disabled (except in reruns) or whose parameters are all frozen:
-    some of torch's modules choose another path, with other rounding, while a mode is on and nothing
-    requires gradients.
+    A module whose use of its parameters is known needs one hook behind its forward, and nothing
+    else. Where functions are watched, a mode is on in each thread from the beginning of the
+    outermost watched forward to its end, so that modes nest as forward calls do and re-entrant
+    checkpointing is covered. It is off inside modules that run with gradients disabled (except in
+    reruns) or whose parameters are all frozen: some of torch's modules choose another path, with
+    other rounding, while a mode is on and nothing requires gradients.
 
     Args:
-        modules: path by module, for the modules that hold trained parameters at any depth.
+        selection: the parameters to measure, in whose modules functions are watched.
         guard: receives failures.
         plan: the modules with known uses, in which functions need not be watched; None: none.
-        devices: the devices on which forward calls may draw random numbers.
         repeated: whether to watch reruns of forward passes, and nothing else.
 
     Attributes:
@@ -158,52 +156,35 @@ class Forwards:
 
     def __init__(
         self,
-        modules: Mapping[nn.Module, str],
-        guard: Guard,
-        plan: Plan | None = None,
-        *,
-        devices: Collection[torch.device] = (),
-        repeated: bool = False,
-    ) -> None:
-        self.runs = Runs()
-        self._guard = guard
-        self._repeated = repeated
-        self._devices = devices
-        self._running = _Running()
-        self._active = True
-        self._numbers = count(1)
-        self._is_survey = plan is None and not repeated
-        self._known = {} if plan is None else {id(m): known for m, known in plan.known.items()}
-        self._open = set(map(id, modules if plan is None else plan.watched))
-        # Modules by their ids: other modules of the process need not be hashable.
-        self._left = self._open | self._known.keys()
-        self._watcher: Watcher
-        self._hooks = GlobalHooks(self._before, self._after)
-        self._inside: set[int | None] = set()  # threads in which forward calls run
-
-    @classmethod
-    def of(
-        cls,
         selection: Selection,
         guard: Guard,
         plan: Plan | None = None,
         *,
         repeated: bool = False,
-    ) -> "Forwards":
-        """Return the hooks for the modules that hold the parameters of a selection."""
-        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
-        return cls(
-            selection.modules,
-            guard,
-            plan,
-            devices=devices,
-            repeated=repeated,
-        )
+    ) -> None:
+        self.runs = Runs()
+        self._guard = guard
+        self._repeated = repeated
+        self._devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        self._running = _Running()
+        self._active = True
+        self._numbers = count(1)
+        self._is_survey = plan is None and not repeated
+        # Modules by their ids: other modules of the process need not be hashable.
+        self._known = {} if plan is None else plan.known
+        self._open = set(map(id, selection.modules if plan is None else plan.watched))
+        self._watcher: Watcher
+        self._watching = GlobalHooks(self._before, self._after)
+        self._plain = GlobalHooks(None, self._after_known)
+        self._inside: set[int | None] = set()  # threads in which forward calls run
 
     def watch(self, watcher: Watcher) -> None:
         """Register the hooks for this watcher; call `remove` afterwards, even if this raises."""
         self._watcher = watcher
-        self._hooks.put_on()
+        if self._open:
+            self._watching.put_on()
+        if self._known:
+            self._plain.put_on()
 
     def remove(self) -> None:
         """Remove the hooks and this thread's mode.
@@ -212,14 +193,19 @@ class Forwards:
         hooks remove their thread's mode.
         """
         self._active = False
-        call_all(self._unwind, self._take_off)
+        call_all(self._unwind, self._plain.remove, self._take_off)
 
     def _take_off(self) -> None:
         if self._inside.isdisjoint(thread.ident for thread in threading.enumerate()):
-            self._hooks.remove()
+            self._watching.remove()
             vars(self).pop("_watcher", None)  # a cycle would keep gradients until it is collected
 
     # --- what runs -------------------------------------------------------------------------------
+
+    @property
+    def watches(self) -> bool:
+        """Whether functions are watched in any module."""
+        return bool(self._open)
 
     @property
     def innermost(self) -> nn.Module:
@@ -256,45 +242,61 @@ class Forwards:
 
     # --- hooks -----------------------------------------------------------------------------------
 
+    def _after_known(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Let the watcher take the use of a module whose use is known."""
+        known = self._known.get(id(module))
+        if known is None or not self._active or self._guard.broken:
+            return
+        if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
+            return
+        if reruns() or not trains(output):
+            return
+        self._running.plain = module
+        try:
+            torch._C._set_grad_enabled(False)
+            with torch._C.DisableTorchFunction():
+                if is_seen():
+                    run_apart(self._watcher.plain, known, args, kwargs, output)
+                else:
+                    self._watcher.plain(known, args, kwargs, output)
+        except Exception as error:
+            self._guard.failed(error)
+        except BaseException:
+            self._guard.broken = True
+            raise
+        finally:
+            torch._C._set_grad_enabled(True)
+            self._running.plain = None
+
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._running.forwards or (id(module) in self._open and self._counts):
             self._guarded(self._enter, module, args)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Handle the end of a forward; without keyword arguments if it raised."""
-        if self._running.mode is not None and not self._running.forwards:
-            self._unwind()  # the stack had no room for it in a forward inside of this one
-        if id(module) in self._left or self._running.forwards:
+        if id(module) in self._open or self._running.forwards:
             self._guarded(self._leave, module, args, *(more if more[1:] else ({}, None)))
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook, and track the running forward calls even after failures."""
-        # A rerun within one is not watched either.
-        if reruns() != self._repeated or self._running.is_looking:
+        if reruns() != self._repeated:  # a rerun within one is not watched either
             return
-        self._running.is_looking = True
         try:
-            if is_seen():
+            with torch._C.DisableTorchFunction():
                 run_apart(body, *args)
-            else:
-                body(*args)
         except BaseException as error:
             self._unwind()
             if not isinstance(error, Exception):
                 self._guard.broken = True
                 raise
             self._guard.failed(error)
-        finally:
-            self._running.is_looking = False
 
     @property
     def _counts(self) -> bool:
         """Whether forward calls that begin now can be part of what is watched."""
         return self._repeated or torch.is_grad_enabled()
-
-    @property
-    def _is_watching(self) -> bool:
-        return self._active and not self._guard.broken
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         forwards = self._running.forwards
@@ -313,9 +315,8 @@ class Forwards:
         forward = Forward(module, args, random, next(self._numbers), is_open)
         forwards.append(forward)
         self._switch()
-        if is_open and self._is_watching:
-            with torch._C.DisableTorchFunction():
-                self._watcher.begins(forward)
+        if is_open and self._active and not self._guard.broken:
+            self._watcher.begins(forward)
 
     def _is_closed(self, module: nn.Module) -> bool:
         """Return whether no trained parameter can be used in a module."""
@@ -325,41 +326,29 @@ class Forwards:
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        running, given = self._running, (*args, *kwargs.values())
-        if output is None and any(forward.module is module for forward in running.forwards):
-            while running.forwards[-1].module is not module:
-                running.forwards.pop()  # it raised, and the stack had no room for its own hook
-        forward = running.forwards[-1] if running.forwards else None
-        if forward is not None and forward.module is not module:
-            forward = None
+        forwards = self._running.forwards
+        if output is None and any(forward.module is module for forward in forwards):
+            while forwards[-1].module is not module:
+                forwards.pop()  # it raised, and the stack had no room for its own hook
+        forward = forwards[-1] if forwards and forwards[-1].module is module else None
         try:
-            with torch._C.DisableTorchFunction():
-                if self._is_survey and output is not None and id(module) in self._open:
-                    self._runs(module, given, forward)
-                if forward is not None and forward.is_open and self._is_watching:
-                    self._watcher.ends(module, args, kwargs, output)
+            if output is not None and self._is_survey and id(module) in self._open:
+                if forward is None or not torch.is_grad_enabled():
+                    self.runs.ran_without_gradients(module, next(self._numbers))
+                else:
+                    begun, given = forwards[0], (*args, *kwargs.values())
+                    self.runs.ran(module, forward.number, given, begun.number, begun.args)
+            watches = output is not None and self._active and not self._guard.broken
+            if forward is not None and forward.is_open and watches:
+                self._watcher.ends(module, args, kwargs, output)
         finally:
             if forward is not None:
-                running.forwards.pop()
+                forwards.pop()
                 self._switch()
-                if not running.forwards:
+                if not forwards:
                     self._inside.discard(threading.get_ident())
                     if not self._active:
                         self._take_off()
-        known = self._known.get(id(module))
-        if known is not None and self._is_watching and torch.is_grad_enabled():
-            running.plain = module
-            try:
-                with torch._C.DisableTorchFunction():
-                    self._watcher.plain(known, args, kwargs, output)
-            finally:
-                running.plain = None
-
-    def _runs(self, module: nn.Module, given: Sequence[Any], forward: Forward | None) -> None:
-        """Record that a module has run; `forward` is None if it was not followed."""
-        began = None if forward is None or not torch.is_grad_enabled() else forward.number
-        around = {f.number: f.args for f in self._running.forwards if f is not forward}
-        self.runs.ran(module, next(self._numbers), began, given, around)
 
     def _switch(self) -> None:
         """Turn the mode on if functions of the innermost forward call are watched, else off."""

@@ -38,11 +38,7 @@ class Hook(partial[Any]):
 
     def __reduce__(self) -> Any:
         """Return what stands for it in a copy or a pickle of its module."""
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return _idle
+        return partial, (_idle,)
 
 
 def _idle(*_: object) -> None: ...
@@ -72,19 +68,13 @@ class ModuleHook:
     """
 
     def __init__(self, module: nn.Module, hook: Hook, *, before: bool) -> None:
-        self._module = module
-        self._hook = hook
-        self._before = before
+        register = module.register_forward_pre_hook if before else module.register_forward_hook
+        self._register: Callable[..., RemovableHandle] = partial(register, hook, prepend=before)
         self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
-        register: Callable[..., RemovableHandle] = (
-            self._module.register_forward_pre_hook
-            if self._before
-            else self._module.register_forward_hook
-        )
-        self._handles.append(register(self._hook, prepend=self._before, with_kwargs=True))
+        self._handles.append(self._register(with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -96,8 +86,8 @@ class GlobalHooks:
 
     Args:
         before: method called with (module, args) before each forward; None: nothing is.
-        after: method called with (module, args, kwargs, output) after it, or with
-            (module, args, None) if it raised.
+        after: method called with (module, args, kwargs, output) after it; if there is a method
+            before it, also with (module, args, None) if it raised.
     """
 
     def __init__(self, before: Callable[..., None] | None, after: Callable[..., None]) -> None:
@@ -112,8 +102,9 @@ class GlobalHooks:
         _expect(is_on=True)
         if self._before is not None:
             self._handles.append(register_module_forward_pre_hook(self._before))
+        always = self._before is not None
         self._handles.append(
-            register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
+            register_module_forward_hook(self._after, with_kwargs=True, always_call=always)
         )
 
     def remove(self) -> None:
@@ -121,13 +112,13 @@ class GlobalHooks:
         _remove(self._handles)
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weakly(method: Any) -> Callable[..., None]:
     """Return a hook that keeps no object alive, and that compiled code passes over."""
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def hook(*args: Any) -> None:
         if not torch.compiler.is_compiling() and (bound := reference()) is not None:
-            bound(*args)
+            function(bound, *args)
 
     return hook
 
@@ -168,21 +159,10 @@ def trains(value: object) -> bool:
     return has_data(value)
 
 
-def has_data(value: object) -> bool:
+def has_data(value: Any) -> bool:
     """Return whether a value is not a stand-in for a tensor."""
+    if type(value) in _PLAIN:
+        return torch._C._has_storage(value) and not value.is_meta
     if not isinstance(value, Tensor):
         return not isinstance(value, Proxy)
-    if type(value) not in _PLAIN:
-        return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
-    if not torch._C._has_storage(value) or value.is_meta:
-        return False
-    if torch._is_functional_tensor(value):
-        return not is_fake(value)
-    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def holds_memory(value: Any) -> bool:
-    """Return `has_data(value)` in a backward pass that trains, where no transform is running."""
-    if type(value) not in _PLAIN:
-        return has_data(value)
-    return torch._C._has_storage(value) and not value.is_meta
+    return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)

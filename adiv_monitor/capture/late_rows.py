@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,12 +19,13 @@ from adiv_monitor.rerun.randomness import Randomness
 Receive = Callable[[Call, Map, Tensor], None]
 
 
+@dataclass(eq=False)
 class LateRows:
     """A recurrent call, kept from its forward pass to the end of the step or of its graph.
 
     Only hooks on its outputs hold it, so that it is freed with the graph.
 
-    Args:
+    Attributes:
         call: the call.
         returned: its outputs.
         random: the state of the random numbers before the call, if it draws any.
@@ -31,22 +33,14 @@ class LateRows:
         receive: receives the unrolled map of each of them.
     """
 
-    def __init__(
-        self,
-        call: RecurrentCall,
-        returned: Returned,
-        random: Randomness | None,
-        calls: dict[str, Call],
-        receive: Receive,
-    ) -> None:
-        self._call = call
-        self._returned = returned
-        self._random = random
-        self._calls = calls
-        self._receive = receive
-        self._gradients: list[Tensor | None] = []
-        self._backward = -1  # the backward pass of the gradients
-        self._hooks: list[RemovableHandle] = []
+    call: RecurrentCall
+    returned: Returned
+    random: Randomness | None
+    calls: dict[str, Call]
+    receive: Receive
+    _gradients: list[Tensor | None] = field(default_factory=list)
+    _backward: int = -1  # the backward pass of the gradients
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def watch(
         self,
@@ -71,16 +65,16 @@ class LateRows:
         """Unroll the call: a weight's gradient arrives after all gradients of the outputs."""
         if self._backward != torch._C._current_graph_task_id():
             return
-        maps, error = unroll(self._call, self._returned, self._gradients, self._random)
+        maps, error = unroll(self.call, self.returned, self._gradients, self.random)
         for linear in maps:
-            if linear.use.part in self._calls:
-                self._receive(self._calls[linear.use.part], linear, error)
+            if linear.use.part in self.calls:
+                self.receive(self.calls[linear.use.part], linear, error)
         self._gradients, self._backward = [], -1
 
     def _arrive(self, output: int, gradient: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._backward:
-            self._gradients, self._backward = [None] * len(self._returned.outputs), task
+            self._gradients, self._backward = [None] * len(self.returned.outputs), task
         self._gradients[output] = gradient.detach()
 
 

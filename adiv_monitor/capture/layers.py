@@ -1,16 +1,14 @@
-"""The layers found in one step, with their calls and rows."""
+"""The layers found in one step, with their rows."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import Piece, Source, overlap, together
+from adiv_monitor.capture.weights.pieces import Source, together
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
@@ -30,30 +28,23 @@ class Layers:
         provenance: the provenance of tensors.
         chooser: chooses rows.
         context: the run around the step.
-        is_due: whether a layer is due in this step; the others are found, but not watched.
 
     Attributes:
         found: the layers found so far, by path.
-        rows: the rows of the watched layers, by path.
-        led: paths of the layers found so far, by the id of their first parameter.
+        rows: the rows of the watched layers, by path: those that are due in this step.
+        modes: whether the model was in training mode, of all uses.
     """
 
     def __init__(
-        self,
-        names: Names,
-        provenance: Provenance,
-        chooser: Chooser,
-        context: Context,
-        is_due: Callable[[Layer], bool] = lambda layer: True,
+        self, names: Names, provenance: Provenance, chooser: Chooser, context: Context
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
-        self.led: dict[int, list[str]] = defaultdict(list)
+        self.modes = set[bool]()
         self.names = names
         self.provenance = provenance
-        self._chooser = chooser
         self.context = context
-        self._is_due = is_due
+        self._chooser = chooser
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -64,12 +55,12 @@ class Layers:
             use: the use.
             known: the layer or its path, if already known.
         """
+        if self.names.root.training not in self.modes:
+            self.modes.add(self.names.root.training)
         if isinstance(known, Layer):
             found = self.found.get(known.path)
-            if found is None:
-                return self._register(known)
-            if found is known:
-                return known
+            if found is None or found is known:
+                return found or self._register(known)
             known = known.path
         weight, bias = self.provenance.source(use.weight), self.provenance.source(use.bias)
         lead = weight or bias
@@ -88,115 +79,71 @@ class Layers:
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
     ) -> Layer | None:
         """Return the first named layer with the same form and sources, or create a new one."""
-        path = ""
+        made = use.kind, use.form, *_identity(weight, bias)
         for path in names:
             known = self.found.get(path)
             if known is None:
                 return self._new(path, use, weight, bias)
-            made = known.kind, known.form, _identity(known.weight, known.bias)
-            alike = made == (use.kind, use.form, _identity(weight, bias))
+            alike = made == (known.kind, known.form, *_identity(known.weight, known.bias))
             if alike and shape_alike(known.shaped, use.shaped, use.weight):
                 if known.is_made_of(weight, bias):
                     return known
                 self.rows.pop(path, None)
                 raise Refused(_CHANGES)
-        raise ValueError(f"'{path}' uses other parameters at every call")
+        raise ValueError("its rule finds other parameters at every call")
 
     def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
         if any(tensor is not None and not tensor.numel() for tensor in (use.weight, use.bias)):
             return None  # a weight that was repeated for the samples of an empty batch
         lead = weight or bias
         assert lead is not None
-        parameter = lead.pieces[0].parameter
-        place = self.names.place(id(parameter))
-        order, module = self.names.position[place.full_name], self.names.owner(place)
-        if lead.through is not None and len(lead.pieces) > 1:
-            module = lead.through
+        place = self.names.place(id(lead.pieces[0].parameter))
+        module = lead.through if lead.pieces[1:] else None
         return self._register(
-            Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
+            Layer(
+                path,
+                module or self.names.owner(place),
+                use.kind,
+                weight,
+                bias,
+                use.shaped,
+                self.names.position[place.full_name],
+                use.form,
+            )
         )
 
     def _register(self, layer: Layer) -> Layer:
         """Register a layer that was found, and watch it if it is due."""
-        path = layer.path
-        self.found[path] = layer
-        self.led[id(layer.parameters[0])].append(path)
-        if self._is_due(layer) and not self.is_off(path):
-            self.rows[path] = LayerRows(self._chooser)
+        self.found[layer.path] = layer
+        if not self.is_off(layer.path) and self.names.selection.is_due(layer):
+            self.rows[layer.path] = LayerRows(layer, self._chooser)
         return layer
-
-    # --- calls -----------------------------------------------------------------------------------
-
-    def new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
-        """Create the next call of a watched layer and choose its rows.
-
-        Args:
-            layer: the layer.
-            shape: the shape of z without its channels.
-            device: the device of z.
-        """
-        call = Call(layer, self.rows[layer.path].choose(shape, device))
-        call.evaluates = not self.names.root.training
-        return call
-
-    def forget(self, path: str) -> None:
-        """Remove a layer that turned out not to exist."""
-        lead = self.found.pop(path).pieces[0].parameter
-        self.led[id(lead)].remove(path)
-        self.rows.pop(path, None)
-
-    # --- layers that are not watched -------------------------------------------------------------
-
-    @property
-    def any_off(self) -> bool:
-        """Whether any layer must not be watched."""
-        return bool(self.context.switched_off)
-
-    def is_off(self, path: str) -> bool:
-        """Return whether the layer or parameter at this path must not be watched."""
-        return path in self.context.switched_off
-
-    def failed(self, path: str, error: Exception) -> None:
-        """Stop watching a layer whose hook raised an exception."""
-        self.rows.pop(path, None)
-        self.context.fail(path, error)
-
-    # --- results ---------------------------------------------------------------------------------
-
-    def in_order(self) -> list[Layer]:
-        """Return the layers that were seen, in the model's order."""
-        return sorted(self.found.values(), key=lambda layer: layer.place)
 
     def of_parts(self, parameter: Tensor) -> list[str]:
         """Return the paths of the layers that a parameter, or a part of it, belongs to."""
         layers = self.found.items()
         return [path for path, x in layers if any(p is parameter for p in x.parameters)]
 
-    def shared(self, reached: Container[Layer], elsewhere: Collection[int]) -> set[str]:
-        """Return the paths of the layers that share at least one parameter entry with another use.
+    # --- layers that are not watched -------------------------------------------------------------
 
-        Args:
-            reached: the layers that a gradient reached; other uses do not count.
-            elsewhere: ids of the parameters that have a use outside of all layers.
-        """
-        uses: dict[int, list[tuple[Layer, Piece]]] = defaultdict(list)
-        for layer in self.found.values():
-            if layer in reached:
-                for piece in layer.pieces:
-                    uses[id(piece.parameter)] += ((layer, piece),)
-        found = set()
-        for key, users in uses.items():
-            is_elsewhere = key in elsewhere
-            if is_elsewhere or users[1:]:
-                pieces = [piece for _, piece in users]
-                if is_elsewhere or overlap(pieces[0].parameter, pieces):
-                    found |= {layer.path for layer, _ in users}
-        return found
+    def is_off(self, path: str) -> bool:
+        """Return whether the layer or parameter at this path must not be watched."""
+        return path in self.context.switched_off
+
+    def forget(self, path: str) -> None:
+        """Remove a layer that turned out not to exist."""
+        del self.found[path]
+        self.rows.pop(path, None)
+
+    def failed(self, path: str, error: Exception) -> None:
+        """Stop watching a layer whose hook raised an exception."""
+        self.rows.pop(path, None)
+        self.context.fail(path, error)
 
 
 def _no_features(rows: Rows) -> Features:
     raise NotImplementedError("the effect of a module as a whole on its rows is known from a rerun")
 
 
-def _identity(weight: Source | None, bias: Source | None) -> tuple[object, ...]:
+def _identity(weight: Source | None, bias: Source | None) -> tuple[object, object]:
     return weight and weight.identity, bias and bias.identity

@@ -11,7 +11,6 @@ from adiv_monitor.capture.hook import Hook, ModuleHook, trains
 from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.rerun.surroundings import reruns
-from adiv_monitor.rerun.thread import ThreadState
 
 # The module that computes the loss in the training loop, or: output of a model call → loss.
 LossOf = nn.Module | Callable[[Any], Tensor]
@@ -44,24 +43,23 @@ class LossHook:
         self._of = None if isinstance(loss, nn.Module) else loss
         self._note = note
         self._fail = fail
-        self._can_be_called = self._of is None or _takes_one(self._of)
-        module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
-        self.unseen = f"The loss is not known: {self._why(loss)}. {_OTHERWISE}"
-        self._hook = ModuleHook(module, Hook(self._guarded), before=False)
-
-    def _why(self, loss: LossOf) -> str:
+        self._can_be_called = self._of is None or takes(self._of, None)
+        name = getattr(loss, "__name__", type(loss).__name__)
         if isinstance(loss, nn.Module):
-            return (
+            why = (
                 f"the given {class_name(loss)} was not seen to be called with gradients (is it "
                 "another instance than the one that the training calls, or compiled?)"
             )
-        name = getattr(loss, "__name__", type(loss).__name__)
-        if self._can_be_called:
-            return f"{name} gave no value with a gradient for the model's output"
-        return (
-            f"{name} takes more than one argument; a function given as `loss=` is called with the "
-            "model's output alone, and calls of it in the loop are not seen"
-        )
+        elif self._can_be_called:
+            why = f"{name} gave no value with a gradient for the model's output"
+        else:
+            why = (
+                f"{name} takes more than one argument; a function given as `loss=` is called with "
+                "the model's output alone, and calls of it in the loop are not seen"
+            )
+        self.unseen = f"The loss is not known: {why}. {_OTHERWISE}"
+        module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
+        self._hook = ModuleHook(module, Hook(self._guarded), before=False)
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
@@ -76,32 +74,24 @@ class LossHook:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
             return
         try:
-            self._ended(output)
+            if self._of is not None:
+                with torch._C.DisableTorchFunction():
+                    output = self._of(output)
+            # `note` refuses values that are not tensors.
+            if not isinstance(output, Tensor) or (
+                output.requires_grad and 0 not in output.shape and trains(output)
+            ):
+                self._note(output)
         except Exception as error:
             self._fail(error)
 
-    def _ended(self, output: Any) -> None:
-        loss = output if self._of is None else self._made_of(output)
-        # `note` refuses values that are not tensors.
-        if not isinstance(loss, Tensor) or _counts(loss):
-            self._note(loss)
 
-    def _made_of(self, output: Any) -> Any:
-        assert self._of is not None
-        with ThreadState(), torch._C.DisableTorchFunction():
-            return self._of(output)
-
-
-def _takes_one(function: Callable[..., object]) -> bool:
+def takes(function: Callable[..., object], *args: object) -> bool:
+    """Return whether a function may be called with these arguments."""
     try:
-        signature(function).bind(None)
+        signature(function).bind(*args)
     except TypeError:
         return False
     except ValueError:  # functions written in C may have no signature
         pass
     return True
-
-
-def _counts(loss: Tensor) -> bool:
-    """Return whether the loss counts; only attributes are read, since functions are watched."""
-    return loss.requires_grad and 0 not in loss.shape and trains(loss)

@@ -1,7 +1,7 @@
 """Names of layers in reports, based on the modules that hold their parameters."""
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 
 from torch import nn
@@ -24,13 +24,9 @@ def class_name(module: nn.Module) -> str:
 
 @cache
 def _name_of(kind: type) -> str:
-    while own := next((b for b in kind.__bases__ if kind.__name__ in _made_of(b)), None):
-        kind = own
-    return kind.__name__
-
-
-def _made_of(kind: type) -> list[str]:
-    return [f"{prefix}{kind.__name__}" for prefix in _MADE]
+    made = {f"{prefix}{base.__name__}": base for base in kind.__bases__ for prefix in _MADE}
+    own = made.get(kind.__name__)
+    return kind.__name__ if own is None else _name_of(own)
 
 
 class Names:
@@ -42,31 +38,31 @@ class Names:
         forwards: the running forward calls.
 
     Attributes:
-        order: id of a parameter → its position in the model; the first one if several modules
-            hold it.
-        position: full name of a place → its position in the model.
         root: the model, inside its wrappers.
+        selection: the parameters to measure.
     """
 
     def __init__(self, model: nn.Module, selection: Selection, forwards: Forwards) -> None:
-        order = {module: i for i, module in enumerate(model.modules())}
-        every = [place for places in selection.places.values() for place in places]
-        every.sort(key=lambda place: order.get(place.module, len(order)))
-        self.position = {place.full_name: i for i, place in enumerate(every)}
-        self.order = {
-            key: self.position[places[0].full_name] for key, places in selection.places.items()
-        }
         self.root = inside_wrappers(model)
-        self._selection = selection
+        self.selection = selection
         self._forwards = forwards
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Full name of a place → its position in the model."""
+        order = {module: i for i, module in enumerate(self.selection.paths_of)}
+        every = [place for places in self.selection.places.values() for place in places]
+        every.sort(key=lambda place: order[place.module])
+        return {place.full_name: i for i, place in enumerate(every)}
 
     def first(self, parameters: Collection[int]) -> Place:
         """Return the place of the parameter that comes first in the model."""
-        return self.place(min(parameters, key=self.order.__getitem__))
+        places = self.selection.places
+        return self.place(min(parameters, key=lambda p: self.position[places[p][0].full_name]))
 
     def place(self, parameter: int) -> Place:
         """Return the place of a parameter, preferably in the running module."""
-        places = self._selection.places[parameter]
+        places = self.selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
 
@@ -75,7 +71,7 @@ class Names:
         path, _ = place.home
         if path == place.path:
             return place.module
-        modules = self._selection.modules
+        modules = self.selection.modules
         return next((m for m, its in modules.items() if its == path), place.module)
 
     def of(self, use: Use, lead: Source) -> Iterator[str]:
@@ -95,7 +91,7 @@ class Names:
 
         The model itself is named after its class.
         """
-        name = self._selection.modules[module] or type(self.root).__name__
+        name = self.selection.modules[module] or type(self.root).__name__
         if len(parameters) == 1:
             place = self.place(id(parameters[0]))
             is_whole = place.path and place.name in ("weight", "bias")
@@ -104,6 +100,6 @@ class Names:
         yield from self._with_user(name, "module")
 
     def _with_user(self, name: str, kind: str) -> Iterator[str]:
-        user = self._selection.modules[self._forwards.innermost] or kind
+        user = self.selection.modules[self._forwards.innermost] or kind
         yield f"{name}@{user}"
         yield from (f"{name}@{user}#{i}" for i in count(2))

@@ -1,12 +1,10 @@
 """Follows the backward passes of a step: gradients at the loss, and gradients that are zeroed."""
 
 import math
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,54 +15,45 @@ from adiv_monitor.capture.hook import has_data, on_gradient
 from adiv_monitor.rerun.thread import ThreadState
 
 
-@dataclass(eq=False)
-class _Zeroing:
-    """Gradients that were found to be zeroed in one backward pass.
+class _Zeroed(NamedTuple):
+    """Passes whose gradients were zeroed, at one layer.
 
     Attributes:
-        losses: number of the gradients at the loss before this pass.
-        passes: by parameter, number of the passes whose gradients were zeroed.
-        norms: norms of these gradients.
-        is_other: whether an optimizer stepped, or a weight changed, since these passes.
+        tasks: their graph tasks.
+        norm: norm of what they brought.
+        is_other: whether an optimizer stepped, or a weight changed, since.
     """
 
-    losses: int
-    passes: Counter[int] = field(default_factory=Counter)
-    norms: list[Tensor] = field(default_factory=list)
-    is_other: bool = False
+    tasks: Sequence[int]
+    norm: Tensor
+    is_other: bool
 
 
 class Passes:
     """The backward passes of a step that accumulate gradients of watched parameters.
-
-    A pass counts once it has ended: one that raises leaves nothing.
 
     Args:
         guard: runs the bodies of hooks; None: one that raises.
         steps: returns the number of optimizer steps that have begun.
 
     Attributes:
-        losses: for each pass, the gradient at the loss; the sum over the losses that it has.
         meant: whether zeroed passes are meant: inputs are differentiated, as for adversarial ones.
+        accumulated: the graph tasks that accumulated gradients.
     """
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:
-        self.losses: list[Tensor] = []
         self.meant = False
         self.steps = steps
+        self.accumulated: list[int] = []
         self._guard = guard or Guard()
         self._hooks: list[RemovableHandle] = []
-        self._running: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
-        self._ended: set[int] = set()  # graph tasks that accumulated gradients
-        self._accumulated = 0  # the number of these, also of those that run
-        self._last = -1  # the last of them
-        self._zeroings: dict[int, _Zeroing] = {}  # by the last zeroed pass
+        self._entered: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
+        self._zeroed: list[_Zeroed] = []
         self._active = True
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built become inactive."""
         self._active = False
-        self._running.clear()
         call_all(*[hook.remove for hook in self._hooks])
         self._hooks.clear()
 
@@ -78,49 +67,36 @@ class Passes:
 
     def _enters(self, number: int, gradient: Tensor | None) -> None:
         """Copy the gradient at a loss, which the user may have given and may overwrite."""
-        if not self._active or gradient is None or not has_data(gradient):
-            return
-        task = torch._C._current_graph_task_id()
-        if task not in self._running:
-            self._running[task] = {}
-            _at_the_end(self._guard, self._leaves, task, self._accumulated)
-        with torch._C.DisableTorchFunction():
-            self._running[task][number] = gradient.detach().clone().reshape(())
-
-    def _leaves(self, task: int, accumulated: int) -> None:
-        entered = self._running.pop(task, None)
-        if entered and self._accumulated > accumulated:
+        if self._active and gradient is not None and has_data(gradient):
+            of_task = self._entered.setdefault(torch._C._current_graph_task_id(), {})
             with torch._C.DisableTorchFunction():
-                self.losses.append(reduce(torch.add, entered.values()))
+                of_task[number] = gradient.detach().clone().reshape(())
 
-    def accumulates(self, task: int) -> None:
-        """Note that the running pass accumulates a gradient."""
-        if self._last == task:
-            return
-        self._last = task
-        self._accumulated += 1
-        _at_the_end(self._ended.add, task)
+    def _counted(self) -> list[int]:
+        """Return the passes that entered a loss and accumulated gradients, also one within them."""
+        tasks = sorted(self._entered)
+        places = {bisect_right(tasks, task) for task in self.accumulated}
+        return [tasks[place - 1] for place in sorted(places) if place]
 
-    def were_zeroed(self, key: int, tasks: Sequence[int], norm: Tensor, *, is_other: bool) -> None:
-        """Note that the gradients of some passes were zeroed.
+    @property
+    def losses(self) -> list[Tensor]:
+        """For each pass, the gradient at the loss; the sum over the losses that it has."""
+        return [reduce(torch.add, self._entered[task].values()) for task in self._counted()]
+
+    def were_zeroed(self, tasks: Sequence[int], norm: Tensor, *, is_other: bool) -> None:
+        """Note that the gradients of some passes were zeroed at a layer.
 
         Args:
-            key: id of the parameter.
             tasks: the graph tasks of these passes.
             norm: norm of what they brought.
-            is_other: whether an optimizer stepped, or the parameter changed, since.
+            is_other: whether an optimizer stepped, or the weight changed, since.
         """
-        last = max(tasks)
-        before = sum(task <= last for task in self._ended)
-        found = self._zeroings.setdefault(last, _Zeroing(min(before, len(self.losses))))
-        found.passes[key] += len(self._ended.intersection(tasks))
-        found.norms.append(norm)
-        found.is_other |= is_other
+        self._zeroed.append(_Zeroed(tasks, norm, is_other))
 
     @property
     def norms(self) -> list[Tensor]:
         """The norms of all gradients that were zeroed."""
-        return [norm for found in self._zeroings.values() for norm in found.norms]
+        return [found.norm for found in self._zeroed]
 
     def told(self, losses: Sequence[float], norms: Sequence[float]) -> tuple[Sequence[float], int]:
         """Return the step's gradients at the loss, and the number of its zeroed passes.
@@ -132,18 +108,12 @@ class Passes:
             losses: `losses`, on the host.
             norms: `norms`, on the host.
         """
-        left = iter(norms)
-        first, passes = 0, Counter[int]()
-        for found in self._zeroings.values():
-            own = [*islice(left, len(found.norms))]
-            if found.is_other or not all(map(math.isfinite, own)):
-                first = found.losses
-                passes.clear()
-            else:
-                passes += found.passes
-        return losses[first:], 0 if self.meant else max(passes.values(), default=0)
-
-
-def _at_the_end(function: Callable[..., None], *args: Any) -> None:
-    """Call a function when the running backward pass has ended without an exception."""
-    torch.autograd.Variable._execution_engine.queue_callback(partial(function, *args))
+        others = [
+            max(found.tasks)
+            for found, norm in zip(self._zeroed, norms, strict=True)
+            if found.is_other or not math.isfinite(norm)
+        ]
+        last = max(others, default=-1)
+        first = sum(task <= last for task in self._counted())
+        zeroed = {task for found in self._zeroed for task in found.tasks if task > last}
+        return losses[first:], 0 if self.meant else len(zeroed)

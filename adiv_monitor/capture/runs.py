@@ -12,7 +12,7 @@ class Run(NamedTuple):
     """The last run of a module in a step; with gradients enabled, if there is one.
 
     Attributes:
-        at: its begin, or its end where gradients are disabled; see `Runs.ran`.
+        at: its begin, or its end where gradients are disabled.
         enabled: whether gradients are enabled.
         carries: whether an input of this run, or of an earlier one, requires a gradient.
         after: its inputs can be computed by the runs before this one, `at` < `after`, and none of
@@ -20,9 +20,9 @@ class Run(NamedTuple):
     """
 
     at: int
-    enabled: bool
-    carries: bool
-    after: int
+    enabled: bool = False
+    carries: bool = False
+    after: int = 0
 
 
 class Runs:
@@ -31,34 +31,32 @@ class Runs:
     def __init__(self) -> None:
         self._runs: dict[nn.Module, Run] = {}
 
+    def ran_without_gradients(self, module: nn.Module, ended: int) -> None:
+        """Record that a module has run; `ended` increases with every begin and end of a run."""
+        earlier = self._runs.get(module)
+        if earlier is None or not earlier.enabled:
+            self._runs[module] = Run(ended)
+
     def ran(
-        self,
-        module: nn.Module,
-        ended: int,
-        began: int | None,
-        given: Sequence[Any],
-        around: Mapping[int, Sequence[Any]],
+        self, module: nn.Module, began: int, given: Sequence[Any], outermost: int, first: Any
     ) -> None:
         """Record that a module has run.
 
         Args:
             module: the module.
-            ended: a number that increases with every begin and every end of a run.
-            began: this number when it began; None: gradients are disabled.
+            began: the number of its begin.
             given: its arguments.
-            around: the arguments of the forward calls that contain this one, by their beginnings.
+            outermost: the number of the begin of the outermost module that runs.
+            first: the arguments of that module.
         """
-        earlier = self._runs.get(module)
-        if earlier is not None and earlier.enabled and began is None:
-            return
         inputs = [t for t in tensors_in(*given) if t.is_floating_point()]
-        carries = began is not None and any(t.requires_grad for t in inputs)
-        carries = carries or (earlier is not None and earlier.carries)
-        after = 0
-        if began is not None and not carries:
-            after = max((_made_before(t, began, around) for t in inputs), default=0)
-        at = ended if began is None else began
-        self._runs[module] = Run(at, began is not None, carries, after)
+        earlier = self._runs.get(module)
+        carries = earlier is not None and earlier.carries
+        carries = carries or any(t.requires_grad for t in inputs)
+        there = {id(_base(t)) for t in tensors_in(first)}
+        begins = [outermost if id(_base(t)) in there else began for t in inputs]
+        after = 0 if carries else max(begins, default=0)
+        self._runs[module] = Run(began, True, carries, after)
 
     def cut_off(self, reached: Mapping[nn.Module, bool]) -> list[nn.Module]:
         """Return the modules from whose outputs a later module got its input without a gradient.
@@ -79,15 +77,6 @@ class Runs:
                 if follows and run.at < last:
                     found.append(module)
         return found
-
-
-def _made_before(tensor: Tensor, began: int, around: Mapping[int, Sequence[Any]]) -> int:
-    """Return the first beginning of a run before which the tensor was there."""
-    base = _base(tensor)
-    for number, given in around.items():  # outermost first
-        if any(_base(other) is base for other in tensors_in(*given)):
-            return number
-    return began
 
 
 def _base(tensor: Tensor) -> Tensor:

@@ -13,11 +13,6 @@ import numpy as np
 import torch
 
 from adiv_monitor.features.rows import HOST, Index, Keys, Rows
-from adiv_monitor.maths.sums import Array, Sampled
-
-Drawn = (
-    Rows | Sampled[Array]
-)  # both have the keys of drawn rows, and the bound below which all are drawn
 
 
 def draw(
@@ -64,14 +59,14 @@ class Threshold:
         bound: the keys of sampled rows are smaller.
     """
 
-    def __init__(self, most: int | None, several: Iterable[Drawn]) -> None:
+    def __init__(self, most: int | None, several: Iterable[Rows]) -> None:
         self.bound = np.inf
         self._most = most
         self._keys: Keys = np.empty(0)  # the keys below the bound
         for drawn in several:
             self.add(drawn)
 
-    def add(self, drawn: Drawn) -> None:
+    def add(self, drawn: Rows) -> None:
         """Add a call."""
         self.bound = min(self.bound, drawn.bound)
         if self._most is None:
@@ -82,13 +77,13 @@ class Threshold:
         self._keys = keys[keys < self.bound]
 
 
-def winners(several: Sequence[Drawn], most: int | None) -> list[Index | None]:
+def winners(several: Sequence[Rows], most: int | None) -> list[Index | None]:
     """Return which drawn rows of each call belong to the sample; None: all of them."""
     bound = Threshold(most, several).bound
     below = [_keys(drawn) < bound for drawn in several]
     return [None if are.all() else np.flatnonzero(are) for are in below]
 
 
-def _keys(drawn: Drawn) -> Keys:
+def _keys(drawn: Rows) -> Keys:
     assert drawn.keys is not None
     return drawn.keys

@@ -42,11 +42,11 @@ class SecondPass(Takes):
     ) -> None:
         guard = Guard()  # no training step runs that could be disturbed
         self._provenance = Provenance(model, selection.parameters, pieces)
-        self._forwards = Forwards.of(selection, guard, repeated=True)
+        self._forwards = Forwards(selection, guard, repeated=True)
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
         self.layers = layers(names, self._provenance, chooser, Context(guard))
-        self._without_rule = ParametersWithoutRule(selection, guard)
+        self._without_rule = ParametersWithoutRule(selection)
         given = selection, self._forwards, self.layers, self._without_rule, self
         self.watching = watching(*given, repeated=True)
 

@@ -1,6 +1,6 @@
 """Selects the layers and parameters to measure, with reasons for those that are not measured."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -15,7 +15,6 @@ from adiv_monitor.capture.weights.pieces import (
     Parts,
     Piece,
     Source,
-    covered,
 )
 from adiv_monitor.capture.weights.shards import (
     held_in_place_of,
@@ -28,11 +27,6 @@ from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
 from adiv_monitor.printable import quoted
 
-# Why a frozen parameter counts as trained and has no reading.
-FROZEN = (
-    "it is frozen, but it has a gradient (zero, perhaps), so the optimizer may still move it by "
-    "momentum or weight decay: `zero_grad(set_to_none=True)` prevents that"
-)
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 _WRAPPERS = (
@@ -43,6 +37,7 @@ _WRAPPERS = (
 )
 _MOST_MODULES = 10**6
 _IS_TRAINED = attrgetter("requires_grad")
+_STATE = attrgetter("requires_grad", "dtype", "device")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -79,6 +74,16 @@ class Layer:
         """The trained pieces, those of the weight first; never empty."""
         sources = [source for source in (self.weight, self.bias) if source is not None]
         return list(dict.fromkeys(piece for source in sources for piece in source.pieces))
+
+    @cached_property
+    def trained(self) -> dict[str, bool]:
+        """Whether its weight and its bias are trained, as `Features.restrict` takes it."""
+        return {"weight": self.weight is not None, "bias": self.bias is not None}
+
+    @cached_property
+    def has_scales(self) -> bool:
+        """Whether its own move of a row is a multiple of that row's gradient: its scale."""
+        return self.weight is not None and self.is_direct
 
     @cached_property
     def is_direct(self) -> bool:
@@ -118,12 +123,12 @@ class Place:
     module: nn.Module
     name: str
 
-    @property
+    @cached_property
     def full_name(self) -> str:
         """The parameter's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
-    @property
+    @cached_property
     def home(self) -> tuple[str, str]:
         """The path and name of the parameter before torch's parametrization moved it."""
         owner, moved, rest = f".{self.full_name}".partition(".parametrizations.")
@@ -194,14 +199,14 @@ class Selection:
             dict.fromkeys(place.path for places in self.places.values() for place in places)
         )
 
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """The numbers of elements of the trained parameters, by id."""
+        return {id(p): elements(p) for p in self.trained}
+
     def is_due(self, layer: Layer) -> bool:
         """Return whether a layer is due in this step, as its first parameter is."""
         return self.due is None or id(layer.pieces[0].parameter) in self.due
-
-    @cached_property
-    def _trained_now(self) -> list[Tensor]:
-        """The trained parameters that are due in this step."""
-        return [p for p in self.trained if self.due is None or id(p) in self.due]
 
     def by_module(self, parameters: Iterable[Tensor]) -> dict[str, int]:
         """Return the element counts of parameters to measure, by the paths of their modules."""
@@ -210,28 +215,9 @@ class Selection:
             found[self.places[id(p)][0].home[0]] += elements(p)
         return dict(found)
 
-    def accountable(self, layers: Iterable[Layer]) -> "Selection":
-        """Return a selection whose due parameters are those that the report accounts for.
-
-        If several parameters make up one layer, they are all due with the first one.
-
-        Args:
-            layers: all layers that were seen.
-        """
-        if self.due is None:
-            return self
-        ids = {True: set[int](), False: set[int]()}
-        for layer in layers:
-            ids[self.is_due(layer)].update(map(id, layer.parameters))
-        return replace(self, due=(set(self.due) - ids[False]) | ids[True])
-
     def knows(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether every parameter trained now was also trained when it was selected."""
-        return self._trained_ids.issuperset(map(id, filter(_IS_TRAINED, parameters)))
-
-    @cached_property
-    def _trained_ids(self) -> set[int]:
-        return set(map(id, self.trained))
+        return {*map(id, self.trained)}.issuperset(map(id, filter(_IS_TRAINED, parameters)))
 
     def stepped(self, parameters: Iterable[Tensor]) -> "Selection":
         """Return a selection whose trained parameters are those that a step moves.
@@ -244,82 +230,6 @@ class Selection:
         trained = [p for p in parameters if p.requires_grad or p.grad is not None]
         same = [*map(id, trained)] == [*map(id, self.trained)]
         return self if same else replace(self, trained=trained)
-
-    @property
-    def frozen(self) -> dict[str, str]:
-        """The reasons for parameters that were frozen when they were selected, and still move."""
-        left = [p for p in self._trained_now if not p.requires_grad and id(p) not in self.places]
-        return {self.names[id(p)]: FROZEN for p in left if id(p) in self.names}
-
-    def unmeasured(self, missing: Mapping[int, int]) -> dict[str, int]:
-        """Return the element counts of requested trained parameters outside of measured layers.
-
-        Args:
-            missing: the result of `missing` for the measured layers.
-        """
-        return {self.names[key]: n for key, n in missing.items() if key in self.names}
-
-    @cached_property
-    def elements(self) -> int:
-        """The number of elements of all trained parameters that are due in this step."""
-        return sum(map(elements, self._trained_now))
-
-    def coverage(self, missing: Mapping[int, int]) -> float:
-        """Return the share of the trained elements that lie in the measured layers, 0 to 1.
-
-        Args:
-            missing: the result of `missing` for the measured layers.
-        """
-        whole = self.elements
-        return (whole - sum(missing.values())) / whole if whole else 0.0
-
-    def missing(self, layers: Iterable[Layer]) -> dict[int, int]:
-        """Return by parameter id how many trained elements lie in none of these layers."""
-        pieces: dict[int, list[Piece]] = defaultdict(list)
-        for layer in layers:
-            for piece in layer.pieces:
-                pieces[id(piece.parameter)] += (piece,)
-        found = {}
-        for p in self._trained_now:
-            key = id(p)
-            if key in pieces and pieces[key][0].view is None:  # the whole parameter
-                continue
-            count = elements(p) - covered(p, pieces[key])
-            if count or is_lazy(p):
-                found[key] = count
-        return found
-
-    def unexplained(
-        self,
-        missing: Collection[int],
-        known: Collection[str],
-        why: Callable[[nn.Parameter], str],
-    ) -> dict[str, str]:
-        """Return the reasons why modules, or parameters of partly measured modules, lack a result.
-
-        Args:
-            missing: the result of `missing` for layers with a result or a known reason.
-            known: paths whose reason is known already.
-            why: returns a parameter's reason.
-        """
-        if not missing:
-            return {}
-        by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
-        for parameter in self.due_parameters:
-            place = self.places[id(parameter)][0]
-            by_module[place.path].append((place, id(parameter)))
-        found = {}
-        for path, held in by_module.items():
-            lacking = [(place, key) for place, key in held if key in missing]
-            reasons = {key: why(self.held[key]) for _, key in lacking}
-            if path in known:
-                continue
-            if path and len(lacking) == len(held) and len(set(reasons.values())) == 1:
-                found[path] = reasons[lacking[0][1]]
-                continue
-            names = {place.full_name: reasons[key] for place, key in lacking}
-            found |= {name: reason for name, reason in names.items() if name not in known}
-        return found
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -351,7 +261,9 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Return an iterator over the model's trainable parameters, each once."""
     held = held_in_place_of(model)
-    return (held.get(id(p), p) for p in model.parameters() if p.requires_grad)
+    every = [p for module in model.modules() for p in module._parameters.values()]
+    found = {id(p): p for p in every if p is not None and p.requires_grad}
+    return iter((found | {key: held[key] for key in held if key in found}).values())
 
 
 def paths_of_parameters(model: nn.Module) -> dict[int, str]:
@@ -375,15 +287,15 @@ def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
     modules, found = [model], list[object](known_rules())
     for module in modules:  # the list grows during the loop
         # The tables of scripted modules can't be iterated directly.
-        found += (id(module), type(module), *module._modules.keys())
-        for name, p in module._parameters.items():
-            if p is not None:
-                found += (name, id(p), type(p), p.requires_grad, p.dtype, p.device)
-        modules += [child for child in module._modules.values() if child is not None]
+        parameters, children = module._parameters, module._modules
+        own = [p for p in parameters.values() if p is not None]
+        found += (id(module), type(module), *children.keys(), *parameters.keys())
+        found += (*map(id, parameters.values()), *map(type, own), *map(_STATE, own))
+        modules += [child for child in children.values() if child is not None]
         if len(modules) > _MOST_MODULES:  # a module that contains itself would loop forever
             return None
-    every = () if held is None else held.values()
-    return found, [part for p in every for part in (id(p), p.requires_grad)]
+    every = [] if held is None else [*held.values()]
+    return found, [*map(id, every)], [*map(_IS_TRAINED, every)]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:

@@ -16,29 +16,19 @@ from adiv_monitor.rerun.twin import Arguments
 class Takes(Protocol):
     """Receives the uses that are seen in a forward pass."""
 
-    def use(
-        self,
-        use: Use,
-        output: Tensor,
-        known: Layer | str | None = None,
-        *,
-        checked: bool = True,
-    ) -> Call | None:
+    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> Call | None:
         """Take a use and the function's result; return the call if the layer is watched.
 
         Args:
             use: the use.
             output: the result of the function.
-            known: the layer or its path, if already known.
-            checked: whether the use is certain to describe the output.
+            known: the layer, if it is known already; or the path of a module whose class has a
+                rule, which may not describe the output.
         """
         ...
 
     def maps(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], random: Randomness | None
     ) -> list[Tensor]:
         """Take a recurrent call and return the weights that its uses account for; see `use`."""
         ...

@@ -6,8 +6,7 @@ convolution, a norm, an embedding. The arguments of that call are recorded by or
 from the arguments of a hook on the module, so that later steps need not watch functions there.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.weights.pieces import Pieces
-from adiv_monitor.features.uses import as_it_is
+from adiv_monitor.features.uses import FunctionRule, as_it_is, rule_of
 
 # After so many surveys in a row that changed nothing, there are no more.
 _IN_VAIN = 3
@@ -42,13 +41,13 @@ class Given(NamedTuple):
         trained: the parameters of the module among them that require a gradient.
     """
 
-    args: list[Any]
-    kwargs: dict[str, Any]
-    inputs: list[Tensor]
-    trained: list[Tensor]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    inputs: Sequence[Tensor]
+    trained: Sequence[Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Known:
     """A module whose use of parameters a plain hook can capture.
 
@@ -58,9 +57,12 @@ class Known:
         forward: a `forward` in the module's own attributes; None: there is none.
         settings: its own plain attributes, such as its mode or its stride, by name.
         function: the name of the function that takes its parameters; "": its class has a rule.
-        arguments: by place, those by position first, whence the function's arguments come: "own"
-            with a name among the module's parameters and buffers, "given" with a place among the
-            arguments of its forward, or "constant" with the value.
+        rule: the rule of that function.
+        constants: the function's arguments, the positional ones first; None where they are not
+            constant.
+        names: the names of the keyword arguments.
+        own: places in `constants` of parameters and buffers of the module, with their names.
+        given: places of arguments of its forward, with the places of these.
         layers: the layers of its uses, in order.
     """
 
@@ -68,42 +70,40 @@ class Known:
     kind: type[nn.Module]
     forward: object
     settings: Mapping[str, object]
-    function: str
-    arguments: Mapping[ArgumentKey, tuple[str, Any]]
-    layers: Sequence[Layer]
+    function: str = ""
+    rule: FunctionRule | None = None
+    constants: Sequence[Any] = ()
+    names: Sequence[str] = ()
+    own: Sequence[tuple[int, str]] = ()
+    given: Sequence[tuple[int, ArgumentKey]] = ()
+    layers: Sequence[Layer] = ()
 
-    @property
-    def holds(self) -> bool:
-        """Whether class, `forward` and plain attributes of the module are unchanged."""
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given | None:
+        """Return the function's arguments in a call of the module; None if the module changed.
+
+        Its class, `forward` and plain attributes must be unchanged.
+        """
         module, held = self.module, self.module.__dict__
         if type(module) is not self.kind or held.get("forward") is not self.forward:
-            return False
-        return self.settings.items() <= held.items()
-
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given | None:
-        """Return the function's arguments in a call of the module, or None if these don't match."""
-        if not self.holds:
             return None
-        parameters, buffers = self.module._parameters, self.module._buffers
-        found = Given([], {}, [], [])
+        if not self.settings.items() <= held.items():
+            return None
+        values, parameters = [*self.constants], module._parameters
         try:
-            for place, (whence, value) in self.arguments.items():
-                if whence == "given":
-                    value = args[value] if isinstance(value, int) else kwargs[value]
-                    found.inputs.append(value)
-                elif whence == "own":
-                    name, value = value, parameters.get(value)
-                    if value is None:
-                        value = buffers[name]
-                    elif value.requires_grad:
-                        found.trained.append(value)
-                if isinstance(place, int):
-                    found.args.append(value)
-                else:
-                    found.kwargs[place] = value
+            for at, place in self.given:
+                values[at] = args[place] if type(place) is int else kwargs[place]  # type: ignore[index]
+            for at, name in self.own:
+                values[at] = parameters[name] if name in parameters else module._buffers[name]
         except (IndexError, KeyError):
             return None
-        return found
+        trained = [p for at, _ in self.own if (p := values[at]) is not None and p.requires_grad]
+        inputs = [values[at] for at, _ in self.given]
+        if not self.names:
+            return Given(values, {}, inputs, trained)
+        first = len(values) - len(self.names)
+        return Given(
+            values[:first], dict(zip(self.names, values[first:], strict=True)), inputs, trained
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,40 +135,36 @@ class Called:
         if versions(self.args, self.kwargs, self.result) != self.versions:
             return None  # a hook would run too late
         held = (*module._parameters.items(), *module._buffers.items())
-        taken: dict[int, tuple[str, Any]] = {
-            **{id(x): ("own", name) for name, x in held if x is not None},
-            **{id(x): ("given", at) for at, x in _by_place(args, kwargs) if isinstance(x, Tensor)},
-        }
-        arguments: dict[ArgumentKey, tuple[str, Any]] = {}
-        for place, value in _by_place(self.args, self.kwargs):
-            if isinstance(value, Tensor) and id(value) in taken:
-                arguments[place] = taken[id(value)]
-            elif _is_constant(value):
-                arguments[place] = "constant", deepcopy(value)
-            else:
+        names = {id(x): name for name, x in held if x is not None}
+        places = {id(x): at for at, x in (*enumerate(args), *kwargs.items())}
+        constants, own, given = list[Any](), list[tuple[int, str]](), list[Any]()
+        for at, value in enumerate((*self.args, *self.kwargs.values())):
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor and id(value) in places:
+                given.append((at, places[id(value)]))
+            elif is_tensor and id(value) in names:
+                own.append((at, names[id(value)]))
+            elif not _is_constant(value):
                 return None
-        return _known(module, self.function, arguments, self.layers)
+            constants.append(None if is_tensor else deepcopy(value))
+        return _known(
+            module,
+            function=self.function,
+            rule=rule_of(self.function),
+            constants=constants,
+            names=[*self.kwargs],
+            own=own,
+            given=given,
+            layers=self.layers,
+        )
 
 
-def _by_place(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[ArgumentKey, object]]:
-    yield from enumerate(args)
-    yield from kwargs.items()
-
-
-def _known(
-    module: nn.Module,
-    function: str,
-    arguments: Mapping[ArgumentKey, tuple[str, Any]],
-    layers: Sequence[Layer],
-) -> Known:
+def _known(module: nn.Module, **how: Any) -> Known:
     """Return the record of the module in its present state."""
     held = vars(module)
     constant = {name: value for name, value in held.items() if _is_constant(value)}
     constant.pop(_HOOKED, None)
-    kind, forward = type(module), held.get("forward")
-    return Known(module, kind, forward, deepcopy(constant), function, arguments, layers)
+    return Known(module, type(module), held.get("forward"), deepcopy(constant), **how)
 
 
 def _is_constant(value: object) -> bool:
@@ -189,19 +185,16 @@ class Record:
     """The record of the modules in one step.
 
     Attributes:
-        calls: the number of calls of each module.
         found: module → its use of parameters; None: it has none of its own.
         others: the modules whose uses plain hooks can't capture.
     """
 
-    calls: Counter[nn.Module] = field(default_factory=Counter)
     found: dict[nn.Module, Known | None] = field(default_factory=dict)
     others: set[nn.Module] = field(default_factory=set)
 
     def ruled(self, module: nn.Module) -> None:
         """Record a forward of a module whose class has a rule."""
-        self.calls[module] += 1
-        self.found[module] = _known(module, "", {}, [])
+        self.found[module] = _known(module)
 
     def ended(
         self,
@@ -212,18 +205,10 @@ class Record:
         output: object,
     ) -> None:
         """Record a forward in which these calls were made."""
-        self.calls[module] += 1
         known = called[0].known(module, args, kwargs, output) if len(called) == 1 else None
-        if (called and known is None) or not _alike(self.found.get(module, known), known):
+        if (called and known is None) or self.found.get(module, known) != known:
             self.others.add(module)
         self.found[module] = known
-
-
-def _alike(one: Known | None, other: Known | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    names = ("settings", "function", "arguments", "layers")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 @dataclass
@@ -231,12 +216,12 @@ class Plan:
     """How the modules are followed in a step after a survey.
 
     Attributes:
-        known: the modules whose uses are known.
+        known: the modules whose uses are known, by id.
         watched: the modules in which functions are watched.
         unseen: ids of parameters that had a gradient but no visible use when all was watched.
     """
 
-    known: dict[nn.Module, Known]
+    known: dict[int, Known]
     watched: list[nn.Module]
     unseen: set[int]
 
@@ -254,8 +239,8 @@ class Trace:
 
     def __init__(self) -> None:
         self.pieces = Pieces()
-        self._held: object = None  # the parameters that were measured
-        self._places: list[tuple[int, str]] | None = None  # of these
+        self._learned: Selection | None = None  # what is known holds for it
+        self._plan: Plan | None = None
         self._doubted = False
         self._in_vain = 0  # surveys in a row that changed nothing
         self._known: dict[nn.Module, Known | None] = {}
@@ -269,23 +254,27 @@ class Trace:
             selection: the parameters to measure in it.
             suspects: paths of layers whose gradient differed from that of their rows.
         """
-        if self._places != _places(selection):
-            self.pieces = Pieces()
-            return None
+        if self._learned is not selection:
+            if self._learned is None or _places(self._learned) != _places(selection):
+                self.pieces, self._learned = Pieces(), None
+                return None
+            self._learned, self._plan = selection, None
         if self._suspects is None:  # the state after a survey
             self._suspects = set(suspects)
         is_doubted = self._doubted or not self._suspects.issuperset(suspects)
         if is_doubted and self._in_vain < _IN_VAIN:
             self._in_vain += 1
             return None
-        known, watched = dict[nn.Module, Known](), list[nn.Module]()
-        for module in selection.modules:
-            found = self._known.get(module, _UNKNOWN)
-            if isinstance(found, Known) and found.holds:
-                known[module] = found
-            elif found is not None:
-                watched.append(module)
-        return Plan(known, watched, self._unseen)
+        if self._plan is None:
+            known, watched = dict[int, Known](), list[nn.Module]()
+            for module in selection.modules:
+                found = self._known.get(module, _UNKNOWN)
+                if isinstance(found, Known):
+                    known[id(module)] = found
+                elif found is not None:
+                    watched.append(module)
+            self._plan = Plan(known, watched, self._unseen)
+        return self._plan
 
     def learn(
         self, selection: Selection, plan: Plan | None, record: Record, unseen: set[int]
@@ -304,12 +293,14 @@ class Trace:
         self._known |= record.found
         for module in record.others:
             self._known.pop(module, None)
+        if record.found or record.others:
+            self._plan = None
         self._doubted = plan is not None and not unseen <= self._unseen
         if plan is not None:
             return None
         if unseen != self._unseen or before.keys() != self._known.keys():
             self._in_vain = 0
-        self._held, self._places = selection.held, _places(selection)
+        self._learned, self._plan = selection, None
         self._unseen, self._suspects = unseen, None
         return _LAST if self._in_vain == _IN_VAIN else None
 

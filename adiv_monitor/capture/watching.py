@@ -16,14 +16,21 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.takes import Takes
-from adiv_monitor.capture.trace import Called, Known, Record, versions
+from adiv_monitor.capture.trace import Called, Given, Known, Record, versions
 from adiv_monitor.capture.weights.computed import CASTS, NotFollowed
 from adiv_monitor.capture.weights.pieces import whole_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.recurrent import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
-from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, name_of, uses_in
+from adiv_monitor.features.uses import (
+    NESTED,
+    FunctionCall,
+    Refused,
+    found_by,
+    name_of,
+    uses_in,
+)
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
@@ -53,6 +60,7 @@ class Watching(Watcher):
         record: the uses that were seen, by module.
         refused: id of a parameter → why the function that uses it can't be measured.
         first: the first module with parameters that ran; None: none did.
+        passes: the number of its calls.
         batch: `sums_of` what entered it.
         differentiates_inputs: whether anything that entered it requires a gradient, in any call.
     """
@@ -68,7 +76,7 @@ class Watching(Watcher):
         repeated: bool = False,
     ) -> None:
         self.record = Record()
-        self.refused: dict[int, str] = {}
+        self.refused = without_rule.unmeasured
         self.first: nn.Module | None = None
         self.batch: tuple[Tensor, ...] = ()
         self.differentiates_inputs = False
@@ -82,6 +90,7 @@ class Watching(Watcher):
         self._takes = takes
         self._first_begins: Callable[[], object] | None = layers.context.begins
         self._repeated = repeated
+        self._accounts = forwards.watches or bool(selection.shards)
         self._active = True
 
     def detach(self) -> None:
@@ -92,11 +101,8 @@ class Watching(Watcher):
 
     def begins(self, forward: Forward) -> None:
         """Record that a module's forward begins."""
-        if forward.module in self._owners:
+        if self._first_begins is not None and forward.module in self._owners:
             self._layer_begins()
-        around = [each.module for each in self._forwards.running[:-1]]
-        if forward.module in around:  # recursion: its depth must be watched
-            self.record.others.add(forward.module)
 
     def _layer_begins(self) -> None:
         begins, self._first_begins = self._first_begins, None
@@ -104,7 +110,7 @@ class Watching(Watcher):
             begins()
 
     def _ran(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the sums of the batch, and whether it is differentiated, of the first module."""
+        """Look at what enters the first module with parameters that has run."""
         if self.first is None and module in self._owners and not self._repeated:
             self.first, self.batch = module, sums_of(args, kwargs)
         if module is self.first:
@@ -112,55 +118,68 @@ class Watching(Watcher):
             self.differentiates_inputs |= any(tensor.requires_grad for tensor in given)
 
     def plain(
-        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         """Take the use of a module whose use of its parameters is known from earlier steps."""
         module = known.module
-        if not isinstance(output, Tensor) or not output.requires_grad or not trains(output):
-            return
-        self._layer_begins()
-        self.record.calls[module] += 1
-        self._ran(module, args, kwargs)
-        if not known.function:
+        if self.first is None or module is self.first:
+            self._layer_begins()
+            self._ran(module, args, kwargs)
+        if known.rule is None:
             self._look_at_ruled(module, args, kwargs, output)
             return
-        given = known.given(args, kwargs)
+        given = known.call(args, kwargs)
         if given is None:
             self.record.others.add(module)
-        if given is None or not given.trained:  # none trained: frozen for now
             return
-        provenance = self._provenance
-        self._without_rule.account(k for p in given.trained for k in provenance.parameters_of(p))
-        with self._noting(given.trained), without_autocast(output):
-            inputs = {id(value) for value in given.inputs}
-            call = FunctionCall(output, lambda value: id(value) not in inputs)
-            if output.is_nested:
-                raise Refused(NESTED)
-            found = uses_in(known.function, call, tuple(given.args), given.kwargs)
-            if len(found) != len(known.layers):
-                self.record.others.add(module)
-                return
-            for use, layer in zip(found, known.layers, strict=True):
-                same = False not in [p.requires_grad for p in layer.parameters]
-                self._takes.use(use, output, layer if same else layer.path)
+        if self._accounts:
+            for p in given.trained:
+                self._without_rule.account(self._provenance.parameters_of(p))
+        if not given.trained:  # frozen for now
+            return
+        try:
+            if torch._C._is_any_autocast_enabled():
+                with without_autocast(output):
+                    self._take_known(known, given, output)
+            else:
+                self._take_known(known, given, output)
+        except Exception as error:
+            self._fails(error, given.trained)
+
+    def _take_known(self, known: Known, given: Given, output: Tensor) -> None:
+        inputs = given.inputs
+
+        def of_model(value: object) -> bool:
+            for each in inputs:  # noqa: SIM110
+                if each is value:
+                    return False
+            return True
+
+        assert known.rule is not None
+        found = found_by(known.rule, FunctionCall(output, of_model), given.args, given.kwargs)
+        if len(found) != len(known.layers):
+            self.record.others.add(known.module)
+            return
+        for use, layer in zip(found, known.layers, strict=True):
+            same = False not in [p.requires_grad for p in layer.parameters]
+            self._takes.use(use, output, layer if same else None)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Handle the end of a module's forward. `output` is None if the forward raised."""
+        """Handle the end of a module's forward."""
         if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
             self.record.others.update(module.modules())
             with self._noting([*module.parameters()]):
                 self._provenance.parametrized(module, output, self._forwards.forward.random)
-        if output is not None and module in self._ruled:
+        if module in self._ruled:
             self._look_at_ruled(module, args, kwargs, output)
             self.record.ruled(module)
-        elif output is not None:
+        else:
             if self._without_rule.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
             self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
-        if output is not None:
-            self._ran(module, args, kwargs)
+        self._ran(module, args, kwargs)
 
     def _look_at_ruled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -170,25 +189,24 @@ class Watching(Watcher):
         if not trains(output):
             return
         with self._noting([*module.parameters(recurse=False)], path):
-            if any(x.is_nested for x in tensors_in(output, *args, *kwargs.values())):
-                raise Refused(NESTED)
             if not isinstance(output, Tensor):
                 raise TypeError(
                     f"its forward returned a {type(output).__name__}, expected a tensor"
                 )
+            if output.is_nested:
+                raise Refused(NESTED)
             if output.requires_grad:
                 use = use_of(rule, module, args, kwargs)
-                self._takes.use(use, output, path, checked=False)
+                self._takes.use(use, output, path)
 
     def _look_at_whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Measure through the module's output the parameters that no rule accounts for."""
-        path = self._selection.modules[module]
-        if self._layers.is_off(path) or not trains(output):
+        if not trains(output):
             return
-        with self._noting([], path):
-            inputs = list(tensors_in(*args, *kwargs.values()))
+        with self._noting([], self._selection.modules[module]):
+            inputs = tensors_in(*args, *kwargs.values())
             if self._forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
                 return  # the module computes a weight, not activations
             outputs = Outputs(output, inputs)
@@ -207,24 +225,16 @@ class Watching(Watcher):
         if not self._is_looking():
             return call()
         if name in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
-            result = call()
-            if provenance.of_model(args[0]):
-                provenance.remember(result)
-            else:
-                provenance.spend(result, written=False)
-            return result
-        trained, data = [], []
-        for tensor in _values_in(name, args, kwargs):
-            if not provenance.of_model(tensor):
-                data.append(tensor)
-            elif provenance.parameters_of(tensor):
-                trained.append(tensor)
-        if trained:
-            return self._called_with(trained, call, name, data)
+            data = [] if provenance.of_model(args[0]) else [args[0]]
+        else:
+            values = _values_in(name, args, kwargs)
+            data = [value for value in values if not provenance.of_model(value)]
+            if trained := [value for value in values if provenance.parameters_of(value)]:
+                return self._called_with(trained, call, name, is_data=bool(data))
         result = call()
         if not data:
             provenance.remember(result)
-        elif args and (result is args[0] or result is None):
+        elif name not in _ATTRIBUTES and args and (result is args[0] or result is None):
             provenance.spend(args[0], written=True)  # it may have been constant zeros
         else:
             provenance.spend(result, written=False)
@@ -239,7 +249,7 @@ class Watching(Watcher):
         )
 
     def _called_with(
-        self, trained: list[Tensor], to_call: FunctionToCall, name: str, data: list[Tensor]
+        self, trained: list[Tensor], to_call: FunctionToCall, name: str, *, is_data: bool
     ) -> Any:
         """Call a function that takes trained tensors, and possibly data from the batch."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
@@ -250,10 +260,8 @@ class Watching(Watcher):
             return self._forwards.opened(to_call)
         if gradients and function in RECURRENT:
             self._is_special()
-            return self._recurrent(to_call, trained, data)
+            return self._recurrent(to_call, trained)
         provenance = self._provenance
-        # Changes cannot be tracked through a view that reads memory as another dtype.
-        is_data = bool(data) or any(map(_is_retyped, trained))
         kept = args
         if name in _OVERWRITE and not provenance.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
@@ -268,7 +276,7 @@ class Watching(Watcher):
         if (gradients and not used) or kept is not args:
             self._is_special()
         if is_data or used:
-            self._explain(name, trained if gradients else [], used, made)
+            self._explain(name, trained if gradients else [], used)
             provenance.spend(made, written=bool(args) and made is args[0])
         else:
             with self._noting(trained):
@@ -284,12 +292,7 @@ class Watching(Watcher):
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
-        if self._is_off(trained):
-            self._is_special()
-            return trained
         with self._noting(trained) as used, without_autocast(call.result):
-            if call.result.is_nested:
-                raise Refused(NESTED)
             found = uses_in(name, call, args, kwargs)
             taken: list[Call | None] = []
             for use in found:
@@ -311,21 +314,20 @@ class Watching(Watcher):
         """Mark the running module as one whose uses a plain hook can't capture."""
         self.record.others.add(self._forwards.innermost)
 
-    def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor], data: list[Tensor]) -> Any:
+    def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor]) -> Any:
         """Call a recurrent function and pass on the linear maps inside it."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        is_off, call, random = self._is_off(trained), None, None
-        if not is_off:
-            with self._noting(trained):
-                call = read_call(function, args, kwargs)
-                if call.draws and call.refusal is None:
-                    random = Randomness([call.input.device])
+        call = random = None
+        with self._noting(trained):
+            call = read_call(function, args, kwargs)
+            if call.draws and call.refusal is None:
+                random = Randomness([call.input.device])
         result = to_call()
         outputs, used = tuple(tensors_in(result)), trained
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
                 used += self._takes.maps(call, outputs, random)
-        self._explain(function.__name__, trained, used, outputs)
+        self._explain(function.__name__, trained, used)
         return result
 
     @contextmanager
@@ -340,27 +342,25 @@ class Watching(Watcher):
         try:
             with apart(), torch.no_grad(), torch._C.DisableTorchFunction():
                 yield used
-        except Refused as refusal:
-            self._is_special()
-            for tensor in trained:
-                of_all = self._provenance.parameters_of(tensor)
-                self.refused |= dict.fromkeys(of_all, str(refusal))
-            used += trained
         except Exception as error:
-            self._is_special()
-            place = self._place(trained[0]).full_name if path is None else path
-            self._layers.failed(place, error)
+            self._fails(error, trained, path)
             used += trained
 
-    def _is_off(self, trained: list[Tensor]) -> bool:
-        """Return whether the tensors must not be watched, since that has failed."""
-        return self._layers.any_off and self._layers.is_off(self._place(trained[0]).full_name)
+    def _fails(self, error: Exception, trained: Sequence[Tensor], path: str | None = None) -> None:
+        """Record that a use can't be measured, or that a layer has failed."""
+        self._is_special()
+        if not isinstance(error, Refused):
+            self._layers.failed(self._place(trained[0]).full_name if path is None else path, error)
+            return
+        for tensor in trained:
+            keys = self._provenance.parameters_of(tensor)
+            self.refused |= dict.fromkeys(keys, str(error))
 
     def _place(self, tensor: Tensor) -> Place:
         """Return the place of the first parameter that a tensor is made of."""
         return self._layers.names.first(self._provenance.parameters_of(tensor))
 
-    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor], made: object) -> None:
+    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Record which parameters the uses account for and which no rule can follow."""
         accounted = set(map(id, used))
         for tensor in trained:
@@ -368,18 +368,14 @@ class Watching(Watcher):
             if id(tensor) in accounted:
                 self._without_rule.account(keys)
             else:
-                is_own = isinstance(whole_of(tensor), nn.Parameter)
-                of = "" if is_own else " (with a weight that is computed from it)"
-                self._without_rule.leave(keys, f"torch's {name}{of}", tensors_in(made))
+                self._without_rule.leave(keys, name)
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
     """Return whether the used tensor is this tensor or shares its base."""
     if used is None or used is tensor:
         return used is tensor
-    return used._base is not None and used._base is (
-        tensor if tensor._base is None else tensor._base
-    )
+    return used._base is not None and used._base is whole_of(tensor)
 
 
 def is_in_place(name: str) -> bool:
@@ -392,8 +388,3 @@ def _values_in(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     if name in CASTS:
         return tensors_in(*args[:1])
     return [] if name in _FORMS else tensors_in(*args, *kwargs.values())
-
-
-def _is_retyped(tensor: Tensor) -> bool:
-    """Return whether it is a view of another dtype, such as a real view of complex numbers."""
-    return tensor._base is not None and tensor.dtype != tensor._base.dtype

@@ -23,6 +23,7 @@ from adiv_monitor.features.rows import Rows, Whole, squares
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
 Corrected = AffineLikeLinear | NormLikeLinear | PatchNorm
+GradientOnly = GradientOnlyLinear | GradientOnlyConv2d
 
 
 def _read(module: PatchNorm | GradientOnlyConv2d, input: Tensor) -> tuple[Geometry, Tensor]:
@@ -32,51 +33,43 @@ def _read(module: PatchNorm | GradientOnlyConv2d, input: Tensor) -> tuple[Geomet
     return geometry_of(module.weight, *how), input
 
 
+def _inputs(module: Corrected | GradientOnly, rows: Rows, input: Tensor) -> Tensor:
+    """Return the inputs, or the patches, of the chosen rows (rows, groups, width)."""
+    if isinstance(module, PatchNorm | GradientOnlyConv2d):
+        return patches(*_read(module, input), rows)
+    return rows.take(input)[:, None]
+
+
 def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Tensor:
     return tensor.movedim(-1 - len(module.kernel_size), -1)
 
 
-def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> Whole:
-    """Return the lengths of all rows: φ_W is the input's row times a factor."""
-    return _whole(module, squares(input).flatten())
-
-
-def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
-    """Return the lengths of all patches."""
-    if module.groups > 1:
+def _whole(module: Corrected, input: Tensor) -> Whole | None:
+    """Return the lengths of all rows: φ_W is the row's input times a factor."""
+    if not isinstance(module, PatchNorm):
+        square = squares(input).flatten()
+    elif module.groups == 1:
+        square = patch_squares(*_read(module, input)).flatten()
+    else:
         return None
-    return _whole(module, patch_squares(*_read(module, input)).flatten())
-
-
-def _whole(module: Corrected, square: Tensor) -> Whole:
     of_weight, of_bias = _factors(module, square)
     bias_square = 0.0 if module.bias is None else of_bias.square()
     return Whole(square.sqrt() * of_weight, bias_square)
 
 
-@register_features(AffineLikeLinear, kind="affine-like", whole=_whole_linear)
-@register_features(NormLikeLinear, kind="norm-like", whole=_whole_linear)
-def corrected(
-    module: AffineLikeLinear | NormLikeLinear, rows: Rows, input: Tensor
-) -> DenseFeatures:
-    """φ of the form for the row; see `_factors`."""
-    return _corrected(rows.take(input)[:, None], module)
-
-
+@register_features(AffineLikeLinear, kind="affine-like", whole=_whole)
+@register_features(NormLikeLinear, kind="norm-like", whole=_whole)
 @register_features(
     PatchNormConv1d,
     PatchNormConv2d,
     PatchNormConv3d,
     kind="PatchNorm",
     layout=_spatial_last,
-    whole=_whole_patches,
+    whole=_whole,
 )
-def patch_norm(module: PatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
-    """φ of the form for the patch, group by group."""
-    return _corrected(patches(*_read(module, input), rows), module)
-
-
-def _corrected(x: Tensor, module: Corrected) -> DenseFeatures:
+def corrected(module: Corrected, rows: Rows, input: Tensor) -> DenseFeatures:
+    """φ of the form for the row, or for the patch group by group; see `_factors`."""
+    x = _inputs(module, rows, input)
     of_weight, of_bias = _factors(module, squares(x))
     return DenseFeatures(of_weight[..., None] * x, None if module.bias is None else of_bias)
 
@@ -99,25 +92,17 @@ def _factors(module: Corrected, square: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @register_features(GradientOnlyLinear, kind="gradient-only")
-def gradient_only_linear(module: GradientOnlyLinear, rows: Rows, input: Tensor) -> DenseFeatures:
+@register_features(GradientOnlyConv2d, kind="gradient-only", layout=_spatial_last)
+def gradient_only(module: GradientOnly, rows: Rows, input: Tensor) -> DenseFeatures:
     """φ = [x, 1]; a row's part of the gradient is weighted so that M's diagonal is 1.
 
     The batch form mixes the rows: the diagonal of its M = ΦΦᵀ(ΦΦᵀ + λI)⁻¹ depends on all rows.
     """
-    return _gradient_only(rows.take(input)[:, None], module)
-
-
-@register_features(GradientOnlyConv2d, kind="gradient-only", layout=_spatial_last)
-def gradient_only_conv(module: GradientOnlyConv2d, rows: Rows, input: Tensor) -> DenseFeatures:
-    """φ of `gradient_only_linear` for the patch, group by group."""
-    return _gradient_only(patches(*_read(module, input), rows), module)
-
-
-def _gradient_only(x: Tensor, module: GradientOnlyLinear | GradientOnlyConv2d) -> DenseFeatures:
-    square, bias = squares(x), module.bias
+    x, bias = _inputs(module, rows, input), module.bias
     ones = None if bias is None else 1.0
     if module.form == "batch":
         return DenseFeatures(x, ones, mixes_rows=True)
+    square = squares(x)
     if module.form == "proportional" and bias is not None:
         gain = 1 / (square + 1)
         return DenseFeatures(x, ones, weight_gain=gain, bias_gain=gain)

@@ -1,7 +1,7 @@
 """The features φ of a layer's rows, with which its output is linear in its parameters."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -41,9 +41,23 @@ class Features:
         """Return φ_b ⊗ b for a tensor shaped like the bias; None if there is no trained bias."""
         return None
 
-    def squared(self) -> "Features | None":
-        """Return features with φ² in place of φ; None if a row's scale is not Σ φ²."""
-        return None
+    def move(
+        self, weight: Tensor | None, bias: Tensor | None, out: Tensor | None = None
+    ) -> Float[Tensor, "rows n_total"]:
+        """Return Φ_W Wᵀ + φ_b ⊗ b, for a tensor shaped like the weight and one like the bias.
+
+        Args:
+            weight: the first; None: no weight is trained.
+            bias: the second; None: no bias is trained.
+            out: written to; None: new memory.
+        """
+        of_weight = None if weight is None else self.by_weight(weight)
+        of_bias = None if bias is None else self.by_bias(bias)
+        if of_weight is None or of_bias is None:
+            lone = of_bias if of_weight is None else of_weight
+            assert lone is not None
+            return lone if out is None else out.copy_(lone)
+        return torch.add(of_weight, of_bias, out=out)
 
     @property
     def width(self) -> tuple[int, int] | None:
@@ -72,8 +86,8 @@ class Features:
         """Return the features of these rows and those of other calls of the same layer."""
         if not others:
             return self
-        parts = [features._tensors for features in (self, *others)]
-        return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+        parts = [vars(features) for features in (self, *others)]
+        return self._with({name: torch.cat([p[name] for p in parts]) for name in self._tensors})
 
     def _with(self: F, tensors: dict[str, Any]) -> F:
         return replace(self, **tensors)  # type: ignore[type-var]
@@ -81,8 +95,7 @@ class Features:
     @property
     def _tensors(self) -> dict[str, Any]:
         """The fields that have one entry per row."""
-        named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
-        return {name: value for name, value in named if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def size(self) -> int:
@@ -93,8 +106,8 @@ class Features:
         """Return the features of several layers: tensors get a first dimension of layers."""
         if not others:
             return self._with({name: tensor[None] for name, tensor in self._tensors.items()})
-        parts = [features._tensors for features in (self, *others)]
-        return self._with({name: torch.stack([p[name] for p in parts]) for name in parts[0]})
+        parts = [vars(features) for features in (self, *others)]
+        return self._with({name: torch.stack([p[name] for p in parts]) for name in self._tensors})
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
@@ -110,23 +123,23 @@ class JacobianFeatures(Features):
     """Features of rows that are not linear in the parameters: Δz_r = J_r ΔΘ is known, but no Φ.
 
     Attributes:
-        move: a change of the parameters, as one vector (P,) → the move of the rows (rows, n_total).
+        jacobian: a change of the parameters, as one vector (P,) → the rows' move (rows, n_total).
     """
 
-    move: Callable[[Tensor], Tensor]
+    jacobian: Callable[[Tensor], Tensor]
 
     def by_weight(self, weight: Tensor) -> Tensor:
         """Return J_r Θ for a vector of parameters."""
-        return self.move(weight)
+        return self.jacobian(weight)
 
     def pick(self, rows: Tensor) -> "JacobianFeatures":
         """Return the features of some of the rows."""
-        return JacobianFeatures(lambda vector: self.move(vector).index_select(0, rows))
+        return JacobianFeatures(lambda vector: self.jacobian(vector).index_select(0, rows))
 
     def joined(self, others: Sequence[Any]) -> "JacobianFeatures":
         """Return the features of these rows and those of other calls of the same layer."""
         every = (self, *others)
-        return JacobianFeatures(lambda vector: torch.cat([x.move(vector) for x in every]))
+        return JacobianFeatures(lambda vector: torch.cat([x.jacobian(vector) for x in every]))
 
 
 @dataclass(frozen=True)
@@ -206,12 +219,10 @@ class DenseFeatures(Features):
         """Return Φ_W Wᵀ, group by group."""
         if self.phi is None:
             return None
-        *layers, _, groups, n_feat = self.phi.shape
-        weight = weight.to(self.phi.dtype)
+        groups, n_feat = self.phi.shape[-2:]
         if groups == 1:
-            matrix = weight if self.transposed else weight.reshape(*layers, -1, n_feat).mT
-            return self.phi.squeeze(-2) @ matrix
-        blocks = weight.reshape(*layers, groups, -1, n_feat)
+            return self.phi.squeeze(-2) @ self._matrix(weight)
+        blocks = weight.to(self.phi.dtype).reshape(*self.phi.shape[:-3], groups, -1, n_feat)
         if blocks.shape[-2] > 1:
             return torch.einsum("...rgp,...gnp->...rgn", self.phi, blocks).flatten(-2)
         each = blocks.movedim(-2, -3)  # one output of each group: a gain, a depthwise convolution
@@ -220,6 +231,30 @@ class DenseFeatures(Features):
         if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
             return (self.phi.mT * each.mT.contiguous()).sum(-2)
         return (self.phi * each).sum(-1)
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        """Return the weight of one group as (n_feat, n_out)."""
+        assert self.phi is not None
+        weight = weight.to(self.phi.dtype)
+        if self.transposed:
+            return weight
+        return weight.reshape(*self.phi.shape[:-3], -1, self.phi.shape[-1]).mT
+
+    def move(
+        self, weight: Tensor | None, bias: Tensor | None, out: Tensor | None = None
+    ) -> Float[Tensor, "rows n_total"]:
+        """Return Φ_W Wᵀ + φ_b ⊗ b; see `Features.move`."""
+        phi = self.phi
+        is_one = not isinstance(self.bias, Tensor) and self.bias == 1
+        if phi is None or weight is None or bias is None or not is_one or phi.dim() == 3:
+            return super().move(weight, bias, out)
+        row = bias.reshape(len(phi), 1, -1).to(phi.dtype)
+        if phi.shape[2] == 1:
+            return torch.baddbmm(row, phi.squeeze(2), self._matrix(weight), out=out)
+        if phi.shape[3] == 1 and weight.numel() == bias.numel():  # a gain
+            of_weight = weight.reshape(row.shape).to(phi.dtype)
+            return torch.addcmul(row, phi.squeeze(3), of_weight, out=out)
+        return super().move(weight, bias, out)
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Return φ_b ⊗ b."""
@@ -233,13 +268,6 @@ class DenseFeatures(Features):
         *layers, _, groups = self.bias.shape
         blocks = bias.reshape(*layers, 1, groups, -1).to(self.bias.dtype)
         return (self.bias[..., None] * blocks).flatten(-2)
-
-    def squared(self) -> "DenseFeatures | None":
-        """Return features with φ² in place of φ; None if backward weights or mixes the rows."""
-        if self.mixes_rows or self.weight_gain is not None or self.bias_gain is not None:
-            return None
-        phi = None if self.phi is None else self.phi.square()
-        return replace(self, phi=phi, bias=None if self.bias is None else self.bias**2)
 
     def restrict(self, *, weight: bool, bias: bool) -> "DenseFeatures":
         """Return the features of the trained parameters alone."""
@@ -339,10 +367,6 @@ class OneHotFeatures(Features):
         """Return the weight's row of every token."""
         return weight[self.token].to(self.trained.dtype)
 
-    def squared(self) -> "OneHotFeatures":
-        """Return self: the square of a one-hot vector is itself."""
-        return self
-
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
         """Return the count of each row's token among the active rows; and 1 if it is trained."""
         return self.weight_sum(active)[self.token] * self.trained, self.trained
@@ -396,10 +420,6 @@ class BlockFeatures(Features):
         for block, matrix in enumerate(weight.to(self.phi.dtype)):
             moved.addmm_(self.phi * (self.block == block)[:, None], matrix.t())
         return moved
-
-    def squared(self) -> "BlockFeatures":
-        """Return features with φ² in place of φ."""
-        return replace(self, phi=self.phi.square())
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
         """Return φ_r·Σ_k a_k φ_k, with the sum over the rows of its block, and ‖φ_r‖."""

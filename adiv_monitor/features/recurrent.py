@@ -6,8 +6,7 @@ to each map's own z = Wφ + b. A row is (time, sample): one use of the weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import compress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -189,10 +188,12 @@ class Returned:
     def of(cls, call: RecurrentCall, result: Tensor | Sequence[Tensor]) -> "Returned":
         """Record the tensors that the call has just returned; copies of them do not work."""
         given = (result,) if isinstance(result, Tensor) else tuple(result)
-        is_pair = call.layout == "cell" and len(given) == 2
-        detached = tuple(tensor.detach() for tensor in given)
-        versions = tuple(tensor._version for tensor in detached)
-        return cls(detached, versions, is_pair and given[0].grad_fn is not given[1].grad_fn)
+        nodes = {tensor.grad_fn for tensor in given}
+        return cls(
+            tuple(tensor.detach() for tensor in given),
+            tuple(tensor._version for tensor in given),
+            call.layout == "cell" and len(nodes) == 2,
+        )
 
 
 # --- the maps ------------------------------------------------------------------------------------
@@ -247,21 +248,21 @@ def unroll(
         gradients: the loss gradient of each output, as a hook on it gets it; None for zero.
         random: if the call draws random numbers: the generators' state just before it.
     """
-    reached = [
-        torch.zeros_like(output) if gradient is None else gradient
-        for output, gradient in zip(returned.outputs, gradients, strict=True)
-    ]
-    upstream = _laid_out(call, reached)
+    pairs = zip(returned.outputs, gradients, strict=True)
+    upstream = _laid_out(call, [torch.zeros_like(z) if g is None else g for z, g in pairs])
     with torch.enable_grad(), torch.autocast(call.input.device.type, enabled=False):
         maps, made = _run(call, returned.outputs[0].dtype, random)
         if returned.c_enters_h:
             made[1].register_hook(lambda _: upstream[1])  # type: ignore[no-untyped-call]
-        found = torch.autograd.grad(made, [z for linear in maps for z in linear.z], upstream)
-    taken = iter(found)
-    closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
-    versions = zip(returned.outputs, returned.versions, strict=True)
-    unchanged = [output._version == version for output, version in versions]
-    return closed, _distance(made, _laid_out(call, returned.outputs), unchanged)
+        found = iter(torch.autograd.grad(made, [z for x in maps for z in x.z], upstream))
+    closed = [x.closed([next(found) for _ in x.z]) for x in maps]
+    off, length = made[0].new_zeros(2)
+    outputs = zip(made, _laid_out(call, returned.outputs), returned.versions, strict=True)
+    for (ours, theirs, version), output in zip(outputs, returned.outputs, strict=True):
+        if output._version == version:
+            off = off + (ours.detach() - theirs).square().sum()
+            length = length + theirs.square().sum()
+    return closed, (off / length.clamp(min=torch.finfo(length.dtype).tiny)).sqrt()
 
 
 @torch.no_grad()
@@ -310,24 +311,19 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
         return [to_compute_dtype(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
 
 
-@dataclass(eq=False)
 class _OpenMap:
     """A linear map that collects its inputs and results, for all times at once or one by one."""
 
-    use: Use
-    backwards: bool
-    inputs: list[Tensor] = field(default_factory=list)
-    z: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        weight, bias = self.use.weight, self.use.bias
-        assert weight is not None
-        self._weight = to_compute_dtype(weight.detach())
-        self._bias = None if bias is None else to_compute_dtype(bias.detach())
+    def __init__(self, use: Use, *, backwards: bool) -> None:
+        self.use, self.backwards = use, backwards
+        self.inputs: list[Tensor] = []
+        self.z: list[Tensor] = []
+        given = (use.weight, use.bias)
+        self._own = [None if p is None else to_compute_dtype(p.detach()) for p in given]
 
     def __call__(self, x: Tensor) -> Tensor:
         self.inputs.append(x)
-        self.z.append(functional.linear(x, self._weight, self._bias))
+        self.z.append(functional.linear(x, *self._own))  # type: ignore[arg-type]
         return self.z[-1]
 
     def by_time(self, parts: list[Tensor]) -> Tensor:
@@ -372,7 +368,7 @@ def _layer(
     call: RecurrentCall, uses: Sequence[Use], x: Tensor, state: State, backwards: bool
 ) -> tuple[list[_OpenMap], Tensor, State]:
     """Run a layer in one direction; return maps, outputs (rows, size of h) and last state."""
-    maps = [_OpenMap(use, backwards) for use in uses]
+    maps = [_OpenMap(use, backwards=backwards) for use in uses]
     enter, recur, *projection = maps
     z_input = torch.split(enter(x), list(call.batch_sizes))
     step = _STEPS[call.mode]
@@ -390,18 +386,6 @@ def _layer(
     return maps, recur.by_time(outputs), state
 
 
-def _distance(made: list[Tensor], real: list[Tensor], compared: list[bool]) -> Tensor:
-    if True not in compared:
-        return made[0].new_zeros(())
-    ours, theirs = (
-        torch.cat([tensor.detach().flatten() for tensor in compress(tensors, compared)])
-        for tensors in (made, real)
-    )
-    length = torch.linalg.vector_norm(theirs).clamp(min=torch.finfo(theirs.dtype).tiny)
-    distance: Tensor = torch.linalg.vector_norm(ours - theirs) / length
-    return distance
-
-
 # --- their equations -----------------------------------------------------------------------------
 
 Step = Callable[..., State]  # (input map's z, hidden map's z, *state) → the next state
@@ -414,10 +398,9 @@ def _lstm(z_input: Tensor, z_hidden: Tensor, h: Tensor, c: Tensor) -> State:
 
 
 def _gru(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
-    input_r, input_z, input_n = z_input.chunk(3, -1)
-    hidden_r, hidden_z, hidden_n = z_hidden.chunk(3, -1)
-    n = torch.tanh(input_n + (input_r + hidden_r).sigmoid() * hidden_n)
-    return (n + (input_z + hidden_z).sigmoid() * (h - n),)
+    (r, z, n), (hidden_r, hidden_z, hidden_n) = (x.chunk(3, -1) for x in (z_input, z_hidden))
+    n = torch.tanh(n + (r + hidden_r).sigmoid() * hidden_n)
+    return (n + (z + hidden_z).sigmoid() * (h - n),)
 
 
 _STEPS: dict[str, Step] = {

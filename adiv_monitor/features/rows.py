@@ -19,7 +19,8 @@ Index = np.ndarray[Any, np.dtype[np.int64]]
 Keys = np.ndarray[Any, np.dtype[np.float64]]
 HOST = torch.device("cpu")
 CHUNK = 2**17  # entries of a temporary square, so that it stays in a CPU's cache
-# Devices on which norms over a strided dimension are six times slower than squares and sums.
+# Devices on which norms over a strided dimension are six times slower than squares and sums, and
+# dot products slower than NumPy's.
 SLOW = ("cpu",)
 
 
@@ -202,11 +203,28 @@ def hooks_keep() -> bool:
     return holders is None or holders(True) is not None  # torch 2.6 lacks the function
 
 
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return Σ a b over the last dimension, of tensors in the precision of the measures."""
+    if _vecdot is None or a.device.type not in SLOW or a.shape[-1] < _LONG:
+        found: Tensor = torch.linalg.vecdot(a, b)
+        return found
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.asarray(_vecdot(a.numpy(), b.numpy())))
+
+
+# On a CPU, NumPy is faster for dot products from this length on, and for sums of squares of entries
+# that lie this far apart; before version 2 it had no such function as the first.
+_vecdot, _LONG, _FAR = getattr(np, "vecdot", None), 128, 64
+
+
 def norms(x: Tensor, dim: int = -1) -> Tensor:
     """Return √Σ x² over one dimension in the precision of the measures, without a copy of x."""
     if x.dim() < 3 or x.device.type not in SLOW or x.stride(dim) == 1:
         found: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
         return found
+    if x.stride(dim) >= _FAR and x.dtype == compute_dtype(x):
+        array = x.detach().movedim(dim, -1).numpy()
+        return torch.from_numpy(np.asarray(np.einsum("...n,...n->...", array, array))).sqrt_()
     return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)]).sqrt_()
 
 

@@ -5,8 +5,7 @@
     g    = ∂L/∂Y = scale · P ⊙ (dP − rowsum(dP ⊙ P)),   dP = dO Vᵀ
     ΔY   = Δq kᵀ + q Δkᵀ                     the first-order effect of a change of the projections
 
-Fused kernels never hold any of these matrices, so they are recomputed for a few samples, some
-queries at a time.
+Fused kernels never hold any of these matrices, so they are recomputed, some queries at a time.
 """
 
 import math
@@ -30,7 +29,7 @@ Move = tuple[
 
 @dataclass(frozen=True)
 class Attention:
-    """The arguments of one call, for some of its samples.
+    """The arguments of one call.
 
     Attributes:
         query: q.
@@ -103,10 +102,8 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
-    samples: Tensor | None = None,
 ) -> Attention:
-    """Return the arguments of `F.scaled_dot_product_attention` for some of its samples.
+    """Return the arguments of `F.scaled_dot_product_attention`.
 
     Args:
         query: (…, heads, queries, width); dimensions before the heads are samples. A tensor of
@@ -118,22 +115,20 @@ def attention(
         is_causal: see `Attention`.
         scale: 1/√width if None.
         enable_gqa: ignored; keys with fewer heads are always repeated.
-        samples: indices of the samples, (chosen,) int64; None: all.
 
     Raises:
         Refused: some entries of P are zeroed at random.
     """
     if dropout_p > 0:
         raise Refused("it has dropout in evaluation mode, too")
-    q = by_head(query)
+    q = to_compute_dtype(by_head(query))
     count, heads = q.shape[:2]
-    k, v = (of_heads(_taken(by_head(x), samples, count), heads) for x in (key, value))
-    q = _taken(q, samples, count)
+    k, v = (to_compute_dtype(of_heads(by_head(x), heads)) for x in (key, value))
     return Attention(
-        query=to_compute_dtype(q),
-        key=to_compute_dtype(k).expand(len(q), -1, -1, -1),
-        value=to_compute_dtype(v).expand(len(q), -1, -1, -1),
-        mask=None if attn_mask is None else _taken(_aligned(attn_mask, query), samples, count),
+        query=q,
+        key=k.expand(count, -1, -1, -1),
+        value=v.expand(count, -1, -1, -1),
+        mask=None if attn_mask is None else _aligned(attn_mask, query),
         causal=is_causal,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
     )
@@ -157,13 +152,6 @@ def _aligned(mask: Tensor, query: Tensor) -> Float[Tensor, "samples_or_1 heads_o
     if mask.dim() > 4:
         mask = mask.expand(*query.shape[:-3], -1, -1, -1)
     return by_head(mask)
-
-
-def _taken(tensor: Tensor, samples: Tensor | None, count: int) -> Tensor:
-    """Select samples of a tensor; one that broadcasts over all `count` samples is returned."""
-    if samples is None or len(tensor) < count:
-        return tensor
-    return tensor.index_select(0, samples)
 
 
 def _masked(logits: Tensor, seen: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ features and ∂L/∂z follow from the call's arguments and from a hook on its r
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard, TypeVar
@@ -86,7 +86,7 @@ def shape_alike(
     return torch.equal(one(entries), other(entries))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class FunctionCall:
     """Information about a call for its rule, besides the arguments.
 
@@ -140,6 +140,11 @@ def uses(*names: str) -> Callable[[R], R]:
     return decorate
 
 
+def rule_of(function: str, inside: str = "") -> FunctionRule | None:
+    """Return the rule of a function, called in an opened function; None: it has none."""
+    return _RULES.get(f"{inside}.{function}") or _RULES.get(function)
+
+
 def uses_in(
     function: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Use]:
@@ -147,14 +152,26 @@ def uses_in(
 
     There are also none if the rule does not accept the arguments: a function and a method of the
     same name may differ.
+
+    Raises:
+        Refused: the call can't be measured.
     """
-    rule = _RULES.get(f"{call.inside}.{function}") or _RULES.get(function)
+    rule = rule_of(function, call.inside)
     if rule is None or not call.result.is_floating_point():
         return ()
     if not _takes(rule, len(args), tuple(kwargs)):
         return ()
+    return found_by(rule, call, args, kwargs)
+
+
+def found_by(
+    rule: FunctionRule, call: FunctionCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[Use]:
+    """Return the uses that a rule finds in a call."""
+    if call.result.is_nested:
+        raise Refused(NESTED)
     found = rule(call, *args, **kwargs)
-    several = found if isinstance(found, Sequence) else (found,)
+    several = found if isinstance(found, list | tuple) else (found,)
     return [use for use in several if use is not None]
 
 

@@ -1,26 +1,24 @@
-"""The record of one layer in a measured step, from the device to the readings.
+"""The numbers of a measured step, as tables for all layers, from which the readings follow.
 
-Its numbers (type `T`) are tensors until the one transfer of a step, and float64 arrays afterwards.
-Unknown fields are None. The records of several ranks are merged into a record of the same kind
-(`step/merge_rows.py`).
+A table is a structured array. `StepSums.layers` has one line for each layer. The other tables have
+any number of lines for each, in the order of the layers: sampled rows, entries of scales, equations
+and so on. What is not known is NaN. Tables of several ranks are merged by concatenation of lines
+and addition of sums (`step/merge_sums.py`).
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from adiv_monitor.features.rows import Index
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-T = TypeVar("T")
-
-_FLOAT32 = float(np.finfo(np.float32).eps)
+Table = np.ndarray[Any, np.dtype[np.void]]
 
 
 class Vector(str, Enum):
@@ -44,6 +42,7 @@ class Vector(str, Enum):
 
 
 Pairs = tuple[tuple[Vector, Vector], ...]
+_OWN, _E, _G, _D, _BIAS, _Z, _REST, *_ = Vector
 
 
 def _pairs(
@@ -55,21 +54,69 @@ def _pairs(
 
 @cache
 def pairs_of(vectors: tuple[Vector, ...]) -> Pairs:
-    """Return the pairs of a row's vectors whose dot products measures need: see `LayerSums`."""
-    own, e, G, d, bias, *_ = Vector
-    chain = [v for v in (own, e, G, d, bias) if v in vectors]
-    return _pairs(vectors, chain, *([(own, G)] if own in vectors else []))
+    """Return the pairs of a row's vectors whose dot products measures need."""
+    chain = [v for v in (_OWN, _E, _G, _D, _BIAS) if v in vectors]
+    return _pairs(vectors, chain, *([(_OWN, _G)] if _OWN in vectors else []))
 
 
-# The vectors, and the pairs of them, whose dot products are in `LayerSums.realised`.
+# The vectors on the probe, and the pairs of them, whose dot products are in `StepSums.moves`.
 MOVES = (Vector.G, Vector.MOVED, Vector.D, Vector.BEYOND, Vector.Z)
 REALISED = _pairs(MOVES, MOVES[:3])
+PAIRS = pairs_of((_OWN, _E, _G, _D, _BIAS, _Z, _REST))
 
 
-@cache
-def column_of(pairs: Pairs, a: Vector, b: Vector) -> int:
-    """Return the column of a·b or b·a among the dot products of these pairs."""
-    return pairs.index((a, b) if (a, b) in pairs else (b, a))
+def names_of(pairs: Pairs) -> tuple[str, ...]:
+    """Return the columns of the dot products of pairs: `a_b` is a_r·b_r."""
+    return tuple(f"{a.value}_{b.value}" for a, b in pairs)
+
+
+def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
+    return [(name, kind) for name in names]
+
+
+DOTS = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
+LAYERS = np.dtype(
+    [
+        *_columns("<U8", "reason"),
+        *_columns("?", "e_by_rows", "partial", "knows_scales", "has_common", "has_attainable"),
+        *_columns("<i8", "ranks", "total", "groups", "moved", "ceiling_groups", "ceiling_width"),
+        *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
+        *_columns("<f8", "averaged", "active", "G_G", "concentration", "own_G", "own_own"),
+        *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
+        *_columns("<f8", "bound", "common_active", "common_seen", "common_squares"),
+    ]
+)
+_ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
+TABLES = {
+    "rows": [*_ROWS, "scale", "mean", "off", "common", "length", "key"],
+    "entries": ["scale"],
+    "equations": ["of_bias", "now", "h", "before"],
+    "moves": [*_MOVES],
+    "features": ["sum"],
+    "ceilings": ["sum"],
+}
+_PLACES = {"entries": ["layer", "row"]}  # of other lines
+KINDS = {"layers": LAYERS} | {
+    table: np.dtype([*_columns("<i4", *_PLACES.get(table, ["layer"])), *_columns("<f8", *names)])
+    for table, names in TABLES.items()
+}
+_FLOAT32 = float(np.finfo(np.float32).eps)
+
+
+def blank(table: str, shape: int | tuple[int, ...]) -> Table:
+    """Return new lines of a table: products are 0, other numbers NaN."""
+    line = np.zeros((), KINDS[table])
+    for name in KINDS[table].names or ():
+        if KINDS[table][name] == np.float64 and not (table == "rows" and name in _ROWS):
+            line[name] = np.nan
+    if table == "entries":
+        line["row"] = -1
+    return np.full(shape, line)
+
+
+def in_order(lines: Table) -> Table:
+    """Return lines in the order of the layers; those of each layer keep theirs."""
+    return lines[np.argsort(lines["layer"], kind="stable")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,314 +138,180 @@ class About:
     undefined: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled(Generic[T]):
-    """The sampled rows of a layer and the number of all its rows.
+@dataclass(frozen=True, eq=False)
+class StepSums:
+    """The numbers of all layers in a measured step.
 
     Attributes:
-        seen: R, number of sampled rows.
-        total: T, number of rows that received a gradient.
-        keys: random key of each sampled row, if the sample is to become part of a larger one: see
-            `capture/sampling.py`.
-        bound: every row of this rank with a smaller key is in the sample.
+        paths: the layers.
+        about: their static properties.
+        layers: one line for each layer.
+
+            - ranks: number of merged ranks.
+            - total: number T of rows that received a gradient.
+            - groups: number of scales of a row; 0: they are not known.
+            - precision: rounding of the coarsest dtype that a gradient passed through.
+            - rule_error, replay_error: relative difference of the layer's output from the output by
+              its rule; of a rerun call's output from the original.
+            - gamma_gamma … a_gamma: dot products of vectors that hold all parameters of the layer,
+              with γ the gradient, w = −u the negative of the optimizer's update, and a the negative
+              of the update that was applied in the end. `partial`: this rank holds a part of the
+              parameters; the ranks' numbers add up.
+            - factor: c in γ = c·GᵀΦ; NaN if unknown. `averaged` is the part of it by which the
+              backward passes average over ranks.
+            - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it
+              is.
+            - terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the
+              backward passes left, as far as the rows determine it.
+            - e_by_rows: e is ΦΦᵀG, in the units of G.
+            - active, G_G, concentration: of one pass over all rows, number of rows with a nonzero
+              gradient, Σ ‖g_r‖² and Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)².
+            - own_G, own_own: Σ s_r ‖g_r‖² and Σ s_r² ‖g_r‖² with the scales s_r. `knows_scales`:
+              the pass summed the scales of active rows, too. scale_sum, scale_off and scale_max are
+              Σ s_r, √Σ (s_r − mean)² and max s_r.
+            - has_common: the features tell `common_share`. common_active, common_seen and
+              common_squares are counts and Σ ‖φ_W‖² over the rows of `features`.
+            - attainable: `attainable_cosine`, over all rows.
+            - moved: number of all rows on the probe; 0: the realised move is not known.
+            - ceiling_groups, ceiling_width: sizes of the sums in `ceilings`.
+            - bound: every row of this rank with a smaller key is in the sample.
+
+        rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
+            counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
+            m and √Σ (s − m)². common: φ_r·Σ_k φ_k, with the sum over the sampled active rows.
+            length: ‖φ_W‖. key: see `capture/sampling.py`.
+        entries: scales of a random subset of all rows, where a pass knows them, else of the sampled
+            rows that have several. row: the index in `rows`; −1 in the first case, where scales of
+            zero-gradient rows are NaN.
+        equations: γv, h of the rows, and γv of the gradient that was there before them, for the
+            weight or the bias; see `capture/check.py`.
+        moves: dot products of rows on the probe, NaN with G if the loss is not known.
+        features: Σ φ over the sampled active rows, if there are several ranks.
+        ceilings: ΦᵀΦ, ΦᵀG and ‖G‖² of one of several ranks, end to end.
     """
 
-    seen: int
-    total: int
-    keys: T | None = None
-    bound: float = math.inf
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks(Generic[T]):
-    """The scales of rows that have several, one for each group of outputs.
-
-    Attributes:
-        groups: number of groups.
-        pivot: p, a number near the scales, against cancellation.
-        sums: Σ (s − p) of every row, over its groups.
-        norms: √Σ (s − p)² of every row, over its groups.
-        largest: largest scale of every row.
-        entries: all scales, row by row, or some of them.
-        entry_rows: the row of each of the entries; None if all scales are there.
-    """
-
-    groups: int
-    pivot: T
-    sums: T
-    norms: T
-    largest: T
-    entries: T
-    entry_rows: T | None = None
-
-    def rows_of_entries(self, seen: int) -> Index:
-        """Return the row of each entry, for `seen` sampled rows."""
-        if self.entry_rows is not None:
-            return np.asarray(self.entry_rows, np.int64)
-        return np.arange(seen * self.groups) // self.groups
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScaleTotals(Generic[T]):
-    """Sums over the scales s_r of all active rows.
-
-    Attributes:
-        sum: Σ s_r.
-        deviation: √(Σ (s_r − mean)²).
-        largest: max s_r.
-        entries: scales of a random subset of the rows; NaN for zero-gradient rows.
-    """
-
-    sum: T
-    deviation: T
-    largest: T
-    entries: T
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Totals(Generic[T]):
-    """Results of one pass over all rows, with G in the units that backward left.
-
-    Attributes:
-        active: number of rows with a nonzero gradient.
-        G_G: Σ ‖g_r‖².
-        concentration: Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)².
-        own_G: Σ s_r ‖g_r‖².
-        own_own: Σ s_r² ‖g_r‖².
-        scales: sums over the scales.
-    """
-
-    active: T
-    G_G: T
-    concentration: T
-    own_G: T | None = None
-    own_own: T | None = None
-    scales: ScaleTotals[T] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Counts over the sampled rows of a rank, before some are left out.
-
-    Attributes:
-        active: number of active rows.
-        seen: number of rows.
-        squares: Σ ‖φ_W‖² of the active rows.
-    """
-
-    active: int
-    seen: int
-    squares: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Common(Generic[T]):
-    """Sums for `common_share`: how similar the features of the active rows are.
-
-    Attributes:
-        products: φ_r·Σ_k φ_k of every row, with the sum over the sampled active rows.
-        norms: ‖φ_W‖ of every row.
-        sum: Σ_k φ_k; None if no other rank needs it.
-        counted: counts over the rows of the sum; None if these are the rows of the record.
-    """
-
-    products: T
-    norms: T
-    sum: T | None = None
-    counted: Counted | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FamilySums(Generic[T]):
-    """Numbers of the sampled rows of layers of one kind, stacked.
-
-    Attributes:
-        count: the number of layers.
-        vectors: see `LayerSums`.
-        scale: (layers, rows).
-        blocks: stacked.
-        common: the fields of `Common`, stacked or of one layer.
-    """
-
-    count: int
-    vectors: tuple[Vector, ...]
-    scale: T | None
-    blocks: Blocks[T] | None
-    common: tuple[T, T, T | None] | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StackedSums(Generic[T]):
-    """Numbers of the sampled rows of layers whose vectors have the same shape.
-
-    Attributes:
-        paths: the layers; None: was lost.
-        vectors: all vectors that some of them have.
-        products: (pairs, layers, rows), the dot products of all pairs of these.
-        parts: the numbers of consecutive layers.
-    """
-
-    paths: tuple[str | None, ...]
-    vectors: tuple[Vector, ...]
-    products: T
-    parts: tuple[FamilySums[T], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CeilingSums(Generic[T]):
-    """Sums for `attainable_cosine` over the rows of one of several ranks.
-
-    Attributes:
-        gram: ΦᵀΦ.
-        cross: ΦᵀG.
-        square: ‖G‖².
-    """
-
-    gram: T
-    cross: T
-    square: T
-
-
-@dataclass(frozen=True, slots=True)
-class Dots(Generic[T]):
-    """Dot products of vectors that hold all parameters of the layer.
-
-    `a_b` is ⟨a, b⟩, with γ the gradient, w = −u the negative of the optimizer's update, and a the
-    negative of the update that was applied in the end. None: not computed.
-
-    Attributes:
-        gamma_gamma: ‖γ‖².
-        w_w: ‖w‖².
-        w_gamma: ⟨w, γ⟩.
-        a_a: ‖a‖².
-        a_w: ⟨a, w⟩.
-        a_gamma: ⟨a, γ⟩.
-        partial: this rank holds a part of the parameters; the ranks' numbers add up.
-    """
-
-    gamma_gamma: T
-    w_w: T | None = None
-    w_gamma: T | None = None
-    a_a: T | None = None
-    a_w: T | None = None
-    a_gamma: T | None = None
-    partial: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Evidence(Generic[T]):
-    """Evidence on whether the layer's gradient γ is c·GᵀΦ of its rows, and the factor c.
-
-    Attributes:
-        precision: rounding of the coarsest dtype that a gradient passed through.
-        reason: why γ is not the gradient of the rows, so that only the rows are used; "" if there
-            is no such reason.
-        terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the backward
-            passes left, as far as the rows determine it.
-        factor: c; NaN if unknown, None before it is determined.
-        averaged: the part of the factor by which the backward passes average over ranks.
-        of_weight: γv, h of the rows, and γv of the gradient that was there before them, if any, for
-            the weight; see `capture/check.py`. Empty: not checked.
-        of_bias: the same for the bias.
-        e_by_rows: e is ΦΦᵀG, in the units of G.
-        rule_error: relative difference of the layer's output from the output by its rule.
-        replay_error: relative difference of a rerun call's output from the original.
-    """
-
-    precision: float
-    reason: str = ""
-    terms: float = 0.0
-    factor: float | None = None
-    averaged: float = 1.0
-    of_weight: tuple[T, ...] = ()
-    of_bias: tuple[T, ...] = ()
-    e_by_rows: bool = False
-    rule_error: T | None = None
-    replay_error: T | None = None
+    paths: tuple[str, ...]
+    about: tuple[About, ...]
+    layers: Table
+    rows: Table
+    entries: Table
+    equations: Table
+    moves: Table
+    features: Table
+    ceilings: Table
 
     @property
-    def is_checked(self) -> bool:
-        """Whether there are equations."""
-        return bool(self.of_weight or self.of_bias)
+    def tables(self) -> dict[str, Table]:
+        """All tables but `layers`."""
+        return {name: getattr(self, name) for name in TABLES}
 
     @property
-    def tolerance(self) -> float:
+    def is_sound(self) -> bool:
+        """Whether every line belongs to a layer, and every entry to a row."""
+        places = [table["layer"] for table in self.tables.values()]
+        return (
+            len(self.paths) == len(self.about) == len(self.layers)
+            and all(((of >= 0) & (of < len(self.paths))).all() for of in places)
+            and all((of[:-1] <= of[1:]).all() for of in places)
+            and bool(((self.entries["row"] >= -1) & (self.entries["row"] < len(self.rows))).all())
+        )
+
+    def lines(self, table: str) -> Index:
+        """Return the number of lines of every layer."""
+        found: Index = np.bincount(getattr(self, table)["layer"], minlength=len(self.paths))
+        return found
+
+    @cached_property
+    def seen(self) -> Index:
+        """R, number of sampled rows of every layer."""
+        return self.lines("rows")
+
+    @cached_property
+    def checked(self) -> np.ndarray:
+        """Whether there are equations of a layer."""
+        return self.lines("equations") > 0
+
+    @cached_property
+    def tolerance(self) -> Array:
         """Largest difference by rounding of two equal sums, relative to their terms."""
+        precision: Array = self.layers["precision"]
         # Matrix products of float32 may be computed with fewer digits (TensorFloat-32).
-        return 1e-9 if self.precision < 1e-15 else max(1e-3, 4 * self.precision)
+        return np.where(precision < 1e-15, 1e-9, np.maximum(1e-3, 4 * precision))
 
-    @property
-    def rounding(self) -> float:
-        """Largest difference by rounding of two sums of the same terms, in any order.
+    @cached_property
+    def rounding(self) -> Array:
+        """Largest difference by rounding of two sums of the terms of γ, in any order.
 
         A gradient with a norm up to this may be rounding alone: that of an attention's key bias is
         zero in exact arithmetic. Nothing can be concluded from such a gradient.
         """
         # Coarser dtypes than float32 are summed in float32.
-        return 4 * min(self.precision, _FLOAT32) * self.terms
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moved(Generic[T]):
-    """The realised move of a layer's rows on the probe.
-
-    Attributes:
-        total: number of all rows; some of them are sampled.
-        products: (rows, 7), the dot products of `REALISED`; those with G are NaN if the probe's
-            loss is not known.
-    """
-
-    total: int
-    products: T
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerSums(Generic[T]):
-    """The record of one layer in a measured step.
-
-    Attributes:
-        about: static properties of the layer.
-        sampled: the sampled rows, and the number of all rows.
-        vectors: the vectors whose dot products are in `products`.
-        products: (rows, pairs), the dot products of `pairs_of(vectors)`.
-        evidence: whether the parameters' gradient is that of the rows.
-        parameters: the parameters' dot products; None on the device, where they are by parameter.
-        scale: ‖φ_r‖² of rows that have one scale.
-        blocks: the scales of rows that have several; if `scale` is None too, there is no scale.
-        totals: sums over all rows; None on the device, where those of alike layers are stacked.
-        common: sums for `common_share`.
-        realised: the realised move on the probe; None: not known.
-        attainable: `attainable_cosine`, over all rows.
-        ceiling: sums for `attainable_cosine`, of one of several ranks.
-    """
-
-    about: About
-    sampled: Sampled[T]
-    vectors: tuple[Vector, ...]
-    products: T
-    evidence: Evidence[T]
-    parameters: Dots[float] | None = None
-    scale: T | None = None
-    blocks: Blocks[T] | None = None
-    totals: Totals[T] | None = None
-    common: Common[T] | None = None
-    realised: Moved[T] | None = None
-    attainable: T | None = None
-    ceiling: CeilingSums[T] | None = None
+        found: Array = 4 * np.minimum(self.layers["precision"], _FLOAT32) * self.layers["terms"]
+        return found
 
     @property
-    def dots(self) -> Dots[float]:
-        """The parameters' dot products, on the host."""
-        assert self.parameters is not None
-        return self.parameters
+    def was_zeroed(self) -> np.ndarray:
+        """Whether the gradient was set to zero after the backward pass."""
+        found: np.ndarray = (self.layers["gamma_gamma"] == 0) & (self.layers["terms"] > 0)
+        return found
+
+    def of(self, table: str, layer: int) -> Table:
+        """Return a table's lines of one layer."""
+        lines: Table = getattr(self, table)
+        return lines[slice(*np.searchsorted(lines["layer"], (layer, layer + 1)))]
+
+    def total(self, values: Array) -> Array:
+        """Return the sum of every layer over values of its sampled rows."""
+        return np.bincount(self.rows["layer"], values, len(self.paths)).astype(np.float64)
+
+    def pick(self, layers: Index) -> "StepSums":
+        """Return the sums of some layers, given in order."""
+        place = np.full(len(self.paths), -1)
+        place[layers] = np.arange(len(layers))
+        rows = np.flatnonzero(place[self.rows["layer"]] >= 0)
+        kept = {}
+        for name, lines in self.with_rows(rows).tables.items():
+            lines = lines[place[lines["layer"]] >= 0]
+            lines["layer"] = place[lines["layer"]]
+            kept[name] = lines
+        paths, about = (tuple(of[i] for i in layers) for of in (self.paths, self.about))
+        return StepSums(paths, about, self.layers[layers], **kept)
+
+    def with_rows(self, rows: Index) -> "StepSums":
+        """Return the sums with some of the sampled rows, and the entries of these."""
+        place = np.full(len(self.rows) + 1, -1)
+        place[rows] = np.arange(len(rows))
+        old = self.entries["row"]
+        entries = self.entries[(old < 0) | (place[old] >= 0)]
+        entries["row"] = place[entries["row"]]
+        return replace(self, rows=self.rows[rows], entries=entries)
+
+    def in_units(self, factor: Array) -> "StepSums":
+        """Return the sums with G in the units of the optimizer's gradient, from those of backward.
+
+        Args:
+            factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖ of every layer; NaN
+                if unknown.
+        """
+        layers, rows = self.layers.copy(), self.rows.copy()
+        layers["factor"] = factor
+        of_row, before = rows["layer"], self.rows
+        c = np.where(np.isnan(factor), 1.0, factor)[of_row]
+        if (c == 1).all():
+            return replace(self, layers=layers)
+        is_one, by_rows = (layers["groups"] == 1)[of_row], layers["e_by_rows"][of_row]
+        for (a, b), name in zip(PAIRS, _ROWS, strict=True):
+            power = (a in (_OWN, _G)) + (b in (_OWN, _G))
+            of_e = (a in (_E, _REST)) + (b in (_E, _REST))
+            if power or of_e:  # z and d are not linear in G, and e is if it was computed from G
+                rows[name] *= c ** (power + of_e * by_rows)
+        # Else e − D G depends on the units.
+        own_e = np.where(is_one, before["scale"] * before["e_G"], before["own_e"])
+        own_own = np.where(is_one, before["scale"] ** 2 * before["G_G"], before["own_own"])
+        rest = np.maximum(before["e_e"] - 2 * c * own_e + c**2 * own_own, 0.0)
+        is_new = ~by_rows & (c != 1) & (layers["groups"] > 0)[of_row]
+        rows["rest_rest"] = np.where(is_new, rest, rows["rest_rest"])
+        return replace(self, layers=layers, rows=rows)
 
 
-def of_rows(layer: LayerSums[Array], a: Vector, b: Vector) -> Array:
-    """Return a_r·b_r of every sampled row of a layer that has this pair of vectors."""
-    found: Array = layer.products[:, column_of(pairs_of(layer.vectors), a, b)]
-    return found
-
-
-def factor_of(layer: LayerSums[Array]) -> float:
-    """Return the factor c in γ = c·GᵀΦ; NaN if unknown."""
-    return math.nan if layer.evidence.factor is None else layer.evidence.factor
+NO_SUMS = StepSums((), (), *(blank(table, 0) for table in KINDS))

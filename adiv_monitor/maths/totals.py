@@ -4,8 +4,9 @@ All layers lie end to end, so that a dozen operations serve them all.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from adiv_monitor.features.rows import to_device
-from adiv_monitor.maths.sums import Array, ScaleTotals, Totals
 
 MOST_ENTRIES = 2_048
 _WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
@@ -34,12 +34,29 @@ class AllRows:
     bias_square: Float[Tensor, " rows"] | float = 0.0
 
 
+class Totals(NamedTuple):
+    """Sums over all rows of layers on one device.
+
+    Attributes:
+        paths: the layers. Those whose rows have one scale each come first.
+        sums: by column of the table of layers, (layers,).
+        scales: the same of sums over scales, of the first layers.
+        entries: scales of 2,048 random rows, or of all, of the first layers; NaN for zero-gradient
+            rows. Of layers with fewer rows than others, lines are filled up.
+        counts: numbers of rows of all layers.
+    """
+
+    paths: Sequence[str]
+    sums: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    entries: Tensor | None
+    counts: Sequence[int]
+
+
 def sums(
     layers: Mapping[str, Sequence[AllRows]], generator: np.random.Generator
-) -> dict[tuple[str, ...], Totals[Tensor]]:
-    """Return the stacked totals of layers by their paths; `by_layer` splits them.
-
-    Layers whose rows have one scale each come first, and alone have all of the sums.
+) -> Iterator[Totals]:
+    """Yield the sums over all rows of layers, device by device.
 
     Args:
         layers: the rows of every call, by path of the layer.
@@ -49,47 +66,31 @@ def sums(
     for path, calls in layers.items():
         has_no_scales = any(call.weight is None for call in calls)
         devices[calls[0].gradient.device][has_no_scales].append(path)
-    return {
-        (*scaled, *others): _sums([layers[p] for p in (*scaled, *others)], len(scaled), generator)
-        for scaled, others in devices.values()
-    }
-
-
-def by_layer(
-    groups: Mapping[tuple[str, ...], Totals[Array]], rows: Mapping[str, int]
-) -> dict[str, Totals[Array]]:
-    """Return the totals by path of layers whose totals are stacked; `rows` are their numbers."""
-    found = {}
-    for paths, x in groups.items():
-        for i, path in enumerate(paths):
-            if path not in rows:  # it was lost since
-                continue
-            one, of = slice(i, i + 1), x.scales
-            found[path] = Totals(x.active[one], x.G_G[one], x.concentration[one])
-            if of is not None and x.own_G is not None and x.own_own is not None and i < len(of.sum):
-                entries = of.entries[i, : rows[path]]
-                scales = ScaleTotals(of.sum[one], of.deviation[one], of.largest[one], entries)
-                own = x.own_G[one], x.own_own[one]
-                found[path] = replace(found[path], own_G=own[0], own_own=own[1], scales=scales)
-    return found
+    for scaled, others in devices.values():
+        paths = [*scaled, *others]
+        yield _sums(paths, [layers[path] for path in paths], len(scaled), generator)
 
 
 def _sums(
-    layers: Sequence[Sequence[AllRows]], scaled: int, generator: np.random.Generator
-) -> Totals[Tensor]:
+    paths: Sequence[str],
+    layers: Sequence[Sequence[AllRows]],
+    scaled: int,
+    generator: np.random.Generator,
+) -> Totals:
     """Return the sums of layers, the first `scaled` of which have one scale for each row."""
     calls = [call for of_layer in layers for call in of_layer]
     square = _end_to_end([call.gradient for call in calls]).square_()
-    counts = [sum(len(call.gradient) for call in of_layer) for of_layer in layers]
-    lengths = torch.tensor(counts).to(square.device, non_blocking=True)
+    every = [sum(len(call.gradient) for call in of_layer) for of_layer in layers]
+    lengths = torch.tensor(every).to(square.device, non_blocking=True)
     active = square != 0
     several = active.to(square.dtype), square, square * square
     count, total, squares = summed(several, lengths)
-    found = Totals(count, total, concentration=squares / torch.where(total == 0, 1, total * total))
+    concentration = squares / torch.where(total == 0, 1, total * total)
+    found = {"active": count, "G_G": total, "concentration": concentration}
     if not scaled:
-        return found
+        return Totals(paths, found, {}, None, every)
     calls = [call for of_layer in layers[:scaled] for call in of_layer]
-    rows, lengths, counts = sum(counts[:scaled]), lengths[:scaled], counts[:scaled]
+    rows, lengths, counts = sum(every[:scaled]), lengths[:scaled], every[:scaled]
     active, square, count = active[:rows], square[:rows], count[:scaled]
     constants = [0.0 if isinstance(x.bias_square, Tensor) else x.bias_square for x in calls]
     of_calls = torch.tensor(constants, dtype=square.dtype).to(square.device, non_blocking=True)
@@ -105,9 +106,15 @@ def _sums(
     means = torch.repeat_interleave(of_scales / count, lengths, output_size=rows)
     (off,) = summed([torch.where(active, scale - means, 0).square_()], lengths)
     places = to_device(_entries(counts, generator), scale.device)
+    scales = {
+        "own_G": own_G,
+        "own_own": own_own,
+        "scale_sum": of_scales,
+        "scale_off": off.sqrt(),
+        "scale_max": reduced("max", masked, lengths),
+    }
     entries = torch.where(active, scale, torch.nan)[places]
-    scales = ScaleTotals(of_scales, off.sqrt(), reduced("max", masked, lengths), entries)
-    return replace(found, own_G=own_G, own_own=own_own, scales=scales)
+    return Totals(paths, found, scales, entries, every)
 
 
 def _entries(counts: Sequence[int], generator: np.random.Generator) -> np.ndarray:

@@ -103,9 +103,7 @@ class ModelNetwork:
     @property
     def unstable(self) -> str:
         """The layer whose output grows or vanishes with width before training; "" if none does."""
-        feeding = {path for layer in self.layers for path in layer.predecessors}
-        sources = [i for i, layer in enumerate(self.layers) if not layer.predecessors]
-        sinks = [i for i, layer in enumerate(self.layers) if layer.path not in feeding]
+        sources, sinks = ([i for i, k in enumerate(self.kinds) if k == kind] for kind in (0, 2))
         return unstable_at_initialisation(self.a, self.b, sources, sinks)
 
     def solve(self, ratios: Mapping[str, Ratios], **options: Any) -> MaxLRSolution:

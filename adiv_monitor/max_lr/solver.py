@@ -1,9 +1,11 @@
 """`solve_max_lr`: the smallest exponents c, hence the largest learning rates, that are stable."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from adiv_monitor.max_lr.exponents import (
     Exponents,
@@ -19,7 +21,7 @@ from adiv_monitor.max_lr.network import (
     full_alignment,
 )
 from adiv_monitor.max_lr.optimizers import AnyRule, update_rule
-from adiv_monitor.max_lr.program import Program
+from adiv_monitor.max_lr.program import Array, Program
 from adiv_monitor.max_lr.stability import feature_change, gradient_exponents
 
 Objective = Literal["pareto", "sum", "max-min"]
@@ -152,9 +154,7 @@ def solve_max_lr(
         alignments = replace(alignments, omega=tuple(map(min, alignments.omega, budgets)))
     program = Program(network, alignments, c_full)
     if objective == "pareto":
-        program.bounds[:n, 1] = [
-            min(x, y) for x, y in zip(program.bounds[:n, 1], c_full, strict=True)
-        ]
+        program.bounds[:n, 1] = np.minimum(program.bounds[:n, 1], c_full)
     if objective != "max-min":
         status, x, message = program.minimise(program.cost(1, _TIE_BREAK))
     else:
@@ -164,7 +164,7 @@ def solve_max_lr(
             status, x, message = program.minimise(program.cost(1))
     if status != "optimal":
         return MaxLRSolution((), (), status, c_full, message=message)
-    c = _positive(x[:n])
+    c = _exponents_of(x[:n])
     r = feature_change(network, alignments, c)
     return MaxLRSolution(c, r, "optimal", c_full, gradient_exponents(network, c))
 
@@ -174,12 +174,12 @@ def _full(network: Network) -> tuple[Exponents, str]:
     """Return c under full alignment, and ""; () and the reason if there is no solution."""
     program = Program(network, full_alignment(len(network)))
     status, x, message = program.minimise(program.cost(1))
-    return (_positive(x[: len(network)]), "") if status == "optimal" else ((), message)
+    return (_exponents_of(x[: len(network)]), "") if status == "optimal" else ((), message)
 
 
-def _positive(c: Iterable[float]) -> Exponents:
+def _exponents_of(c: Array) -> Exponents:
     """Return the exponents with 0.0 for the -0.0 that HiGHS returns for zero."""
-    return tuple(float(value) + 0.0 for value in c)
+    return tuple((c + 0.0).tolist())
 
 
 def _plain(given: Any) -> Any:

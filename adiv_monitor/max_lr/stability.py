@@ -11,25 +11,14 @@ from adiv_monitor.max_lr.exponents import Exponents
 from adiv_monitor.max_lr.network import Alignments, Network
 
 
-def update_exponents(network: Network, c: Sequence[float]) -> Exponents:
-    """Return k of each layer: multiplier × update is n^(−k)."""
-    G = feature_gradient_exponent(network, c)
-    terms = zip(network.p, c, network.s, strict=True)
-    return tuple(p + c + s * G for p, c, s in terms)
-
-
 def feature_gradient_exponent(network: Network, c: Sequence[float]) -> float:
     """Return G: gradients of the features before a readout are n^(−G).
 
     G is the smallest of a + b (initial weights) and p + c (updates) over the readouts.
     """
-    return min(
-        min(network.a[i] + network.b[i], network.p[i] + c[i])
-        if i not in network.frozen
-        # The weights of a frozen readout stay the initial ones.
-        else network.a[i] + network.b[i]
-        for i in network.sinks
-    )
+    # The weights of a frozen readout stay the initial ones.
+    moved = [network.p[i] + c[i] for i in network.sinks if i not in network.frozen]
+    return min([*(network.a[i] + network.b[i] for i in network.sinks), *moved])
 
 
 def gradient_exponents(network: Network, c: Sequence[float]) -> Exponents:
@@ -44,13 +33,14 @@ def gradient_exponents(network: Network, c: Sequence[float]) -> Exponents:
 def feature_change(network: Network, alignments: Alignments, c: Sequence[float]) -> Exponents:
     """Return r of every layer.
 
-    r = min(k − alpha, k + ρ − u, a + b + ρ − omega), where ρ is the smallest r of the predecessors;
-    r = k in embeddings. A frozen layer has the third term only; r = ∞ if nothing changes.
+    r = min(k − alpha, k + ρ − u, a + b + ρ − omega), where multiplier × update is n^(−k) and ρ is
+    the smallest r of the predecessors; r = k in embeddings. A frozen layer has the third term only;
+    r = ∞ if nothing changes.
     """
-    k = update_exponents(network, c)
+    G = feature_gradient_exponent(network, c)
     r: list[float] = []
     for i, before in enumerate(network.predecessors):
-        own = math.inf if i in network.frozen else k[i]
+        own = math.inf if i in network.frozen else network.p[i] + c[i] + network.s[i] * G
         if not before:
             r.append(own)
             continue

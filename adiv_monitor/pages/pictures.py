@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from adiv_monitor.diagnosis.finding import Trial
-from adiv_monitor.diagnosis.health import fix_title
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import printable
 
@@ -23,7 +21,6 @@ _COLOURS = {
     "line": "#030303",
     "accent": "#040404",
     "second": "#050505",
-    "good": "#060606",
 }
 _STYLE: dict[Any, Any] = {  # mypy does not accept plain strings as matplotlib's names
     "svg.fonttype": "none",  # keep text as text
@@ -44,18 +41,13 @@ _STYLE: dict[Any, Any] = {  # mypy does not accept plain strings as matplotlib's
     "grid.color": _COLOURS["line"],
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
+    "axes.xmargin": 0.01,
 }
-_MOST_TRIALS = 8
 _HIGHEST = 1e300  # above it, the ends of an axis overflow
 
 
-def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
-    """Draw loss and, if known, gradient norm by step; with measured steps and trials' losses.
-
-    Args:
-        record: record of the run.
-        trials: each fix once, those with most gain first.
-    """
+def loss_picture(record: Record) -> "Markup":
+    """Draw loss and, if known, gradient norm by step, with the measured steps."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -66,14 +58,11 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
         loss, *below = figure.subplots(
             len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
         )[:, 0]
-        right = 0.76 if trials else 0.99
         bottom = 0.1 if norms else 0.14
-        figure.subplots_adjust(left=0.07, right=right, top=0.97, bottom=bottom, hspace=0.16)
+        figure.subplots_adjust(left=0.07, right=0.99, top=0.97, bottom=bottom, hspace=0.16)
         _draw_losses(loss, record.steps_of_losses, record.losses, "accent")
-        shown = trials[:_MOST_TRIALS]
         # Set before marking the measured steps, whose marks need no room on the axis.
-        _draw_trials(loss, shown, len(record.losses))
-        _set_scale(loss, [*record.losses, *(trial.loss for trial in shown)])
+        _set_scale(loss, record.losses)
         if record.chance is not None and _is_drawn(record.chance):
             loss.axhline(record.chance, color=_COLOURS["muted"], linewidth=1, linestyle=":")
         loss.set_ylabel("loss")
@@ -87,19 +76,15 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
             markersize=7,
             color=_COLOURS["ink"],
         )
-        _place_labels(
-            loss,
-            [(t.loss, _trial_label(t), "good" if t.helps else "muted") for t in shown],
-        )
         for norm in below:
             norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
             _set_scale(norm, norms)
             if (clip := record.facts.clip_norm) is not None and _is_drawn(clip):
                 norm.axhline(clip, color=_COLOURS["ink"], linewidth=1, dashes=(3, 2))
             norm.set_ylabel("‖gradient‖")
-            norm.margins(x=0.01)
         (below or [loss])[-1].set_xlabel("step")
-        return _svg(figure, "loss", _loss_words(record, shown))
+        words = _course_words(record.losses, record.steps_of_losses)
+        return _svg(figure, "loss", f"Loss by step: {words}.")
 
 
 def two_losses(records: Sequence[Record]) -> "Markup":
@@ -110,39 +95,29 @@ def two_losses(records: Sequence[Record]) -> "Markup":
     with rc_context(_STYLE):
         figure = Figure(figsize=(12.8, 4.2))
         axes = figure.subplots()
-        figure.subplots_adjust(left=0.07, right=0.95, top=0.96, bottom=0.12)
+        figure.subplots_adjust(left=0.07, right=0.99, top=0.96, bottom=0.12)
         runs = list(zip("AB", records, ("accent", "second"), strict=True))
-        for _, run, colour in runs:
-            _draw_losses(axes, run.steps_of_losses, run.losses, colour)
+        for mark, run, colour in runs:
+            _draw_losses(axes, run.steps_of_losses, run.losses, colour, mark)
         _set_scale(axes, [value for run in records for value in run.losses])
-        axes.margins(x=0.01)
+        axes.legend(frameon=False, labelcolor="linecolor")
         axes.set_ylabel("loss")
         axes.set_xlabel("step")
-        ends = [(run.losses[-1], mark, colour) for mark, run, colour in runs if run.losses]
-        _place_labels(axes, ends)
         words = [f"{mark}: {_course_words(r.losses, r.steps_of_losses)}" for mark, r, _ in runs]
         return _svg(figure, "losses", f"Loss by step. {'; '.join(words)}.")
 
 
-def _draw_losses(axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str) -> None:
-    finite = [(s, loss) for s, loss in zip(steps, losses, strict=True) if _is_drawn(loss)]
-    if finite:
-        axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)
+def _draw_losses(
+    axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str, name: str = ""
+) -> None:
+    known = [(s, loss) for s, loss in zip(steps, losses, strict=True) if _is_drawn(loss)]
+    line = [step for step, _ in known], [loss for _, loss in known]
+    axes.plot(*line, color=_COLOURS[colour], linewidth=1.8, label=name)
     if losses and not _is_drawn(losses[-1]):
         words = "not finite" if not math.isfinite(losses[-1]) else "too large"
         mark: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "color": _COLOURS["ink"]}
         axes.plot([steps[-1]], [0.94], marker="x", markersize=8, markeredgewidth=2, **mark)
         axes.text(steps[-1] - 0.5, 0.9, f"{words} ", ha="right", fontsize=12, **mark)
-
-
-def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
-    """Draw each trial's loss over the last quarter of its steps, the range that it averages."""
-    for trial in trials:
-        if _is_drawn(trial.loss):
-            begin, end = 0.75 * trial.steps, trial.steps - 1
-            colour = _COLOURS["good" if trial.helps else "muted"]
-            axes.hlines(trial.loss, begin, end, color=colour, linewidth=2.2)
-    axes.margins(x=0.01)
 
 
 def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
@@ -159,45 +134,6 @@ def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
 def _is_drawn(value: float) -> bool:
     """Return whether the value is finite and small enough for an axis."""
     return abs(value) < _HIGHEST  # False for NaN
-
-
-def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
-    """Place coloured texts to the right of the axes at their values, apart from each other."""
-    if not labels:
-        return
-    axes.get_ylim()  # updates the data limits that transData uses
-    to_axes = axes.transData + axes.transAxes.inverted()
-    placed = sorted(
-        (min(max(to_axes.transform((0, value))[1], 0.0), 1.0) if _is_drawn(value) else 1.0, i)
-        for i, (value, _, _) in enumerate(labels)
-    )
-    gap, at = 0.08, -math.inf
-    for below, (y, i) in enumerate(placed, 1):
-        at = min(max(y, at + gap), 1 - (len(placed) - below) * gap)
-        _, text, colour = labels[i]
-        axes.annotate(
-            text,
-            xy=(1.0, y),
-            xytext=(1.03, at),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            va="center",
-            color=_COLOURS[colour],
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": _COLOURS["line"], "linewidth": 0.8},
-        )
-
-
-def _trial_label(trial: Trial) -> str:
-    loss = f"{trial.loss:.3g}" if math.isfinite(trial.loss) else "not finite"
-    return printable(f"{loss}  {fix_title(trial.fix)}")
-
-
-def _loss_words(record: Record, trials: Sequence[Trial]) -> str:
-    words = f"Loss by step: {_course_words(record.losses, record.steps_of_losses)}."
-    if trials:
-        words += " Trials: " + "; ".join(_trial_label(trial) for trial in trials) + "."
-    return words
 
 
 def _course_words(losses: Sequence[float], steps: Sequence[int]) -> str:

@@ -36,7 +36,6 @@ def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] =
     """
     record, findings = report.record, report.findings
     last = last_with_direction(record.reports)
-    trials = all_trials(findings, record)
     return render(
         "report.html",
         title=titled(record),
@@ -56,8 +55,8 @@ def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] =
         notes=notes_of(record),
         worst=[*worst(last)] if last else [],
         drives=drives(last) if last else None,
-        loss_picture=loss_picture(record, trials) if record.losses else None,
-        trials=trials,
+        loss_picture=loss_picture(record) if record.losses else None,
+        trials=all_trials(findings, record),
         heat=heat_map(record, heat_measures(record, findings)),
         layers=layer_table(last) if last else None,
         anchors={path: i for i, path in enumerate(last.layers)} if last else {},

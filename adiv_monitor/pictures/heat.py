@@ -20,7 +20,7 @@ from adiv_monitor.pictures.colours import (
     stripe,
 )
 from adiv_monitor.pictures.grid import Grid, legend
-from adiv_monitor.pictures.picture import BAD, INK, MUTED, Box, Font, Picture
+from adiv_monitor.pictures.picture import BAD, INK, MUTED, Font, Picture
 from adiv_monitor.printable import printable
 from adiv_monitor.report.blocks import blocks, common_stem
 
@@ -243,7 +243,7 @@ def _steps(
     for between in (4, 3, 2, 1):
         regular = range(0, len(steps), max(-(-last // between), 1))
         labels = {(i + 0.5) * each: f"{steps[i]:,}" for i in regular}
-        if len(_placed(left, top, width, labels, font)) == len(labels):
+        if len(_placed(width, labels, font)) == len(labels):
             break
     _row(picture, left, top, width, labels, font)
 
@@ -270,21 +270,21 @@ def _row(
     picture: Picture, left: float, top: float, width: float, labels: dict[float, str], font: Font
 ) -> None:
     """Draw labels centred at their places, within the width; earlier labels take precedence."""
-    for box, words in _placed(left, top, width, labels, font):
-        picture.text(box.left, top, words, font)
+    for begin, words in _placed(width, labels, font):
+        picture.text(left + begin, top, words, font)
 
 
-def _placed(
-    left: float, top: float, width: float, labels: dict[float, str], font: Font
-) -> list[tuple[Box, str]]:
-    """Return the labels that `_row` has room for."""
-    kept: list[tuple[Box, str]] = []
+def _placed(width: float, labels: dict[float, str], font: Font) -> list[tuple[float, str]]:
+    """Return where `_row` begins the labels for which it has room."""
+    kept: list[tuple[float, str]] = []
     for place, words in labels.items():
         wide = font.width(words)
         begin = min(max(place - wide / 2, 0), width - wide)
-        box = Box(left + begin, top, left + begin + wide, top + font.line)
-        if wide <= width and not any(box.overlaps(other, _APART) for other, _ in kept):
-            kept.append((box, words))
+        if wide <= width and all(
+            begin > other + font.width(others) + _APART or begin + wide + _APART < other
+            for other, others in kept
+        ):
+            kept.append((begin, words))
     return kept
 
 

@@ -1,7 +1,6 @@
 """Pictures of texts and pixels, drawn by Pillow, with measured text widths."""
 
 import io
-from bisect import bisect_left
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,36 +50,17 @@ class Font(NamedTuple):
         return lines
 
     def shortened(self, path: str, width: float) -> str:
-        """Shorten a path to this width by cutting letters from its longest components.
-
-        Short components, such as a block's number, stay, unless the path is still too wide.
-        """
-        pieces = path.split(".")
-        for several in (pieces, [path]):
-            # Candidates for the longest component allowed, in decreasing order.
-            most = range(max(map(len, several)), 2, -1)
-            at = bisect_left(most, True, key=lambda n: self.width(_cut(several, n)) <= width)
-            if at < len(most):
-                return _cut(several, most[at])
-        return _cut([path], 3)
+        """Shorten a path to this width by leaving out of its middle what is too much."""
+        cut = path
+        for letters in range(len(path) - 1, 2, -1):
+            if self.width(cut) <= width:
+                break
+            cut = f"{path[: letters // 3]}…{path[len(path) - letters + letters // 3 + 1 :]}"
+        return cut
 
 
-class Box(NamedTuple):
-    """A rectangle in pixels, from the picture's upper left corner."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def overlaps(self, other: "Box", apart: float = 0.0) -> bool:
-        """Return whether the boxes share a pixel, or are closer than `apart`."""
-        return (
-            self.left < other.right + apart
-            and other.left < self.right + apart
-            and self.top < other.bottom + apart
-            and other.top < self.bottom + apart
-        )
+# A rectangle in pixels, from the picture's upper left corner: left, top, right, bottom.
+Box = tuple[float, float, float, float]
 
 
 class Picture:
@@ -104,7 +84,7 @@ class Picture:
             return
         at = round(left), round(top)
         ink = _loaded(font.size, font.bold).getbbox(words)
-        box = Box(at[0] + ink[0], at[1] + ink[1], at[0] + ink[2], at[1] + ink[3])
+        box = (at[0] + ink[0], at[1] + ink[1], at[0] + ink[2], at[1] + ink[3])
         self.texts.append((box, words))
         self._words.append((at, words, font))
         self.height = max(self.height, at[1] + font.line)
@@ -133,17 +113,6 @@ class Picture:
         target = io.BytesIO()
         image.save(target, format="PNG", compress_level=3)
         return target.getvalue()
-
-
-def _cut(pieces: list[str], letters: int) -> str:
-    """Cut longer components to this many letters, a third of them from the beginning."""
-    cut = (
-        p
-        if len(p) <= letters
-        else f"{p[: letters // 3]}…{p[len(p) - letters + letters // 3 + 1 :]}"
-        for p in pieces
-    )
-    return ".".join(cut)
 
 
 @cache

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -16,6 +15,7 @@ from adiv_monitor.capture.hook import Hook, ModuleHook, trains
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import is_wrapper
 from adiv_monitor.features.rows import to_compute_dtype
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
 from adiv_monitor.rerun.thread import ThreadState
@@ -28,23 +28,16 @@ _PLAIN = (
 )
 
 
-class Unknown(Exception):
-    """Raised where nothing is known on the probe, with the reason; this is no failure."""
+class _Form(NamedTuple):
+    """How a tensor lies in memory."""
 
-
-class _Place(NamedTuple):
-    """Identifies a tensor without holding it."""
-
-    memory: StorageWeakRef
-    version: int
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, x: Tensor) -> "_Place":
-        memory = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(memory, version(x), x.shape, x.stride(), int(x.storage_offset()))
+    def of(cls, x: Tensor) -> "_Form":
+        return cls(x.shape, x.stride(), int(x.storage_offset()))
 
 
 class _View(NamedTuple):
@@ -57,19 +50,22 @@ class _View(NamedTuple):
     """
 
     number: int
-    of: _Place
-    seen: _Place
+    of: _Form
+    seen: _Form
 
     def again(self, outputs: list[Tensor], samples: int | None) -> Tensor:
         """Return the view of the output of another call, perhaps on fewer samples."""
         base = outputs[self.number] if self.number < len(outputs) else None
         kept = 0 if samples is None else 1
-        if base is None or base.shape[kept:] != self.of.shape[kept:]:
-            raise Unknown("the model returns tensors of other shapes when it runs again")
-        if self.of[2:4] == self.seen[2:4]:
+        is_same = self.of == self.seen
+        if (
+            base is None
+            or base.shape[kept:] != self.of.shape[kept:]
+            or not (is_same or base.stride() == self.of.stride)
+        ):
+            raise Refused("the model returns tensors of other shapes or strides when it runs again")
+        if is_same:
             return base
-        if base.stride() != self.of.stride:
-            raise Unknown("the model returns tensors of other strides when it runs again")
         shape = (*([samples] * kept), *self.seen.shape[kept:])
         offset = int(base.storage_offset()) + self.seen.offset - self.of.offset
         return base.as_strided(shape, self.seen.stride, offset)
@@ -78,14 +74,18 @@ class _View(NamedTuple):
 class _Call:
     """The arguments of one call, not copied.
 
+    Args:
+        args: the positional arguments.
+        kwargs: the named arguments.
+        outputs: outputs of the model, with their versions.
+
     Attributes:
-        structure: their tree structure.
-        leaves: the leaves of that; tensors without their graph.
+        leaves: the leaves of these; tensors without their graph.
         computed: whether something else than the model's outputs was computed with a graph.
     """
 
-    def __init__(self, args: Any, kwargs: Any, outputs: Sequence[_Place] = ()) -> None:
-        given, self.structure = tree_flatten((args, kwargs))
+    def __init__(self, args: Any, kwargs: Any, outputs: Sequence[tuple[Tensor, int]] = ()) -> None:
+        given, self._structure = tree_flatten((args, kwargs))
         self.leaves = [_placed(x, outputs) for x in given]
         self._versions = [version(x) if isinstance(x, Tensor) else 0 for x in self.leaves]
         pairs = zip(given, self.leaves, strict=True)
@@ -105,12 +105,12 @@ class _Call:
         """Return copies of the arguments on the first samples, and their structure.
 
         Raises:
-            Unknown: one of them was changed since.
+            Refused: one of them was changed since.
         """
-        pairs = list(zip(self.leaves, self._versions, strict=True))
+        pairs = zip(self.leaves, self._versions, strict=True)
         if any(isinstance(x, Tensor) and version(x) != then for x, then in pairs):
-            raise Unknown("the model, or the loop, changes an input in place")
-        return [_cut(x, samples) for x in self.leaves], self.structure
+            raise Refused("the model, or the loop, changes an input in place")
+        return [_cut(x, samples) for x in self.leaves], self._structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Losses:
     samples: Tensor | None
 
     @classmethod
-    def of(cls, value: Any, samples: Tensor | None) -> "Losses":
+    def of(cls, value: Any, samples: Tensor | None = None) -> "Losses":
         """Return the loss from its value: one number, or one for every sample (B, …).
 
         Raises:
@@ -144,8 +144,7 @@ class Batch:
     """The probe.
 
     Attributes:
-        module: the module that is called: the model, the first part of it that was, or the loss
-            that calls the model.
+        module: the module that is called: the model, or the first part of it that was.
         surroundings: autocast's settings and random numbers of that call.
         loss: the loss; None: there is none.
         why_no_loss: why the loss is not known; "" if it is.
@@ -163,14 +162,12 @@ class Batch:
         """Call the module, and return the loss, if it is known."""
         args, kwargs = tree_unflatten([_cut(x) for x in self._call[0]], self._call[1])
         output = self.module(*args, **kwargs)
-        if self.module is self.loss:
-            return Losses.of(output, None)
         if self.loss is None or self.why_no_loss:
             return None
         if not isinstance(self.loss, nn.Module):
-            return Losses.of(self.loss(output), None)
+            return Losses.of(self.loss(output))
         assert self._judged is not None
-        given, outputs = self._judged[0], tensors_of(output)
+        given, outputs = self._judged[0], _tensors_of(output)
         leaves = [
             x.again(outputs, self._samples) if isinstance(x, _View) else _cut(x) for x in given
         ]
@@ -197,8 +194,7 @@ class FirstPass:
     ) -> None:
         self._every, self._loss, self._fail = every, loss, fail
         self._call: tuple[nn.Module, Surroundings, _Call] | None = None
-        self._outputs: list[_Place] | None = None  # None: the module has not returned
-        self._around: tuple[Any, ...] | None = None  # the arguments of the loss, while it runs
+        self._outputs: list[tuple[Tensor, int]] | None = None  # None: the module has not returned
         self._judged: _Call | None = None
         self._computed = False
         begins, ends, judges = (
@@ -209,7 +205,6 @@ class FirstPass:
         self._hooks += [ModuleHook(module, ends, before=False) for module in within]
         if isinstance(loss, nn.Module):
             self._hooks.append(ModuleHook(loss, judges, before=True))
-            self._hooks.append(ModuleHook(loss, ends, before=False))
 
     def put_on(self) -> None:
         """Register the hooks. `remove` removes them, even if this method raises."""
@@ -224,21 +219,19 @@ class FirstPass:
         """Return the probe.
 
         Raises:
-            Unknown: no forward pass was seen, or its inputs were changed since.
+            Refused: no forward pass was seen, or its inputs were changed since.
         """
-        judged = self._judged
         if self._call is None or self._outputs is None:
-            raise Unknown("no forward pass of the model was seen")
+            raise Refused("no forward pass of the model was seen")
         module, surroundings, call = self._call
-        sizes = call.sizes() | (set() if judged is None else judged.sizes())
+        sizes = call.sizes() | (set() if self._judged is None else self._judged.sizes())
         samples = SAMPLES if len(sizes) == 1 and min(sizes) > SAMPLES else None
-        told = None if judged is None else judged.cut(samples)
+        told = None if self._judged is None else self._judged.cut(samples)
         given = module, surroundings, self._loss, self._why_no_loss(), samples
         return Batch(*given, call.cut(samples), told)
 
     def _why_no_loss(self) -> str:
-        calls = self._call is not None and self._call[0] is self._loss
-        if calls or not isinstance(self._loss, nn.Module) or self._judged is not None:
+        if not isinstance(self._loss, nn.Module) or self._judged is not None:
             return ""
         kind = type(self._loss).__name__
         if self._computed:
@@ -254,21 +247,16 @@ class FirstPass:
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._call is None and trains(args) and torch._C._current_graph_task_id() == -1:
-            random = Randomness(devices_of(self._every), self._every)
-            if self._around is not None:  # the loss calls the model
-                module, args, kwargs = self._around
             call = _Call(args, kwargs)
             if 0 not in call.sizes():  # a micro-batch may have no samples
+                random = Randomness(devices_of(self._every), others=True)
                 self._call = module, Surroundings(random), call
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module is self._loss:
-            self._around = None
         if self._call is not None and module is self._call[0] and self._outputs is None:
-            self._outputs = [_Place.of(x) for x in tensors_of(output)]
+            self._outputs = [(x.detach(), version(x)) for x in _tensors_of(output)]
 
     def _judges(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._around = module, args, kwargs
         if self._judged is None and self._outputs is not None and trains(args):
             call = _Call(args, kwargs, self._outputs)
             self._computed |= call.computed
@@ -285,7 +273,7 @@ class FirstPass:
             self._fail(error)
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def _tensors_of(output: Any) -> list[Tensor]:
     """Return the tensors in a module's output."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and _has_memory(x)]
 
@@ -294,15 +282,14 @@ def _has_memory(x: Tensor) -> bool:
     return x.layout is torch.strided and torch._C._has_storage(x)
 
 
-def _placed(x: Any, outputs: Sequence[_Place]) -> Any:
+def _placed(x: Any, outputs: Sequence[tuple[Tensor, int]]) -> Any:
     """Return a placeholder for an output, a tensor without its graph, or another value itself."""
     if not isinstance(x, Tensor):
         return x
-    if outputs and _has_memory(x):
-        seen = _Place.of(x)
-        for number, output in enumerate(outputs):
-            if output[:2] == seen[:2]:
-                return _View(number, output, seen)
+    for number, (output, then) in enumerate(outputs):
+        is_view = _has_memory(x) and x.untyped_storage()._cdata == output.untyped_storage()._cdata
+        if is_view and version(x) == then:
+            return _View(number, _Form.of(output), _Form.of(x))
     return x if x.is_leaf else x.detach()
 
 

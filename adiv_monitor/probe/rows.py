@@ -1,20 +1,17 @@
 """Takes rows of z of known layers while the probe runs; at θ before the step also Φ and G."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.forwards import Forward, FunctionToCall
-from adiv_monitor.capture.gathering import as_view, trained_of
-from adiv_monitor.capture.layer_rows import Chooser
+from adiv_monitor.capture.catch import at_gradient
+from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import winners
 from adiv_monitor.capture.second_pass import SecondPass
@@ -25,10 +22,9 @@ from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, unroll, uses_of
-from adiv_monitor.features.rows import Index, Rows, behind_view, joined, to_device
+from adiv_monitor.features.rows import Index, Rows, joined, to_device
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Arguments
 
 Gradients = Sequence[Tensor | None]
@@ -36,11 +32,11 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a layer, with its chosen rows."""
+    """A call of a layer, with its chosen rows; features and G at θ before the step alone."""
 
     rows: Rows
-    features: Features
     z: Tensor
+    features: Features | None = None
     G: Tensor | None = None
 
     def arrive(self, gradient: Tensor | None) -> None:
@@ -49,7 +45,7 @@ class _Call:
 
     def pick(self, kept: Index | None) -> None:
         """Keep these rows alone; None: all."""
-        if kept is not None:
+        if kept is not None and self.features is not None:
             index, rows = to_device(kept, self.z.device), self.rows
             chosen = kept if rows.chosen is None else rows.chosen[kept]
             self.rows = Rows(rows.shape, chosen, rows.device)
@@ -72,11 +68,11 @@ class LayerOnProbe:
     def __init__(self, calls: Sequence[_Call], max_rows: int | None) -> None:
         for call, kept in zip(calls, winners([c.rows for c in calls], max_rows), strict=True):
             call.pick(kept)
-        self.features = calls[0].features.joined([call.features for call in calls[1:]])
+        first, *more = [call.features for call in calls if call.features is not None]
+        self.features = first.joined(more)
         self.z = joined([call.z for call in calls])
         unknown = torch.nan if all(call.G is None for call in calls) else 0.0
-        given = [torch.full_like(c.z, unknown) if c.G is None else c.G for c in calls]
-        self.G = joined(given)
+        self.G = joined([torch.full_like(c.z, unknown) if c.G is None else c.G for c in calls])
         self.total = sum(call.rows.total for call in calls)
         self.rows = [call.rows for call in calls]
         self.d: Tensor | None = None
@@ -97,12 +93,6 @@ class _Looking(Watching):
     """Watching that also looks for attention."""
 
     attentions: Attentions | None = None
-
-    def begins(self, forward: Forward) -> None:
-        """Record that a module's forward begins."""
-        super().begins(forward)
-        if self.attentions is not None:
-            self.attentions.begins(forward)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -125,8 +115,9 @@ class ProbeRows(SecondPass):
     Args:
         model: the model.
         first: the capture of the step.
-        chooser: chooses the rows; None: the rows are those of `known`.
-        known: the layers of an earlier run.
+        choose: (shape of all rows, device) → some of them; None: the rows are known, or none is
+            wanted.
+        known: the rows of each layer's calls in an earlier run.
         attentions: what looks for attention; None: nothing does.
     """
 
@@ -134,8 +125,8 @@ class ProbeRows(SecondPass):
         self,
         model: nn.Module,
         first: Capture,
-        chooser: Chooser | None,
-        known: dict[str, LayerOnProbe],
+        choose: Callable[[tuple[int, ...], torch.device], Rows] | None,
+        known: Mapping[str, Sequence[Rows]],
         attentions: Attentions | None = None,
     ) -> None:
         super().__init__(model, first.selection, first.pieces, _KnownLayers, _Looking)
@@ -143,11 +134,9 @@ class ProbeRows(SecondPass):
         assert isinstance(self.watching, _Looking)
         self._attentions = self.watching.attentions = attentions
         if attentions is not None:
-            attentions.ask = self._ask
-        self._chooser = chooser
-        self._known = known
+            attentions.ask = self.ask
+        self._choose, self._known = choose, known
         self._calls: dict[str, list[_Call]] = defaultdict(list)
-        self._z: dict[str, list[Tensor]] = defaultdict(list)
         # What leads to G: gradients of these go to a function that takes their rows.
         self._asked: list[tuple[list[GradientEdge], Callable[[Gradients], None]]] = []
 
@@ -163,61 +152,42 @@ class ProbeRows(SecondPass):
 
     def of_layers(self, max_rows: int | None) -> dict[str, LayerOnProbe]:
         """Return the rows of all layers that were called."""
-        return {path: LayerOnProbe(calls, max_rows) for path, calls in self._calls.items()}
+        seen = {path: calls for path, calls in self._calls.items() if calls}
+        return {path: LayerOnProbe(calls, max_rows) for path, calls in seen.items()}
 
     def z(self, path: str) -> Tensor | None:
         """Return the outputs of a known layer's rows; None: its calls are not those of before."""
-        found = self._z[path]
-        return joined(found) if len(found) == len(self._known[path].rows) else None
+        found = [call.z for call in self._calls[path]]
+        return joined(found) if len(found) == len(self._known[path]) else None
 
-    def use(
-        self,
-        use: Use,
-        output: Tensor,
-        known: Layer | str | None = None,
-        *,
-        checked: bool = True,
-    ) -> None:
+    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take the rows of a use."""
-        if self._attentions is not None:
-            self._attentions.used(use, output, self._forwards)
         layer = self.layers.of(use, known)
-        if layer is None:
-            return
-        call = self._take(layer, use.layout(output), use.features)
-        viewed, layout = behind_view(output), use.layout
-        if viewed is not output:
-            layout = partial(as_view, layout, output.shape, output.stride())
-        if call is not None:
-            self._ask([viewed], lambda g: call.arrive(None if g[0] is None else layout(g[0])))
+        if layer is not None:
+            viewed, layout = at_gradient(output, use.layout)
+            call = self._take(layer, use.layout(output), use.features)
+            self._ask([viewed], call, lambda g: None if g[0] is None else layout(g[0]))
 
-    def maps(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
-    ) -> list[Tensor]:
+    def maps(self, made: RecurrentCall, outputs: tuple[Tensor, ...], *_: Any) -> list[Tensor]:
         """Take the rows of the maps in a recurrent call."""
-        if made.refusal is not None:  # it was refused in the step, too
+        if made.draws:  # in a function of the user's own; modules have no dropout here
             return []
-        maps = maps_of(made, outputs[0].dtype, random)
-        calls: dict[str, _Call] = {}
+        maps, calls = maps_of(made, outputs[0].dtype), dict[str, _Call | None]()
         for use in uses_of(made):
             layer = self.layers.of(use)
             if layer is not None and use.weight is not None:
                 x, z = maps[use.part]
-                call = self._take(layer, z, affine(x, use.weight, use.bias).features)
-                if call is not None:
-                    calls[use.part] = call
+                features = affine(x, use.weight, use.bias).features
+                calls[use.part] = self._take(layer, z, features)
         returned = Returned.of(made, outputs)
 
         def arrive(gradients: Gradients) -> None:
-            for found in unroll(made, returned, gradients, random)[0]:
-                if found.use.part in calls:
-                    calls[found.use.part].arrive(found.gradient)
+            for found in unroll(made, returned, gradients)[0]:
+                if (call := calls.get(found.use.part)) is not None:
+                    call.arrive(found.gradient)
 
-        if calls:
-            self._ask(outputs, arrive)
+        if any(calls.values()):
+            self.ask(outputs, arrive)
         return []
 
     def whole(
@@ -245,24 +215,29 @@ class ProbeRows(SecondPass):
             call = self._take(layer, z, features)
         except Refused:  # as random numbers that it draws itself
             return
-        if call is not None:
-            self._ask(tensors, lambda g: call.arrive(outputs.gradient(g)))
+        self._ask(tensors, call, outputs.gradient)
 
     def _take(self, layer: Layer, z: Tensor, features: Callable[[Rows], Features]) -> _Call | None:
         """Take rows of z; also return the call in a run that chooses rows."""
-        path, shape, z = layer.path, tuple(z.shape[:-1]), z.detach()
-        if self._chooser is not None:
-            calls = self._calls[path]
-            chosen = partial(self._chooser.further, bound=np.inf) if calls else self._chooser.first
-            rows = chosen(shape, z.device)
-            call = _Call(rows, trained_of(layer, features(rows)), rows.take(z))
-            calls.append(call)
-            return call
-        place = len(self._z[path])
-        expected = self._known[path].rows[place : place + 1] if path in self._known else []
-        self._z[path] += [rows.take(z) for rows in expected if rows.shape == shape]
+        shape, z, calls = tuple(z.shape[:-1]), z.detach(), self._calls[layer.path]
+        if self._choose is not None:
+            rows = self._choose(shape, z.device)
+            calls.append(_Call(rows, rows.take(z), features(rows).restrict(**layer.trained)))
+            return calls[-1]
+        expected = self._known.get(layer.path, ())[len(calls) :][:1]
+        calls += [_Call(rows, rows.take(z)) for rows in expected if rows.shape == shape]
         return None
 
-    def _ask(self, tensors: Sequence[Tensor], take: Callable[[Gradients], None]) -> None:
+    def _ask(
+        self,
+        tensors: Sequence[Tensor],
+        call: _Call | None,
+        of: Callable[[Gradients], Tensor | None],
+    ) -> None:
+        if call is not None:
+            self.ask(tensors, lambda gradients: call.arrive(of(gradients)))
+
+    def ask(self, tensors: Sequence[Tensor], take: Callable[[Gradients], None]) -> None:
+        """Let a function take the gradients of tensors, if the loss is known."""
         if all(x.requires_grad for x in tensors):
             self._asked.append(([get_gradient_edge(x) for x in tensors], take))

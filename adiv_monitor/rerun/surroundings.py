@@ -1,10 +1,13 @@
 """Runs modules again in place: other parameters for a while, and no trace afterwards."""
 
+import copy
+import random
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -12,10 +15,11 @@ from torch.nn.utils import parametrize
 
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import function_modes, run_apart, set_function_modes, surely
+from adiv_monitor.rerun.thread import apart, function_modes, set_function_modes, surely
 
 T = TypeVar("T")
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, modules and hooks
+# The attributes and the buffers of modules, each with values by name.
+State = list[tuple[dict[str, Any], dict[str, Any]]]
 # Larger tensors in attributes are data; larger frozen parameters are those of pretrained models.
 _MOST_ENTRIES, _MOST_FROZEN = 2**24, 2**22
 
@@ -31,17 +35,12 @@ class Surroundings:
         modules: the modules whose buffers and attributes are saved.
     """
 
-    def __init__(
-        self,
-        random: Randomness,
-        modules: Collection[nn.Module] = (),
-    ) -> None:
+    def __init__(self, random: Randomness, modules: Iterable[nn.Module] = ()) -> None:
         self._random = random
-        self._state = _State(modules)
-        kinds = {"cpu", *(device.type for device in random.devices)}
+        self._state = _copied(_state_of(modules))
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in sorted(kinds)
+            for kind in sorted({"cpu", *(device.type for device in random.devices)})
             if torch.amp.is_autocast_available(kind)
         ]
 
@@ -59,7 +58,7 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """Set the saved state within the context; only `untouched` restores it afterwards."""
         self._random.set()
-        self._state.set_copies()
+        _set(_copied(self._state))
         with ExitStack() as contexts:
             for kind, dtype, enabled in self._autocast:
                 contexts.enter_context(
@@ -69,51 +68,39 @@ class Surroundings:
             yield
 
 
-class _State:
-    """Attributes and buffers of modules, with copies of the tensors among them."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._copies: dict[int, Tensor] = {}
-        self._held = [
-            (
-                module,
-                self._copied((n, x) for n, x in vars(module).items() if n not in _OF_TORCH),
-                self._copied(module._buffers.items()),
-            )
-            for module in modules
-        ]
-
-    def _copied(self, items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        """Return settings, and copies of the tensors that a forward pass may write to."""
-        return {n: self._copy(x) for n, x in items if not isinstance(x, Tensor) or _is_state(x)}
-
-    def _copy(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in self._copies:
-            self._copies[id(value)] = value.detach().clone()
-        return self._copies[id(value)]
-
-    def set_copies(self) -> None:
-        """Let the modules hold this state; what they write to its tensors does not change it."""
-        copies = {id(x): x.clone() for x in self._copies.values()}
-        for module, attributes, buffers in self._held:
-            vars(module).update((n, copies.get(id(x), x)) for n, x in attributes.items())
-            module._buffers.update((n, copies.get(id(x), x)) for n, x in buffers.items())
+def _state_of(modules: Iterable[nn.Module]) -> State:
+    """Return the present attributes and buffers. Those of scripted modules are not accessible."""
+    plain = (m for m in modules if not isinstance(m, torch.jit.ScriptModule))
+    return [(held, dict(held)) for m in plain for held in (vars(m), m._buffers)]
 
 
-def _is_state(tensor: Tensor) -> bool:
-    """Return whether a tensor may hold a state: a plain one, in memory of its own, not trained."""
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.numel() > _MOST_ENTRIES:
-        return False
-    return _has_memory(tensor)
+def _copied(state: State) -> State:
+    """Return the state with copies of what a forward pass may write to: tensors and generators."""
+    copies: dict[int, Any] = {}
+
+    def of(value: Any) -> Any:
+        if id(value) not in copies:
+            copies[id(value)] = _copy(value)
+        return copies[id(value)]
+
+    return [(held, {name: of(x) for name, x in values.items()}) for held, values in state]
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether each entry has a place of its own: not in expanded or freed tensors."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        return False
-    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+def _copy(value: Any) -> Any:
+    """Return a copy of a generator, or of a plain tensor that is not trained; else the value."""
+    if type(value) is Tensor:
+        is_state = not value.requires_grad and value.layout is torch.strided
+        return value.detach().clone() if is_state and value.numel() <= _MOST_ENTRIES else value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    return copy.deepcopy(value) if type(value) in (random.Random, np.random.Generator) else value
+
+
+def _set(state: State) -> None:
+    for held, values in state:
+        for name in held.keys() - values.keys():
+            del held[name]
+        held.update(values)
 
 
 def untouched(
@@ -131,30 +118,22 @@ def untouched(
         modules: the modules that run.
         surroundings: the state with which it begins.
         run: the function.
-        parameters: values of parameters; what the modules write to them is lost.
+        parameters: values of trained parameters; None: the present ones. What the modules write to
+            them is lost.
 
     Returns:
         The function's result.
     """
-    plain = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-    random = Randomness({torch.device("cpu"), *surroundings.devices}, plain)
-    own = [(m, dict(vars(m)), dict(m._buffers)) for m in plain]
-    scripted = [(m, m.training) for m in modules if isinstance(m, torch.jit.ScriptModule)]
-    given = {**_written_to(plain), **(parameters or {})}
+    random = Randomness({torch.device("cpu"), *surroundings.devices}, others=True)
+    own = _state_of(modules)
+    given = {**_copies(modules, frozen=parameters is not None), **(parameters or {})}
     data = {parameter: parameter.data for parameter in given}
     cached = parametrize._cache_enabled, parametrize._cache
 
     def put_back() -> None:
         parametrize._cache_enabled, parametrize._cache = cached
-        _set(data)
-        for module, attributes, buffers in own:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for module, was_training in scripted:  # it is not among their attributes
-            module.training = was_training
+        _set_data(data)
+        _set(own)
         random.set()
 
     with ExitStack() as stack:
@@ -168,34 +147,24 @@ def untouched(
             stack.enter_context(context)
         # The graph of a running forward pass may have saved them: no write to a copy counts there.
         stack.enter_context(_unsafe_preserve_version_counter(tuple(given)))
-        _State(plain).set_copies()
-        _set(given)
-        found: T = run_apart(_within, surroundings, run)
-        return found
-
-
-def _within(surroundings: Surroundings, run: Callable[[], T]) -> T:
-    with surroundings.again():
+        _set(_copied(own))
+        _set_data(given)
+        stack.enter_context(apart())
+        stack.enter_context(surroundings.again())
         return run()
 
 
-def _written_to(modules: Iterable[nn.Module]) -> dict[nn.Parameter, Tensor]:
-    """Return copies of the parameters that a forward pass may write to.
+def _copies(modules: Iterable[nn.Module], *, frozen: bool) -> dict[nn.Parameter, Tensor]:
+    """Return copies of the parameters, or of the frozen ones, to which a forward pass may write.
 
-    These are the average of a teacher, a codebook, and the weight of an embedding with `max_norm`.
+    Some clamp or normalise their weights, and some hold the average of a teacher, or a codebook.
     """
-    found = {}
-    for module in modules:
-        for p in module._parameters.values():
-            if p is None or not is_plain(p) or not (p.is_floating_point() and _has_memory(p)):
-                continue
-            is_small = not p.requires_grad and p.numel() <= _MOST_FROZEN
-            if is_small or getattr(module, "max_norm", None) is not None:
-                found[p] = p.detach().clone()
-    return found
+    every = {p for m in modules for p in m._parameters.values() if p is not None and is_plain(p)}
+    some = (p for p in every if p.is_floating_point() and not (frozen and p.requires_grad))
+    return {p: p.detach().clone() for p in some if p.requires_grad or p.numel() <= _MOST_FROZEN}
 
 
-def _set(values: Mapping[nn.Parameter, Tensor]) -> None:
+def _set_data(values: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, value in values.items():
         parameter.data = value
 

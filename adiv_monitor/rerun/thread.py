@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -48,28 +47,18 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
-    """Make these the only active modes; those that stay are not left and entered again."""
-    modes = function_modes()
-    alike = _alike(modes, wanted)
-    for _ in modes[alike:]:
+    """Make these the only active modes; none is left or entered."""
+    for _ in function_modes():
         _pop_mode()  # type: ignore[no-untyped-call]
-    for mode in wanted[alike:]:
+    for mode in wanted:
         _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def _set_dispatch_modes(wanted: Sequence[TorchDispatchMode]) -> None:
-    modes = _get_current_dispatch_mode_stack()
-    alike = _alike(modes, wanted)
-    for _ in modes[alike:]:
+    for _ in _get_current_dispatch_mode_stack():
         torch._C._pop_torch_dispatch_stack(None)
-    for mode in wanted[alike:]:
+    for mode in wanted:
         torch._C._push_on_torch_dispatch_stack(mode)
-
-
-def _alike(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the number of leading objects that are the same in both."""
-    same = takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))
-    return len([*same])
 
 
 def apart(*, functions: bool = False) -> AbstractContextManager[None]:

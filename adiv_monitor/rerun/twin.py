@@ -2,19 +2,20 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from adiv_monitor.rerun.derivatives import Parameters, jvp
+from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, untouched
 
@@ -58,7 +59,7 @@ class Twin:
         self.parameters: dict[str, Tensor] = {n: own[id(p)] for n, p in trained.items()}
         self._data = {p: own[id(p)] for p in trained.values()}  # what RNNs list
 
-    def jvp(self, tangents: Parameters, results: Callable[[Any], T]) -> tuple[T, T]:
+    def jvp(self, tangents: Mapping[str, Tensor], results: Callable[[Any], T]) -> tuple[T, T]:
         """Return the forward's result and its first-order change with the parameters.
 
         Args:
@@ -68,17 +69,27 @@ class Twin:
         Raises:
             RuntimeError: the backward pass of a function has no derivative.
         """
-        moving = {name: self.parameters[name] for name in tangents}
+        leaves = {name: self.parameters[name].detach().requires_grad_() for name in tangents}
 
-        def call(parameters: Parameters) -> T:
+        def call() -> tuple[T, T]:
             # The forward may change its inputs: each call gets copies.
             args, kwargs = tree_map(_copied, self._arguments)
-            given = {**self.parameters, **parameters}
-            with torch._C.DisableTorchFunction():
-                return results(functional_call(self._module, given, args, kwargs))
+            # Hooks of the run on saved tensors, such as checkpointing's, must not see them.
+            seen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+            with torch._C.DisableTorchFunction(), seen:
+                made = functional_call(self._module, {**self.parameters, **leaves}, args, kwargs)
+                found = results(made)
+                reached = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+                reached = [x for x in reached if x.requires_grad]
+                precision = max([self.precision, *(torch.finfo(x.dtype).eps for x in reached)])
+                moves = pusher(reached, [*leaves.values()], precision)([*tangents.values()])
+            of = dict(zip(map(id, reached), moves, strict=True))
+            change = tree_map_only(Tensor, lambda x: of.get(id(x), torch.zeros_like(x)), found)
+            return tree_map_only(Tensor, Tensor.detach, found), change
 
-        precision = self.precision
-        return self._unseen(lambda: jvp(call, moving, tangents, precision))
+        return untouched(
+            self._modules, self._surroundings, lambda: self._derivable(call), self._data
+        )
 
     @property
     def precision(self) -> float:
@@ -88,23 +99,19 @@ class Twin:
             dtypes |= self._surroundings.cast_to
         return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
-    def _unseen(self, run: Callable[[], T]) -> T:
-        """Run a function unseen, on kernels that have derivatives and without communication."""
-
-        def derivable() -> T:
-            for part in self._modules:
-                for name in _TABLES:
-                    hooks = vars(part).get(name, {}).items()
-                    kept = [(key, hook) for key, hook in hooks if _makes_weights(hook)]
-                    vars(part)[name] = OrderedDict(kept)
-                    if kept:
-                        part.training = False  # spectral_norm has taken its step
-                if isinstance(part, ParametrizationList):
-                    part.eval()
-            with sdpa_kernel(SDPBackend.MATH), alone():
-                return run()
-
-        return untouched(self._modules, self._surroundings, derivable, self._data)
+    def _derivable(self, run: Callable[[], T]) -> T:
+        """Run a function on kernels that have derivatives, without hooks and communication."""
+        for part in self._modules:
+            for name in _TABLES:
+                hooks = vars(part).get(name, {}).items()
+                kept = [(key, hook) for key, hook in hooks if _makes_weights(hook)]
+                vars(part)[name] = OrderedDict(kept)
+                if kept:
+                    part.training = False  # spectral_norm has taken its step
+            if isinstance(part, ParametrizationList):
+                part.eval()
+        with sdpa_kernel(SDPBackend.MATH), alone():
+            return run()
 
 
 def _copied(value: Any) -> Any:

@@ -2,15 +2,13 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 
 from adiv_monitor.diagnosis.diagnose import finding_title, running_headline, untold
 from adiv_monitor.diagnosis.finding import Finding, red_layers
 from adiv_monitor.diagnosis.health import HEALTH, OVERVIEW, is_told
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pages.digest import finding_lines, named
 from adiv_monitor.pictures.grid import Grid, grids
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
@@ -19,7 +17,7 @@ from adiv_monitor.printable import markdown, printable, quoted
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.blocks import common_stem
 from adiv_monitor.report.wording import listed
-from adiv_monitor.sinks.budget import Budget
+from adiv_monitor.sinks.course import Course
 
 NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
@@ -34,7 +32,7 @@ _UNTOLD = (
 )
 
 
-class Board:
+class Board(Course):
     """Collects reports, decides when pictures are due, and draws them.
 
     Each picture shows the whole course, so only the last one matters. Pictures are due whenever the
@@ -47,40 +45,17 @@ class Board:
 
     Attributes:
         draws: whether pictures can be drawn.
-        running: the training so far.
     """
 
     def __init__(self, owner: str) -> None:
+        super().__init__(_FIRST)
         self.draws = find_spec("matplotlib") is not None
         if not self.draws:
             warnings.warn(f"{owner}: {NO_PICTURES}", stacklevel=3)
-        self.running = Running()
-        self._budget = Budget(_FIRST)
-        self._count = 0
-        self._shown = 0
 
     def add(self, report: StepReport) -> bool:
         """Add a report; return whether pictures and findings are due."""
-        self.running.add(report)
-        self._count += 1
-        return self._budget.allows() and self._count > self._shown * _GROWTH
-
-    def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Add the losses of the steps after the last report."""
-        self.running.add_losses(losses)
-        self._count += bool(self._count)  # the pictures do not show these losses yet
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether there are reports that no picture shows yet."""
-        return self._shown < self._count
-
-    @contextmanager
-    def showing(self) -> Iterator[None]:
-        """Mark all reports as shown after the body; time a failure, so that a retry waits."""
-        with self._budget.spending():
-            yield
-        self._shown = self._count
+        return super().add(report) and self.count > self.shown * _GROWTH
 
     def pictures(self, findings: Iterable[Finding], name: str = "") -> dict[str, bytes]:
         """Draw pictures, tag → PNG: `adiv/overview` and informative `adiv/per_layer/<measure>`.

@@ -4,11 +4,10 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.files import file_path, write_whole
 from adiv_monitor.pages import beside, is_ours, running_files
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.budget import Budget
+from adiv_monitor.sinks.course import Course
 
 _BESIDE = (".json", ".md")
 _FIRST = 1.5  # seconds, on the slower of two processors: imports and the page of a small net
@@ -44,31 +43,25 @@ class HtmlSink:
             )
         self._path = file_path("HtmlSink", path)
         self._check_beside()
-        self._running = Running()
-        self._budget = Budget(_FIRST)
-        self._is_behind = False
-        self._is_written = False
+        self._course = Course(_FIRST)
 
     @property
     def place(self) -> str:
         """Path of the page, for the closing line of a run; "" if it was never written."""
-        return str(self._path) if self._is_written else ""
+        return str(self._path) if self._course.shown else ""
 
     def write(self, report: StepReport) -> None:
         """Add the report, and write the page if the time budget allows it."""
-        self._running.add(report)
-        self._is_behind = True
-        if self._budget.allows():
+        if self._course.add(report):
             self._write_page()
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of the steps after the last report."""
-        self._running.add_losses(losses)
-        self._is_behind = self._running.count > 0
+        self._course.add_losses(losses)
 
     def flush(self) -> None:
         """Write the page with all reports so far."""
-        if self._is_behind:
+        if self._course.is_behind:
             self._write_page()
 
     def close(self) -> None:
@@ -84,11 +77,10 @@ class HtmlSink:
                 )
 
     def _write_page(self) -> None:
-        with self._budget.spending():
-            run = self._running
+        with self._course.showing():
+            run = self._course.running
             texts = running_files(run.record(), run.findings(), run.count, run.alarms)
             files = {self._path: texts[".html"]}
             if self._path.is_file() or not self._path.exists():
                 files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}
             write_whole(files)
-        self._is_behind, self._is_written = False, True

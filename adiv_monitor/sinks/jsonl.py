@@ -25,8 +25,8 @@ class JsonlSink:
 
     Args:
         path: the file. Missing folders are made. An existing file is continued, as a resumed run
-            needs. What follows the last complete line, as a killed run or a crash of the machine
-            leaves it, goes into a file beside it (`run.jsonl.torn-1`), with a warning.
+            needs. What follows the last complete line, as a killed run leaves it, goes into a file
+            beside it (`run.jsonl.torn-1`), with a warning.
 
     Raises:
         ValueError: the file ends in the middle of a line that this sink has not begun.
@@ -79,29 +79,23 @@ def _continued(path: Path) -> BinaryIO:
     os.truncate(path, path.stat().st_size - len(torn))
     warnings.warn(
         f"{path}: its last {len(torn):,} bytes are not a complete line: the run that wrote them "
-        f"was killed, or crashed. They were moved to {aside}",
+        f"was killed. They were moved to {aside}",
         stacklevel=2,
     )
     return path.open("ab")
 
 
 def _torn(path: Path) -> bytes:
-    """Return the bytes after the last whole line: a killed run leaves the beginning of a line.
-
-    A crash of the machine leaves NUL bytes in place of data that had not reached the disk.
-    """
+    """Return the bytes after the last whole line: a killed run leaves the beginning of a line."""
     if not path.is_file():  # a pipe or a device has no last line
         return b""
-    torn = b""
+    last = b""
     with path.open("rb") as file:
-        is_ours = file.read(len(_LINE_START)) == _LINE_START
-        file.seek(0)
         for line in file:
-            torn = b"" if line.endswith(b"\n") and b"\0" not in line else torn + line
-    begun = torn.replace(b"\0", b"").lstrip(b"\n")
-    if begun[: len(_LINE_START)] == _LINE_START[: len(begun)] or (is_ours and b"\0" in torn):
-        return torn
-    raise ValueError(
-        f"{path}: got a file that ends in the unfinished line {torn[:40]!r}; expected lines "
-        'that begin with {"step": …. Give the sink a file of its own.'
-    )
+            last = line
+    if not last.endswith(b"\n") and last[: len(_LINE_START)] != _LINE_START[: len(last)]:
+        raise ValueError(
+            f"{path}: got a file that ends in the unfinished line {last[:40]!r}; expected lines "
+            'that begin with {"step": …. Give the sink a file of its own.'
+        )
+    return b"" if last.endswith(b"\n") else last

@@ -17,7 +17,8 @@ import numpy as np
 
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import StepReport
-from adiv_monitor.step.merge_ranks import merge_ranks, prepared
+from adiv_monitor.step.merge_ranks import merge_ranks
+from adiv_monitor.step.merge_sums import prepared
 from adiv_monitor.step.messages import decode, decode_report, encode, encode_report
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.ranks import PAUSE, Ranks
@@ -25,10 +26,6 @@ from adiv_monitor.step.ranks import PAUSE, Ranks
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _STOP = "stop"  # a point of a step in which all ranks participate, or none
 _MALFORMED = "The message of rank {} can't be read, so its rows are not in this report."
-_UNFIT = (
-    "The messages of ranks {} can't be merged with the rest ({}), so their rows are not in "
-    "this report."
-)
 
 
 class Assembly:
@@ -114,7 +111,8 @@ class Assembly:
         if (ranks := self._ranks) is None:
             self._emit(self._complete(part), True)
             return
-        own = prepared(part, self._max_rows, ranks.world, self._generator)
+        sums = prepared(part.sums, self._max_rows, ranks.world, self._generator)
+        own = replace(part, sums=sums)
         made = self._merged(own, ranks) if ranks.rank == 0 else self._heard(own, ranks)
         report, covered, writes = made
         self._covers_all = len(covered) == ranks.world
@@ -129,14 +127,7 @@ class Assembly:
                     parts[rank] = decode(message)
                 except Exception:
                     notes.append(_MALFORMED.format(rank))
-        try:
-            report, covered = self._made({0: own, **parts}, notes, ranks.world)
-        except Exception as error:
-            if not parts:
-                raise
-            others = ", ".join(map(str, sorted(parts)))
-            notes.append(_UNFIT.format(others, f"{type(error).__name__}: {error}"))
-            report, covered = self._made({0: own}, notes, ranks.world)
+        report, covered = self._made({0: own, **parts}, notes, ranks.world)
         with suppress(RuntimeError):
             ranks.put(report.step, encode_report(report, covered))
         return report, covered, True

@@ -6,14 +6,8 @@ from collections.abc import Mapping
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
-
-_NO_SUM_OF_ROWS = (
-    "it is not the sum over rows of known uses of parameters (queries and keys share a weight, "
-    "tokens are mixed before the scores, a layer scales its gradient, or a use is not known)"
-)
 
 
 def attention_outcome(
@@ -25,27 +19,12 @@ def attention_outcome(
         attention: records by path.
         refused: path → why there is no record.
     """
-    missing, no_scale = dict(refused), dict[str, str]()
-    readings = {}
-    for path, sums in attention.items():
-        if sums.broken:
-            missing[path] = "its queries or keys are not finite"
-        else:
-            if sums.scale is not None and not sums.scale.error <= sums.tolerance:
-                sums = replaced(sums, scale=None, no_scale=_NO_SUM_OF_ROWS)
-            if sums.no_scale:
-                no_scale[path] = sums.no_scale
-            if not (sums.G_G is None and sums.scale is None):
-                readings[path] = attention_reading(sums)
-    return readings, [
-        *_notes("Attention of {} is not measured: {}.", missing),
-        *_notes("The attention scale of {} is not measured: {}.", no_scale),
-    ]
-
-
-def _notes(sentence: str, reasons: Mapping[str, str]) -> list[str]:
-    """Return one note for each reason."""
+    broken = {path for path, sums in attention.items() if sums.broken}
+    missing = {**refused, **dict.fromkeys(broken, "its queries or keys are not finite")}
     paths = defaultdict(list)
-    for path, reason in reasons.items():
+    for path, reason in missing.items():
         paths[reason].append(path or "the model itself")
-    return [sentence.format(listed(several), reason) for reason, several in paths.items()]
+    return (
+        {p: attention_reading(sums) for p, sums in attention.items() if p not in broken},
+        [f"Attention of {listed(of)} is not measured: {why}." for why, of in paths.items()],
+    )

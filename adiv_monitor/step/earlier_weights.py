@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.maths.sums import Array
 
@@ -22,7 +21,8 @@ class EarlierWeights:
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()
-        self._steps: list[tuple[Array, float]] = []  # with the farthest way from there since
+        self._thetas: Array = np.zeros((0, 0))
+        self._farthest: Array = np.zeros(0)  # way from each of them since
 
     @np.errstate(all="ignore")  # weights may not be finite
     def returned(self, of: Sequence[Tensor], began: Array, stepped: Array | None) -> float | None:
@@ -40,41 +40,36 @@ class EarlierWeights:
         """
         keys = tuple(id(parameter) for parameter in of)
         if self._of != keys:
-            self._of, self._steps = keys, []
-        shares = [
-            1 - _distance(began, theta) / farthest
-            for theta, farthest in self._steps
-            if 0 < farthest < np.inf
-        ]
-        found = max((share for share in shares if share == share), default=None)
-        is_known = len(self._steps) > 1 and found is not None
-        if len(self._steps) == _STEPS:
-            self._steps = self._steps[::2]
-        self._steps.append((began.copy(), 0.0))  # without the transfer of which it is a part
-        ways = [began] if stepped is None else [began, stepped]
-        self._steps = [
-            (theta, max(farthest, *(_distance(way, theta) for way in ways)))
-            for theta, farthest in self._steps
-        ]
-        return min(max(found, 0.0), 1.0) if is_known and found is not None else None
+            self._of, self._thetas, self._farthest = keys, began[None][:0], np.zeros(0)
+        has_moved = (self._farthest > 0) & (self._farthest < np.inf)
+        shares = 1 - self._ways(began)[has_moved] / self._farthest[has_moved]
+        shares = shares[shares == shares] if len(self._thetas) > 1 else shares[:0]
+        if len(self._thetas) == _STEPS:
+            self._thetas, self._farthest = self._thetas[::2], self._farthest[::2]
+        self._thetas = np.concatenate([self._thetas, began[None]])
+        self._farthest = np.append(self._farthest, 0.0)
+        for way in (began,) if stepped is None else (began, stepped):
+            self._farthest = np.fmax(self._farthest, self._ways(way))
+        return min(max(float(shares.max()), 0.0), 1.0) if shares.size else None
+
+    def _ways(self, theta: Array) -> Array:
+        found: Array = np.linalg.norm(self._thetas - theta, axis=1)
+        return found
 
 
 def chosen(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return a few parameters, evenly spread over the network, all on one device."""
-    filled = [p for p in parameters if part_of(p).numel()]
-    alike = [p for p in filled if p.device == filled[0].device]
+    alike = [p for p in parameters if p.device == parameters[0].device]
     count = min(_PARAMETERS, len(alike))
-    return [alike[i * len(alike) // count] for i in range(count)]
+    return [p for i in range(count) if part_of(p := alike[i * len(alike) // count]).numel()]
 
 
 def sampled(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a copy of a few entries of each of these parameters, always the same."""
-    return torch.cat([_few(sampled_entries(part_of(p))) for p in parameters])
+    return torch.cat([_few(part_of(p)) for p in parameters])
 
 
-def _few(entries: Tensor) -> Tensor:
-    return entries[..., :: -(-entries.numel() // _ENTRIES)].reshape(-1)
-
-
-def _distance(one: Array, other: Array) -> float:
-    return float(np.linalg.norm(one - other))
+def _few(tensor: Tensor) -> Tensor:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).reshape(-1)  # in the order of memory, so that nothing is copied
+    return flat[:: -(-len(flat) // _ENTRIES)]

@@ -44,35 +44,31 @@ class Failures:
 
     def lost(self, error: Exception) -> None:
         """Handle an exception by which a step lacks its report or a part of it."""
-        self.notes.append(self._said("step", "The monitor failed", error))
+        self.notes.append(self.handle(error, "step", "The monitor failed"))
 
     def switch_off(self, path: str, error: Exception) -> None:
         """Handle an exception while measuring a layer: never measure it again, and warn."""
-        where = f"layer '{path}': measuring it failed"
-        said = self._said(path, where, error, "")
-        self.switched_off[path] = said.removeprefix(f"layer '{path}': ")
+        where = f"layer '{path}': "
+        said = self.handle(error, path, f"{where}measuring it failed", "")
+        self.switched_off[path] = said.removeprefix(where)
 
     def tell(self, subject: str, error: Exception) -> None:
         """Handle an exception in a part of a step, which the report's notes mention."""
-        self._said(subject, f"{subject}: measuring it failed", error)
+        self.handle(error, subject, f"{subject}: measuring it failed")
 
-    def guard_sink(self, sink: object, action: Callable[[], None]) -> str | None:
-        """Run a sink's method; return a sentence for the report if it fails."""
+    def guard_sink(self, sink: object, action: Callable[..., None], *args: object) -> str:
+        """Run a sink's method; return a sentence for the report if it fails, else ""."""
         try:
-            action()
+            action(*args)
         except Exception as error:
             name = type(getattr(sink, "borrowed", sink)).__name__
-            return self.of_users(name, error, f"sink {id(sink)}")
-        return None
+            return self.handle(error, f"sink {id(sink)}", f"{name} failed")
+        return ""
 
-    def of_users(self, name: str, error: Exception, subject: str) -> str:
-        """Handle an exception in the user's object of this name; return a sentence for a report."""
-        return self._said(subject, f"{name} failed", error)
-
-    def _said(
-        self, subject: str, what: str, error: Exception, then: str = "; training goes on"
+    def handle(
+        self, error: Exception, subject: str, what: str, then: str = "; training goes on"
     ) -> str:
-        """Warn of an exception, or raise it; return what was said."""
+        """Warn of an exception once for each subject, or raise it; return what was said."""
         if self._on_error == "raise":
             raise error
         said = f"{what}: {type(error).__name__}: {error}"

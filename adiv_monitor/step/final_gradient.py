@@ -1,6 +1,7 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -18,28 +19,21 @@ from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
 from adiv_monitor.features.rows import Whole, joined
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import (
-    About,
-    CeilingSums,
-    Evidence,
-    LayerSums,
-    Sampled,
-    Totals,
-)
+from adiv_monitor.maths.sums import About
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import PieceShares
-from adiv_monitor.step.row_moves import act, added, gram_is_less
 from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.transfer import fetch_tensors
+from adiv_monitor.step.transfer import Outgoing, fetch_tensors
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
 # The most numbers of a layer that a rank sends for the ceiling: 8 MiB, half a second to decompose.
 _MOST_SUMS = 2**20
+# The numbers of products that a CPU and a GPU do in the time that the check of γ takes.
+_AS_CHECK, _AS_LAUNCHES = 2**25, 2**30
 # Reasons for a missing attainable_cosine.
 _TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
 _SUMMED = (
@@ -59,13 +53,13 @@ class FinalGradient:
         scale: the number by which a fused optimizer divides the gradients (AMP); None: 1.
         generator: the monitor's own random numbers.
         passes: the backward passes of the step.
+        out: takes the numbers for the host.
 
     Attributes:
         measured: by path, the layers that have begun.
         pieces: by path, the share of the layer's dot products of parameters that counts here.
         without_ceiling: paths of the layers without attainable_cosine, by the reason.
         moved: paths of layers whose parameters were written to since the backward pass.
-        totals: by paths, the stacked sums over all rows.
         blocks: the measured layers' rows, once all have begun.
     """
 
@@ -77,6 +71,7 @@ class FinalGradient:
         scale: Tensor | None,
         generator: np.random.Generator,
         passes: Passes,
+        out: Outgoing,
     ) -> None:
         self.measured: dict[str, LayerInProgress] = {}
         self.pieces: dict[str, PieceShares] = {}
@@ -84,7 +79,7 @@ class FinalGradient:
             why: [] for why in (_TOO_LARGE, _SUMMED, _COMPUTED)
         }
         self.moved: list[str] = []
-        self.totals: dict[tuple[str, ...], Totals[Tensor]] = {}
+        self._out = out
         self._captured = captured
         self._is_alone = world_size() == 1
         self._history = history
@@ -100,6 +95,7 @@ class FinalGradient:
         """Drop a layer from this step."""
         self.measured.pop(path, None)
         self._all_rows.pop(path, None)
+        self._out.forget(path)
 
     def _of_passes(self) -> dict[str, dict[int, float]]:
         """Return what passes count relative to the last one, of layers that several reached.
@@ -123,7 +119,7 @@ class FinalGradient:
         for layer, rows in several.items():
             factors = found.get(layer.path, {})
             zeroed = [task for task, factor in factors.items() if factor == 0]
-            rows.zeroed(zeroed, self._passes, id(layer.parameters[0]))
+            rows.zeroed(zeroed, self._passes)
         return found
 
     def _equations(
@@ -132,7 +128,7 @@ class FinalGradient:
         """Return γv, h and γv of the gradient that was there before; see `Evidence`."""
         features = next(call.features for call in rows.calls if call.arrived)
         # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
-        now = of_gradient(features, *layer.change(self._gamma(layer, parts)), rows.v)
+        now = of_gradient(features, *layer.change(self._gamma(parts)), rows.v)
         if self._scale is not None:
             now = _times(now, 1 / self._scale)
         sides = [now, *sums, *([] if rows.earlier is None else [rows.earlier])]
@@ -141,9 +137,9 @@ class FinalGradient:
         )
         return of_weight, of_bias
 
-    def _gamma(self, layer: Layer, parts: Parts) -> Parts:
-        """Return γ of the layer's pieces, as `.grad` holds it."""
-        return {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
+    def _gamma(self, parts: Parts) -> Parts:
+        """Return γ of all pieces, as `.grad` holds it, with those that were all-gathered."""
+        return {**self._steps.gamma, **parts} if parts else self._steps.gamma
 
     def begin(self, layer: Layer, parts: Parts) -> None:
         """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
@@ -156,15 +152,25 @@ class FinalGradient:
         factors, of_passes = self._factors.get(layer.path, {}), rows.sums()
         calls = rows.finish(factors)
         features, G = _joined_rows(calls)
-        sampled: Sampled[Tensor] = Sampled(
-            seen=G.shape[0], total=sum([call.rows.total for call in calls])
-        )
+        seen, total = len(G), sum([call.rows.total for call in calls])
         shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
         self.pieces[layer.path] = shares, bool(parts)
         if rows.versions != versions(layer):
             self.moved.append(layer.path)
         reason = _why_from_rows(features, shared=rows.is_shared)
-        evidence = _evidence(rows, calls, reason)
+        change, e = layer.change(self._gamma(parts)), None
+        # With several ranks γ also holds the rows of the others.
+        trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
+        by_rows = seen == total and trusted and _gram_is_less(features, layer, G)
+        if by_rows:
+            assert isinstance(features, DenseFeatures)
+            e = features.gram() @ G  # right only if γ = c·GᵀΦ, which is checked
+        elif parts:
+            e = features.move(*change)
+            e = e if self._scale is None else e / self._scale
+        known = {"precision": max([call.precision for call in calls]), "reason": reason}
+        known |= {"total": total, "e_by_rows": by_rows, "partial": bool(parts), "averaged": 1.0}
+        self._out.begin(layer.path, _about(layer, features), seen, **known)
         if of_passes is not None and not rows.is_shared:
             h = summed(
                 [
@@ -172,31 +178,21 @@ class FinalGradient:
                     for task, of in of_passes.items()
                 ]
             )
-            of_weight, of_bias = self._equations(layer, rows, parts, [h])
-            evidence = replaced(evidence, of_weight=of_weight, of_bias=of_bias)
-        attainable, ceiling = self._of_ceiling(layer, rows)
+            of_both = self._equations(layer, rows, parts, [h])
+            for of_bias, sides in enumerate(of_both):
+                if sides:
+                    columns = dict(zip(("now", "h", "before"), sides, strict=False))
+                    self._out.add("equations", [layer.path], columns, of_bias=float(of_bias))
+        found = {} if rows.linear is None else {"rule_error": rows.linear}
+        errors = [call.replay_error for call in calls if call.replay_error is not None]
+        if errors:
+            found["replay_error"] = torch.stack(errors).amax()
+        if found:
+            self._out.add("layers", [layer.path], found)
+        self._send_ceiling(layer, rows)
         self._keep_all_rows(layer.path, calls)
-        change, e = layer.change(self._gamma(layer, parts)), None
-        # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
-        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
-            # Right only if γ = c·GᵀΦ, which is checked.
-            e = features.gram() @ G
-            evidence = replaced(evidence, e_by_rows=True)
-        elif parts:
-            e = added(*act(change, features))
-            e = e if self._scale is None else e / self._scale
-        sums = LayerSums(
-            _about(layer, features),
-            sampled,
-            vectors=(),
-            products=G.new_empty(0),
-            evidence=evidence,
-            attainable=attainable,
-            ceiling=ceiling,
-        )
         z = joined([call.z for call in calls])
-        self.measured[layer.path] = LayerInProgress(layer, features, sums, G, z, change, e)
+        self.measured[layer.path] = LayerInProgress(layer, features, G, z, change, e)
         rows.release()
 
     def finish(self, lose: Fail, *, updates: bool) -> None:
@@ -206,32 +202,38 @@ class FinalGradient:
             lose: called with a layer's path and the exception that was raised.
             updates: whether an optimizer step follows.
         """
-        self.totals = totals.sums(self._all_rows, self._generator)
+        for of in totals.sums(self._all_rows, self._generator):
+            scaled = of.paths[: 0 if of.entries is None else len(of.entries)]
+            self._out.add("layers", of.paths, of.sums)
+            if of.entries is not None:
+                self._out.add("layers", scaled, of.scales, knows_scales=True)
+                self._out.add("entries", scaled, {"scale": of.entries}, of.counts[: len(scaled)])
         self._all_rows.clear()
         self.blocks = blocks_of([*self.measured.values()], lose, updates=updates)
         for block in self.blocks:
             block.plain_step(self._scale, lose)
 
-    def _of_ceiling(
-        self, layer: Layer, rows: LayerRows
-    ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
-        """Return `attainable_cosine`, or with several ranks the sums from which it follows."""
+    def _send_ceiling(self, layer: Layer, rows: LayerRows) -> None:
+        """Send `attainable_cosine`, or with several ranks the sums from which it follows."""
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
-        if ceiling is None and is_whole:
-            return None, None
-        if not layer.is_direct:
+        paths, why = [layer.path], ""
+        if not layer.is_direct and not (ceiling is None and is_whole):
             why = _COMPUTED
-        elif ceiling is None or not is_whole:
+        elif not is_whole:
             why = _SUMMED
-        elif self._is_alone:
-            return ceiling.cosine(), None
-        else:
-            sums = ceiling.sums()
-            if sum(part.numel() for part in sums) <= _MOST_SUMS:
-                return None, CeilingSums(*sums)
-            why = _TOO_LARGE
-        self.without_ceiling[why].append(layer.path)
-        return None, None
+        elif ceiling is not None and self._is_alone:
+            self._out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
+        elif ceiling is not None:
+            gram, cross, square = ceiling.sums()
+            numbers = torch.cat([part.flatten() for part in (gram, cross, square)])
+            if len(numbers) > _MOST_SUMS:
+                why = _TOO_LARGE
+            else:
+                groups, width = gram.shape[:2]
+                self._out.add("layers", paths, {}, ceiling_groups=groups, ceiling_width=width)
+                self._out.add("ceilings", paths, {"sum": numbers})
+        if why:
+            self.without_ceiling[why].append(layer.path)
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
         """Keep the lengths of all rows, if every call has them."""
@@ -254,17 +256,6 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     if isinstance(features, OneHotFeatures):  # the padding token is not trained
         G = G * features.trained[:, None]
     return features, G
-
-
-def _evidence(rows: LayerRows, calls: Sequence[Call], reason: str) -> Evidence[Tensor]:
-    """Return what is known of the gradient besides its equations."""
-    errors = [call.replay_error for call in calls if call.replay_error is not None]
-    return Evidence(
-        precision=max([call.precision for call in calls]),
-        reason=reason,
-        rule_error=rows.linear,
-        replay_error=torch.stack(errors).amax() if errors else None,
-    )
 
 
 def _all_rows(whole: Whole | None, norms: Tensor) -> AllRows:
@@ -294,3 +285,16 @@ def _why_from_rows(features: Features, *, shared: bool) -> str:
         features.mixes_rows or features.weight_gain is not None
     )
     return "weighed" if weighs else ""  # gradient-only layers weigh rows by design
+
+
+def _gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
+    """Return whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P·N.
+
+    It equals e only if all rows are seen and γ = GᵀΦ.
+    """
+    if not layer.is_direct or not isinstance(features, DenseFeatures):  # γ is JᵀGᵀΦ
+        return False
+    rows, outputs = G.shape
+    width = sum(layer.sizes) / outputs if outputs else 0
+    saved = rows * (width * outputs - rows * (width + outputs))
+    return saved > (_AS_LAUNCHES if G.is_cuda else _AS_CHECK) and features.has_gram

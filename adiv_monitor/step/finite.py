@@ -5,29 +5,25 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.maths.sums import Array, LayerSums, Vector, of_rows
+from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import LayerReading
 
 
-def non_finite(layer: LayerSums[Array]) -> tuple[str, ...]:
+def non_finite(sums: StepSums, layer: int) -> tuple[str, ...]:
     """Return which of "inputs", "outputs", "gradient" and "update" hold NaN, inf, or overflow.
 
     A sum of squares is finite only if each of its terms is. The features, the gradient and the
     parameters' update are summed over all rows or entries; the outputs over the sampled rows.
     """
-    blocks, totals, dots = layer.blocks, layer.totals, layer.dots
-    scales = None if totals is None else totals.scales
-    of_features = (
-        layer.scale,
-        *(() if blocks is None else (blocks.sums, blocks.norms)),
-        None if scales is None else scales.sum,
-    )
-    gradient = of_rows(layer, Vector.G, Vector.G), None if totals is None else totals.G_G
+    line, rows = sums.layers[layer], sums.of("rows", layer)
+    of_scales = [rows[name] for name in ("scale", "mean", "off")]
+    known = of_scales[: 3 if line["groups"] > 1 else line["groups"]]
+    of_all = [] if np.isnan(line["active"]) else [line["G_G"]]
     is_broken = {
-        "inputs": _any_broken(*of_features),
-        "outputs": _any_broken(of_rows(layer, Vector.Z, Vector.Z)),
-        "gradient": _any_broken(*gradient, dots.gamma_gamma),
-        "update": _any_broken(dots.w_w, dots.a_a),
+        "inputs": _any_broken(*known, *([line["scale_sum"]] if line["knows_scales"] else [])),
+        "outputs": _any_broken(rows["z_z"]),
+        "gradient": _any_broken(rows["G_G"], *of_all, line["gamma_gamma"]),
+        "update": _any_broken(line["w_w"], line["a_a"]),
     }
     return tuple(what for what, is_so in is_broken.items() if is_so)
 
@@ -40,5 +36,5 @@ def notes(readings: Mapping[str, LayerReading]) -> Iterator[str]:
             yield f"The {what} of {listed(paths)} {verb} not finite."
 
 
-def _any_broken(*several: Array | float | None) -> bool:
-    return any(not np.isfinite(of).all() for of in several if of is not None)
+def _any_broken(*several: Array | float) -> bool:
+    return any(not np.isfinite(of).all() for of in several)

@@ -6,14 +6,13 @@ Only then do the parameters determine exactly what is otherwise estimated from s
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
-from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, Evidence, LayerSums, Vector, of_rows
-from adiv_monitor.step.merge_rows import in_units
+from adiv_monitor.maths.sums import Array, StepSums
 
 # The relative difference of numbers that are equal up to rounding.
 LIKENESS_TOLERANCE = 1e-3
@@ -65,120 +64,108 @@ def fitted(equations: Array, factor: float | None = None) -> Fit:
     length = float(np.linalg.norm(now))
     if not np.isfinite(equations).all():
         return Fit(math.nan, math.nan, length, norms[0])
-    known = np.zeros_like(now) if factor is None else factor * columns[0]
-    unknown = [column / (norm or 1.0) for column, norm in zip(columns, norms, strict=True)]
-    unknown = unknown[0 if factor is None else 1 :]
-    found = np.zeros(0)
-    if unknown:
-        matrix = np.stack(unknown, axis=1)
-        found = np.linalg.lstsq(matrix, now - known, rcond=None)[0]
-        known = known + matrix @ found
+    unit = [column / (norm or 1.0) for column, norm in zip(columns, norms, strict=True)]
+    rest, found = now, np.zeros(0)
+    if factor is not None:
+        rest, unit = now - factor * columns[0], unit[1:]
+    if len(unit) == 1:
+        found = np.array([unit[0] @ rest])
+    elif unit:
+        found = np.linalg.lstsq(np.stack(unit, axis=1), rest, rcond=None)[0]
+    for amount, column in zip(found, unit, strict=True):
+        rest = rest - amount * column
     c = factor if factor is not None else float(found[0]) / norms[0] if norms[0] else math.nan
     earlier = float(found[-1]) if len(columns) > 1 else 0.0
-    return Fit(c, float(np.linalg.norm(now - known)), length, norms[0], abs(earlier))
+    return Fit(c, float(np.linalg.norm(rest)), length, norms[0], abs(earlier))
 
 
-def settled(
-    layers: Mapping[str, LayerSums[Array]],
-    *,
-    world: int = 1,
-    lost: Collection[str] = (),
-) -> dict[str, LayerSums[Array]]:
-    """Return the layers in the units of the gradient that the optimizer saw.
+def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> StepSums:
+    """Return the numbers in the units of the gradient that the optimizer saw.
 
-    The factor is mostly common to all layers. Where γ is not such a multiple, `Evidence.reason`
-    says so.
+    The factor is mostly common to all layers. Where γ is not such a multiple, `reason` says so.
 
     Args:
-        layers: the layers, of one rank or merged.
+        sums: the numbers, of one rank or merged.
         world: the number of ranks.
         lost: paths of layers of which rows are missing.
     """
-    fits = {
-        path: fitted(equations)
-        for path, layer in layers.items()
-        if (equations := _equations(layer.evidence)) is not None
-    }
-    usual, is_told = _usual(layers)
-    averaged = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
-    found = {}
-    for path, layer in layers.items():
-        seen = layer.evidence
-        factor, reason = usual, ""
-        if was_zeroed(layer):
-            factor = _ZEROED
-        elif path in fits and layer.dots.gamma_gamma > 0 and not seen.reason:
-            factor, reason = _judged(seen, fits[path], usual)
-        elif path not in fits and not is_told:
-            reason = "seems"
-        if reason == "more" and path in lost:
-            reason = "ranks"
-        if abs(factor - 1) <= seen.tolerance * _EXACT:
-            factor = 1.0
-        layer = in_units(layer, factor)
-        seen = replaced(layer.evidence, reason=seen.reason or reason, averaged=averaged)
-        found[path] = replaced(layer, evidence=seen)
-    return found
+    (usual, is_told), reasons, was_zeroed = _usual(sums), list[str](), sums.was_zeroed
+    factors = np.full(len(sums.paths), usual)
+    for i, path in enumerate(sums.paths):
+        reason = str(sums.layers["reason"][i])
+        if was_zeroed[i]:
+            factors[i] = _ZEROED
+        elif sums.checked[i] and sums.layers["gamma_gamma"][i] > 0 and not reason:
+            factors[i], reason = _judged(sums, i, usual)
+        elif not sums.checked[i] and not is_told:
+            reason = reason or "seems"
+        reasons.append("ranks" if reason == "more" and path in lost else reason)
+    factors[np.abs(factors - 1) <= sums.tolerance * _EXACT] = 1.0
+    layers = sums.layers.copy()
+    layers["reason"] = reasons
+    layers["averaged"] = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
+    return replace(sums, layers=layers).in_units(factors)
 
 
-def was_zeroed(layer: LayerSums[Array]) -> bool:
-    """Return whether the gradient was set to zero after the backward pass."""
-    return layer.dots.gamma_gamma == 0 and layer.evidence.terms > 0
-
-
-def tells(layer: LayerSums[Array]) -> bool:
+def tells(sums: StepSums, layer: int) -> bool:
     """Return whether a layer's gradient was checked and is far above rounding."""
-    seen = layer.evidence
-    equations = _equations(seen)
-    if equations is None or equations.shape[1] < _EQUATIONS or seen.reason:
+    equations = _equations(sums, layer)
+    if equations.shape[1] < _EQUATIONS or sums.layers["reason"][layer]:
         return False
-    return fitted(equations).rows > 100 * _noise(seen)
+    return fitted(equations).rows > 100 * _noise(sums, layer)
 
 
-def _usual(layers: Mapping[str, LayerSums[Array]]) -> tuple[float, bool]:
+def _usual(sums: StepSums) -> tuple[float, bool]:
     """Return the factor that most layers share, and whether no gradient speaks against it."""
     clean, others = list[float](), list[float]()
-    for layer in layers.values():
-        seen = layer.evidence
-        for part in _parts(seen):
+    for i in np.flatnonzero(sums.checked).tolist():
+        for part in _parts(sums, i):
             fit = fitted(part)
-            if not (fit.factor > 0 and fit.rows > 100 * _noise(seen)):
+            if not (fit.factor > 0 and fit.rows > 100 * _noise(sums, i)):
                 continue
-            told = part.shape[1] >= _ENOUGH and fit.rest <= seen.tolerance * fit.now
+            told = part.shape[1] >= _ENOUGH and fit.rest <= sums.tolerance[i] * fit.now
             (clean if told else others).append(fit.factor)
     if clean or others:
         return float(np.median(clean or others)), bool(clean)
-    return _from_rows(layers), True
+    return _from_rows(sums), True
 
 
-def _parts(seen: Evidence[Array]) -> list[Array]:
+def _parts(sums: StepSums, layer: int) -> list[Array]:
     """Return the equations of the weight and those of the bias, (2 or 3, equations) each."""
-    return [np.stack(sides) for sides in (seen.of_weight, seen.of_bias) if sides]
+    lines = sums.of("equations", layer)
+    parts = (_sides(lines[lines["of_bias"] == of_bias]) for of_bias in (0, 1))
+    return [part for part in parts if part.size]
 
 
-def _equations(seen: Evidence[Array]) -> Array | None:
+def _equations(sums: StepSums, layer: int) -> Array:
     """Return all equations of a layer."""
-    return np.concatenate(_parts(seen), axis=1) if seen.is_checked else None
+    return _sides(sums.of("equations", layer))
 
 
-def _noise(seen: Evidence[Array]) -> float:
+def _sides(lines: np.ndarray) -> Array:
+    sides = np.stack([lines[name] for name in ("now", "h", "before")])
+    return sides[: 2 if np.isnan(sides[2]).all() else 3]
+
+
+def _noise(sums: StepSums, layer: int) -> float:
     """Return the norm that rounding alone may give to h."""
-    return _ROUNDING * seen.rounding
+    return _ROUNDING * float(sums.rounding[layer])
 
 
-def _judged(seen: Evidence[Array], fit: Fit, usual: float) -> tuple[float, str]:
+def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str]:
     """Return the factor of a layer's gradient, and why it is not the gradient of its rows."""
+    fit, parts = fitted(_equations(sums, layer)), _parts(sums, layer)
+    noise, tolerance = _noise(sums, layer), float(sums.tolerance[layer])
     if not math.isfinite(fit.rest):
         return usual, ""
-    noise, parts = _noise(seen), _parts(seen)
 
     def explains(fit: Fit) -> bool:
-        return fit.factor > 0 and fit.rest <= seen.tolerance * fit.now + noise * fit.factor
+        return fit.factor > 0 and fit.rest <= tolerance * fit.now + noise * fit.factor
 
     for factor in (usual, fit.factor):
         found = [fitted(part, factor) for part in parts]
         if all(map(explains, found)):
-            is_old = any(of.earlier > seen.tolerance * fit.now + noise for of in found)
+            is_old = any(of.earlier > tolerance * fit.now + noise for of in found)
             return factor, "earlier" if is_old else ""
     found = [fitted(part) for part in parts]
     if len(parts) == 2 and all(explains(of) and of.rows > noise for of in found):
@@ -186,27 +173,23 @@ def _judged(seen: Evidence[Array], fit: Fit, usual: float) -> tuple[float, str]:
     return usual, "more"
 
 
-def _from_rows(layers: Mapping[str, LayerSums[Array]]) -> float:
+def _from_rows(sums: StepSums) -> float:
     """Return the factor of layers none of which was checked: ⟨e, G⟩ = ‖γ‖² / c over all rows.
 
     A sample tells no factor, and neither do weights with other uses: then it is 1.
     """
-    squares = products = 0.0
-    for layer in layers.values():
-        rows, seen = layer.sampled, layer.evidence
-        if rows.seen == rows.total and not seen.reason and not seen.e_by_rows:
-            squares += layer.dots.gamma_gamma
-            products += float(of_rows(layer, Vector.E, Vector.G).sum())
-    found = squares / products if products > 0 else 1.0
+    layers = sums.layers
+    tell = (sums.seen == layers["total"]) & (layers["reason"] == "") & ~layers["e_by_rows"]
+    products = float(sums.total(sums.rows["e_G"])[tell].sum())
+    found = float(layers["gamma_gamma"][tell].sum()) / products if products > 0 else 1.0
     return found if 0 < found < math.inf else 1.0
 
 
-def earlier_share(seen: Evidence[Array]) -> float:
+def earlier_share(sums: StepSums, layer: int) -> float:
     """Return ‖gradient before the rows'‖ / ‖γ‖, in the units of γ; 0 if rounding explains it."""
-    equations = _equations(seen)
-    if seen.reason != "earlier" or equations is None:
+    if sums.layers["reason"][layer] != "earlier" or not sums.checked[layer]:
         return 0.0
-    fit = fitted(equations, seen.factor)
+    fit = fitted(_equations(sums, layer), float(sums.layers["factor"][layer]))
     return fit.earlier / fit.now
 
 

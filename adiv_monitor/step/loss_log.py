@@ -26,29 +26,21 @@ def value_of(loss: object) -> Value | None:
         TypeError: the loss is no number and no tensor of real numbers.
         ValueError: the loss is an empty tensor.
     """
-    if type(loss) is float:
-        return loss
+    if not isinstance(loss, bool) and isinstance(loss, Real):
+        return float(loss)
     if not isinstance(loss, Tensor):
-        if not isinstance(loss, bool) and isinstance(loss, Real):
-            return float(loss)
         raise TypeError(f"the loss: got {type(loss).__name__}, expected {_EXPECTED}")
     if not (has_data(loss) or is_shard(loss)):  # fake tensors, or a function transform
         return None
-    if type(loss) is Tensor and not torch._C._len_torch_function_stack():
-        return _own(loss)
     with ThreadState(), torch.no_grad(), torch._C.DisableTorchFunction():
-        return _own(loss)
-
-
-def _own(loss: Tensor) -> Value:
-    if loss.is_complex():
-        raise TypeError(f"the loss: got complex numbers, expected {_EXPECTED}")
-    if not loss.numel():
-        raise ValueError(f"the loss: got a tensor without elements, expected {_EXPECTED}")
-    own = loss.full_tensor() if is_shard(loss) else loss.detach()  # type: ignore[attr-defined]
-    if own.numel() > 1:
-        own = own.mean(dtype=torch.promote_types(own.dtype, torch.float32))
-    return own.item() if own.is_cpu else own.reshape(()).clone()
+        if loss.is_complex():
+            raise TypeError(f"the loss: got complex numbers, expected {_EXPECTED}")
+        if not loss.numel():
+            raise ValueError(f"the loss: got a tensor without elements, expected {_EXPECTED}")
+        own = loss.full_tensor() if is_shard(loss) else loss.detach()  # type: ignore[attr-defined]
+        if own.numel() > 1:
+            own = own.mean(dtype=torch.promote_types(own.dtype, torch.float32))
+        return own.item() if own.is_cpu else own.reshape(()).clone()
 
 
 class LossLog:
@@ -58,64 +50,44 @@ class LossLog:
     step, as from micro-batches, are averaged. If an optimizer's step evaluates a closure, only the
     first value during the step counts, since the weights have moved before the next one.
 
-    At most 16,384 values of each kind are kept; then the oldest are dropped.
+    At most 16,384 values are kept; then the oldest are dropped.
     """
 
     def __init__(self) -> None:
-        self._said, self._seen = _Values(), _Values()
+        # Each with its step, and whether the training loop said it.
+        self._held: deque[tuple[int, bool, Value]] = deque(maxlen=_MOST)
+        self._closed: set[bool] | None = None  # of which kind no more count; None: outside a step
 
-    def say(self, step: int, loss: object) -> None:
-        """Add the loss of a step's batch from the training loop.
+    def add(self, step: int, loss: object, *, is_said: bool) -> None:
+        """Add the loss of a step's batch, from the training loop or as a hook has seen it.
 
         Raises:
             TypeError, ValueError: see `value_of`.
         """
-        self._said.add(step, value_of(loss))
-
-    def see(self, step: int, loss: object) -> None:
-        """Add a loss that a hook has seen; otherwise as `say`."""
-        self._seen.add(step, value_of(loss))
+        value = value_of(loss)
+        if value is None or (self._closed is not None and is_said in self._closed):
+            return
+        if self._closed is not None:
+            self._closed.add(is_said)
+        self._held.append((step, is_said, value))
 
     def step_begins(self) -> None:
         """Count only one more value, as the optimizer's step begins: it may evaluate a closure."""
-        self._said.room = self._seen.room = 1
+        self._closed = set()
 
     def step_ends(self) -> None:
         """Count all values again, after the optimizer's step."""
-        self._said.room = self._seen.room = None
+        self._closed = None
 
     def take(self, last: int) -> dict[int, float]:
         """Remove and return the losses by step, sorted, of the steps up to `last`."""
-        found = self._seen.take(last) | self._said.take(last)
-        return dict(sorted(found.items()))
-
-
-class _Values:
-    """Values by step, of one kind.
-
-    Attributes:
-        room: number of values that still count; None: all.
-    """
-
-    def __init__(self) -> None:
-        self.room: int | None = None
-        self._held: deque[tuple[int, Value]] = deque(maxlen=_MOST)
-
-    def add(self, step: int, value: Value | None) -> None:
-        if value is None or self.room == 0:
-            return
-        if self.room is not None:
-            self.room -= 1
-        self._held.append((step, value))
-
-    def take(self, last: int) -> dict[int, float]:
-        steps = [step for step, _ in self._held]
-        values = fetch_numbers([value for _, value in self._held])
+        held, later = [*self._held], [entry for entry in self._held if entry[0] > last]
         self._held.clear()
-        by_step: dict[int, list[float]] = defaultdict(list)
-        for step, value in zip(steps, values, strict=True):
+        self._held.extend(later)
+        found: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        numbers = fetch_numbers([value for _, _, value in held])
+        for (step, is_said, _), number in zip(held, numbers, strict=True):
             if step <= last:
-                by_step[step].append(value)
-            else:
-                self._held.append((step, value))
-        return {step: sum(several) / len(several) for step, several in by_step.items()}
+                found[step][is_said].append(number)
+        counted = {step: said or seen for step, (seen, said) in sorted(found.items())}
+        return {step: sum(several) / len(several) for step, several in counted.items()}

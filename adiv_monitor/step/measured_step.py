@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,27 +20,24 @@ from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
-from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import LayerSums, StackedSums
+from adiv_monitor.maths.sums import REALISED, names_of
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
-from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
-from adiv_monitor.step.row_moves import act
 from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.transfer import Flags, StepSums, fetch
+from adiv_monitor.step.transfer import Outgoing, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 from adiv_monitor.step.vectors import Change, LayerInProgress, losing
 from adiv_monitor.step.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from adiv_monitor.step.probing import ProbeStep
 
 _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step "
     "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
     "update nor in the applied update."
 )
-
-
-_NO_PARTS: Parts = MappingProxyType({})
 
 
 class MeasuredStep:
@@ -62,7 +59,7 @@ class MeasuredStep:
         history: RunHistory,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
-        probe: ProbeStep | None,
+        probe: "ProbeStep | None",
         agree: Callable[[str], bool],
         whole: WholeModel,
     ) -> None:
@@ -82,9 +79,7 @@ class MeasuredStep:
         self._generator = generator
         self._gradient: FinalGradient | None = None
         self._steps: ParameterSteps | None = None
-        self._sums: dict[str, LayerSums[Tensor]] = {}  # of finished layers, by path
-        self._rows: list[StackedSums[Tensor]] = []
-        self._flags: Flags[Tensor] = Flags()
+        self._out = Outgoing()
 
     @torch.no_grad()
     def gradient_is_final(
@@ -101,11 +96,11 @@ class MeasuredStep:
         self._gradient = None  # left over from an earlier attempt at this step, which raised
         self._is_alone, self._takes_step = world_size() == 1, steps
         self._unreached.clear()
-        self._sums.clear()
-        self._rows.clear()
-        self._flags = Flags(gradient_scale=scale, skipped=skipped, moved=self._moved)
+        self._out = Outgoing()
+        flags = {"gradient_scale": scale, "skipped": skipped, "moved": self._moved}
+        self._out.flags |= {name: [of] for name, of in flags.items() if of is not None}
         reached = self._capture.finish()
-        self._whole.gradient_is_final(self._capture, self._flags)
+        self._whole.gradient_is_final(self._capture, self._out.flags)
         self._unreached |= self._capture.unreached
         try:
             # Of all due parameters: the layers that were reached differ between ranks.
@@ -126,6 +121,7 @@ class MeasuredStep:
                 scale,
                 self._generator,
                 self._capture.passes,
+                self._out,
             )
             made = self._unsharded.of_gradients if all_participate else None
             self._measure(tuple(reached), found.begin, made)
@@ -148,18 +144,19 @@ class MeasuredStep:
     @torch.no_grad()
     def updated(self) -> None:
         """Compute u and d: the optimizer has stepped."""
-        self._whole.updated(self._flags)
+        self._whole.updated(self._out.flags)
         if self._probe is not None:  # first, while the copies of all parameters still exist
             self._probe.attended()
         if self._steps is None or not (self._measured or self._unsharded.all_participate):
             return
         self._steps.stepped()
-        apart = [x.layer for x in self._measured.values() if self._unsharded.has_shards]
+        layers = [x.layer for x in self._measured.values()] if self._unsharded.has_shards else []
+        apart = {layer.path: layer for layer in layers if spread(layer)}
         made = partial(self._unsharded.of_updates, steps=self._steps)
         try:
             self._measure(
-                [layer for layer in apart if spread(layer)],
-                self._measure_update,
+                apart.values(),
+                self._update,
                 made if self._unsharded.updates() else None,
             )
         finally:
@@ -167,22 +164,26 @@ class MeasuredStep:
         assert self._gradient is not None
         with _without_autocast(x.G for x in self._measured.values()):
             for block in self._gradient.blocks:
-                block.update(self._change, self._measured, self._lose)
+                block.update(self._change, self._measured.keys() - apart, self._lose)
         self._finish()  # first: the product with γ overwrites the difference
-        self._flags.gradient_changed = self._steps.finish_update()
+        self._out.flags["gradient_changed"] = [self._steps.finish_update()]
         if self._probe is not None:
             self._probe.updated()
-            for path, found in self._probe.realised.items():
-                if path in self._sums:
-                    self._sums[path] = replaced(self._sums[path], realised=found)
+            for path, moved in self._probe.realised.items():
+                columns = dict(zip(names_of(REALISED), moved.products, strict=True))
+                self._out.add("moves", [path], columns)
+                self._out.add("layers", [path], {}, moved=moved.total)
             if self._probe.loss_change is not None:
-                self._flags.loss_change, self._flags.loss_changes = self._probe.loss_change
+                change, changes = self._probe.loss_change
+                self._out.flags["loss_change"] = [change]
+                self._out.flags["loss_changes"] = [] if changes is None else [changes]
 
     @torch.no_grad()
     def applied(self) -> None:
         """Compute a, as the next step begins or training ends."""
         if self._steps is not None and self._steps.products.w_w:
-            self._flags.weights_changed = self._steps.applied()
+            differs = self._steps.applied()
+            self._out.flags["weights_changed"] = [] if differs is None else [differs]
 
     def weights(self) -> list[Tensor]:
         """Return the norms of all weights, for `weights_moved`."""
@@ -201,7 +202,7 @@ class MeasuredStep:
     def discard(self) -> None:
         """Drop the step: it can't be measured."""
         self._measured.clear()
-        self._sums.clear()
+        self._out = Outgoing()
         self.discarded = True
         if self._probe is not None:
             self._probe.discard()
@@ -214,27 +215,20 @@ class MeasuredStep:
             number: number of the step.
         """
         steps, passes = self._steps, self._capture.passes
-        pieces = {} if self._gradient is None else self._gradient.pieces
-        flags = replaced(
-            self._flags,
-            loss_gradients=tuple(passes.losses),
-            zeroed=tuple(passes.norms),
-            batch=self._capture.batch,
-            next_batch=self._capture.next_batch,
-        )
+        self._out.flags |= {
+            "loss_gradients": [*passes.losses],
+            "zeroed": [*passes.norms],
+            "batch": [*self._capture.watching.batch],
+            "next_batch": [*self._capture.next_batch],
+        }
         found = fetch(
-            StepSums(
-                {path: self._sums[path] for path in pieces if path in self._sums},
-                tuple(self._rows),
-                {} if self._gradient is None else self._gradient.totals,
-                flags,
-                PieceNumbers() if steps is None else steps.products,
-                {} if self._probe is None else self._probe.attention(),
-            )
+            self._out,
+            PieceNumbers() if steps is None else steps.products,
+            {} if self._probe is None else self._probe.attention(),
         )
         part = make_contribution(
             found,
-            pieces,
+            {} if self._gradient is None else self._gradient.pieces,
             number=number,
             unreached=self._unreached,
             notes=[*self._capture_notes(), *(() if self._probe is None else self._probe.notes)],
@@ -244,15 +238,15 @@ class MeasuredStep:
         if not (part.refused or self.discarded):
             numbers = found.flags
             gradients, zeroed = passes.told(
-                [*map(float, numbers.loss_gradients)], [*map(float, numbers.zeroed)]
+                [*map(float, numbers["loss_gradients"])], [*map(float, numbers["zeroed"])]
             )
             part.report = replace(
                 part.report,
                 zeroed_passes=zeroed,
                 loss_gradients=tuple(gradients),
                 evaluated=self._capture.evaluated,
-                batch=tuple(map(float, numbers.batch)),
-                next_batch=tuple(map(float, numbers.next_batch)),
+                batch=tuple(map(float, numbers["batch"])),
+                next_batch=tuple(map(float, numbers["next_batch"])),
             )
         part.rows_lost = (*part.rows_lost, *self._refused)
         learn(self._history, part)
@@ -311,7 +305,6 @@ class MeasuredStep:
 
     def _lose(self, path: str, error: Exception) -> None:
         """Drop a layer and its rows from this step, and report why."""
-        self._sums.pop(path, None)
         self._capture.rows[path].release()
         if self._gradient is not None:
             self._gradient.forget(path)
@@ -321,17 +314,17 @@ class MeasuredStep:
         else:
             self._fail(path, error)
 
-    def _measure_update(self, layer: Layer, parts: Parts) -> None:
-        measured = self._measured[layer.path]
-        assert measured.features is not None
-        measured.d = act(self._change(layer, parts), measured.features)
+    def _update(self, layer: Layer, parts: Parts) -> None:
+        """Compute d of a layer whose update was all-gathered."""
+        assert self._gradient is not None
+        for block in self._gradient.blocks:
+            block.update(partial(self._change, parts=parts), (layer.path,), self._lose)
 
-    def _change(self, layer: Layer, parts: Parts = _NO_PARTS) -> Change:
+    def _change(self, layer: Layer, parts: Parts | None = None) -> Change:
         """Return the change of a layer's weight and bias; `parts` are its all-gathered pieces."""
-        steps = self._steps
-        assert steps is not None
-        pieces = {piece.key: steps.taken(piece) for piece in layer.pieces}
-        change = layer.change({**pieces, **parts})
+        assert self._steps is not None
+        taken = self._steps.taken
+        change = layer.change({**taken, **parts} if parts else taken)
         if self._probe is not None:
             self._probe.take(layer.path, change)
         return change
@@ -344,9 +337,7 @@ class MeasuredStep:
         with _without_autocast(x.G for x in measured.values()):
             for block in blocks:
                 with losing(block.layers, self._lose):
-                    found = block.sums(measured, self._generator, is_alone=self._is_alone)
-                    self._rows.append(found)
-        self._sums |= {path: x.sums for path, x in measured.items()}
+                    block.send(self._out, measured, self._generator, is_alone=self._is_alone)
         measured.clear()
         blocks.clear()
 

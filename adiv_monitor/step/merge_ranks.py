@@ -12,24 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.maths.attention_sums import AttentionSums, merge
-from adiv_monitor.maths.sums import Array, LayerSums
+from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import StepReport
-from adiv_monitor.step import merge_rows
+from adiv_monitor.step import merge_sums
 from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
-
-Generator = np.random.Generator
-
-
-def prepared(
-    part: RankContribution, max_rows: int | None, world: int, generator: Generator
-) -> RankContribution:
-    """Return a rank's contribution for sending; see `merge_rows.prepared`."""
-    layers = {
-        path: merge_rows.prepared(layer, max_rows, world, generator)
-        for path, layer in part.layers.items()
-    }
-    return replace(part, layers=layers)
 
 
 @np.errstate(all="ignore")  # as in `understand`
@@ -37,7 +24,7 @@ def merge_ranks(
     parts: Mapping[int, RankContribution],
     world: int,
     max_rows: int | None,
-    generator: Generator,
+    generator: np.random.Generator,
 ) -> tuple[RankContribution, list[int]]:
     """Merge the contributions; return the result and the ranks that it covers.
 
@@ -52,38 +39,27 @@ def merge_ranks(
     first = parts[min(parts)]
     ranks = [r for r in sorted(parts) if parts[r] is first or _trains_with(first, parts[r])]
     several = [parts[rank] for rank in ranks]
-    if any(part.facts.has_applied for part in several):
-        several = [_with_applied(part) for part in several]
     notes = [*dict.fromkeys(note for part in several for note in part.report.notes)]
     refused = tuple(dict.fromkeys(why for part in several for why in part.refused))
     misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
     lost = {path for part in several for path in part.rows_lost}
-    layers = {}
-    for path in dict.fromkeys(path for part in several for path in part.layers):
-        if path in misdescribed or refused:
-            continue
-        own = [part.layers[path] for part in several if path in part.layers]
-        alike = [layer for layer in own if merge_rows.is_alike(own[0], layer)]
-        if len(alike) < len(own):
-            lost.add(path)
-        layer = merge_rows.merge(alike, max_rows, generator)
-        if layer.dots.partial and len(alike) < world:
-            layer = _without_parameters(layer)
-        layers[path] = layer
-    missing = world > len(several)
-    layers = settled(layers, world=world, lost=layers if missing else lost)
-    if missing and not refused and not _make_up_the_gradient(layers):
+    sums, unlike = merge_sums.merge([part.sums for part in several], max_rows, generator)
+    lost |= unlike
+    kept = [i for i, p in enumerate(sums.paths) if not (refused or p in misdescribed)]
+    sums, missing = _without_parts(sums.pick(np.array(kept, np.int64)), world), world > len(several)
+    sums = settled(sums, world=world, lost=sums.paths if missing else lost)
+    if missing and not refused and not _make_up_the_gradient(sums):
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
     no_attention = {path: why for part in several for path, why in part.no_attention.items()}
     whole = replace(
         first,
-        report=_report_together(several, layers, lost, notes),
-        layers=layers,
+        report=_report_together(several, sums.paths, lost, notes),
+        sums=sums,
         refused=refused,
         misdescribed=misdescribed,
         rows_lost=tuple(lost),
-        facts=_facts_together(several, layers),
+        facts=_facts_together(several, sums),
         is_settled=True,
         attention=_attention_together(several, no_attention),
         no_attention=no_attention,
@@ -105,7 +81,7 @@ def _attention_together(
 
 def _report_together(
     several: Sequence[RankContribution],
-    layers: Mapping[str, LayerSums[Array]],
+    layers: Collection[str],
     lost: Collection[str],
     notes: Sequence[str],
 ) -> StepReport:
@@ -113,7 +89,7 @@ def _report_together(
 
     Args:
         several: the contributions, the first rank's first.
-        layers: the merged layers.
+        layers: paths of the merged layers.
         lost: paths of layers of which some ranks lost rows.
         notes: its notes.
     """
@@ -151,23 +127,22 @@ def _report_together(
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")
 
 
-def _without_parameters(layer: LayerSums[Array]) -> LayerSums[Array]:
-    """Drop the measures of the parameters, of which parts are missing; use the rows alone."""
-    seen, about = layer.evidence, layer.about
-    undefined = (*about.undefined, *_OF_PARAMETERS)
-    return replace(
-        layer,
-        about=replace(about, undefined=undefined),
-        evidence=replace(seen, reason=seen.reason or "ranks"),
+def _without_parts(sums: StepSums, world: int) -> StepSums:
+    """Drop measures of parameters of which other ranks' parts are missing; use the rows alone."""
+    layers = sums.layers.copy()
+    lacks = layers["partial"] & (layers["ranks"] < world)
+    layers["reason"] = np.where(lacks & (layers["reason"] == ""), "ranks", layers["reason"])
+    about = tuple(
+        replace(of, undefined=(*of.undefined, *_OF_PARAMETERS)) if lacks_some else of
+        for of, lacks_some in zip(sums.about, lacks, strict=True)
     )
+    return replace(sums, about=about, layers=layers)
 
 
-def _facts_together(
-    several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]]
-) -> Facts:
+def _facts_together(several: Sequence[RankContribution], sums: StepSums) -> Facts:
     """Merge the facts: those of one rank hold for all, unless each holds a part of parameters."""
-    told = [part.facts for part in several if part.layers] or [several[0].facts]
-    if not any(layer.dots.partial for layer in layers.values()):
+    told = [part.facts for part in several if part.sums.paths] or [several[0].facts]
+    if not sums.layers["partial"].any():
         told = told[:1]
     return replace(
         told[0],
@@ -178,39 +153,25 @@ def _facts_together(
     )
 
 
-def _with_applied(part: RankContribution) -> RankContribution:
-    """Set a = u in a contribution whose weights have not changed since the optimizer's step."""
-    facts, layers = part.facts, {}
-    if not facts.updated or facts.has_applied or facts.weights_changed:
-        return part
-    for path, layer in part.layers.items():
-        of_u = layer.dots.w_w, layer.dots.w_gamma
-        dots = replace(layer.dots, a_a=of_u[0], a_w=of_u[0], a_gamma=of_u[1])
-        layers[path] = replace(layer, parameters=dots)
-    return replace(part, layers=layers, facts=replace(facts, has_applied=True))
-
-
 def _trains_with(first: RankContribution, other: RankContribution) -> bool:
     """Whether the optimizers of two ranks get the same gradients of the same layers."""
     if first.report.turn != other.report.turn:
         return False
-    common = [
-        path
-        for path, layer in first.layers.items()
-        if path in other.layers and not layer.dots.partial
-    ]
-    for path in common:
-        mine, others = (part.layers[path].dots.gamma_gamma for part in (first, other))
-        larger, rounding = max(mine, others), first.layers[path].evidence.rounding
-        if abs(mine - others) > LIKENESS_TOLERANCE * larger and larger > rounding**2:
+    place = {path: i for i, path in enumerate(other.sums.paths)}
+    layers, rounding = first.sums.layers, first.sums.rounding
+    for i, path in enumerate(first.sums.paths):
+        if path not in place or layers["partial"][i]:
+            continue
+        mine, others = layers["gamma_gamma"][i], other.sums.layers["gamma_gamma"][place[path]]
+        larger = max(mine, others)
+        if abs(mine - others) > LIKENESS_TOLERANCE * larger and larger > rounding[i] ** 2:
             return False
     return True
 
 
-def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
+def _make_up_the_gradient(sums: StepSums) -> bool:
     """Whether the rows of the present ranks make up the gradient.
 
     The other ranks then train something else, or have no rows in this step.
     """
-    checked = [x.evidence for x in layers.values() if x.evidence.is_checked]
-    return bool(checked) and not any(seen.reason for seen in checked)
+    return bool(sums.checked.any()) and not (sums.layers["reason"][sums.checked] != "").any()

@@ -1,6 +1,7 @@
 """Steps of other optimizers than the monitor's while a step is armed."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,10 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.step.failures import Failures
+
+# After this many steps of other optimizers, without one of its own, an armed step is dropped.
+_TOO_MANY = 3
 
 
 class Others:
@@ -19,41 +24,43 @@ class Others:
     Args:
         own: the monitor's optimizer; None: it has none, and other steps are of no interest.
         parameters: the parameters whose versions are compared before and after a step.
-        overtakes: called with the class name of an optimizer whose step has written to them.
-        guard: runs the body of a hook: (body, *arguments).
+        failures: handler of exceptions.
 
     Attributes:
         begun: number of all steps, of any optimizer, that have begun.
-        names: class names of the other optimizers that stepped, whatever they wrote to.
-        writers: class names of those that wrote to the parameters.
+        writes: class names of the other optimizers that stepped, and how many of their steps wrote
+            to the parameters.
     """
 
     def __init__(
         self,
         own: Optimizer | None,
         parameters: Sequence[Tensor],
-        overtakes: Callable[[str], None],
-        guard: Callable[..., object],
+        failures: Failures,
     ) -> None:
         self.begun = 0
-        self.names: dict[str, None] = {}
-        self.writers: dict[str, None] = {}
+        self.writes = Counter[str]()
         self._own = own
         self._has_begun = own is None  # the monitor's optimizer
         self._parameters = parameters
-        self._overtakes = overtakes
-        self._guard = guard
+        self._failures = failures
+        self._drop: Callable[[], object] = _nothing
         self._before: list[int] | None = None
         self._handles: list[RemovableHandle] = []
 
-    def follow(self) -> None:
-        """Put the hooks on; call `leave` afterwards, even if this raises."""
+    def follow(self, overtaken: Callable[[], object]) -> None:
+        """Put the hooks on; call `leave` afterwards, even if this raises.
+
+        Args:
+            overtaken: called once, if other optimizers take the steps.
+        """
+        self._drop = overtaken
         me = weakref.ref(self)  # torch keeps the hooks, also of a monitor that nobody closes
 
         def guarded(body: Callable[["Others", Optimizer], None]) -> Callable[..., None]:
             def hook(stepping: Optimizer, *args: Any) -> None:
                 if (others := me()) is not None:
-                    others._guard(body, others, stepping)
+                    others._failures.safely(body, others, stepping)
 
             return hook
 
@@ -64,6 +71,7 @@ class Others:
 
     def leave(self) -> None:
         """Remove the hooks."""
+        self._drop = _nothing
         _remove(self._handles)
 
     def _begins(self, stepping: Optimizer) -> None:
@@ -77,13 +85,26 @@ class Others:
         if before is None:
             return
         name = type(stepping).__name__
-        self.names[name] = None
-        if before != self._versions():
-            self.writers[name] = None
-            self._overtakes(name)
+        self.writes[name] += before != self._versions()
+        if self.writes.total() >= _TOO_MANY:
+            self._overtaken(name)
+
+    def _overtaken(self, name: str) -> None:
+        """Drop the armed step and warn: another optimizer takes the steps."""
+        self._drop()
+        own = type(self._own).__name__
+        self._failures.warn(
+            "overtaken",
+            f"adiv_monitor: another optimizer ({name}) than the monitor's ({own}) trains the "
+            "parameters. Nothing is measured until the monitor's optimizer steps again; create a "
+            "new Monitor for the new optimizer",
+        )
 
     def _versions(self) -> list[int]:
         return [*map(version, self._parameters)]
+
+
+def _nothing() -> None: ...
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

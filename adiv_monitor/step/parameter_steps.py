@@ -10,34 +10,31 @@ parameters since the step, by their version counters.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.pieces import Piece, gradient
+from adiv_monitor.capture.weights.pieces import Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype
-from adiv_monitor.maths.sums import T
-from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.run_history import RunHistory
 
 
 @dataclass(slots=True, eq=False)
-class PieceNumbers(Generic[T]):
+class PieceNumbers:
     """Dot products of pieces, in the order of `keys`, one vector for each dtype and device.
 
-    `a_b` is ⟨a, b⟩, see `Dots`; (): not computed.
+    `a_b` is ⟨a, b⟩, see `StepSums`; (): not computed.
     """
 
     keys: tuple[int, ...] = ()
-    gamma_gamma: tuple[T, ...] = ()
-    w_w: tuple[T, ...] = ()
-    w_gamma: tuple[T, ...] = ()
-    a_a: tuple[T, ...] = ()
-    a_w: tuple[T, ...] = ()
-    a_gamma: tuple[T, ...] = ()
+    gamma_gamma: tuple[Tensor, ...] = ()
+    w_w: tuple[Tensor, ...] = ()
+    w_gamma: tuple[Tensor, ...] = ()
+    a_a: tuple[Tensor, ...] = ()
+    a_w: tuple[Tensor, ...] = ()
+    a_gamma: tuple[Tensor, ...] = ()
 
 
 class ParameterSteps:
@@ -67,22 +64,20 @@ class ParameterSteps:
         self._keeps_update = new or history.weights_change
         # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
         self.has_copies = copy_gradient or history.gradient_changes or self._keeps_update
-        gradients: dict[int, Tensor] = {}  # of whole parameters, by id
-        self._whole: dict[int, int] = {}  # key of the piece that is all of a parameter, by id
-        self._gamma: dict[int, Tensor] = {}
-        for key, piece in self._pieces.items():
-            of = id(piece.parameter)
-            if of not in gradients:
-                gradients[of] = gradient(piece.parameter)
-            if piece.view is None:
-                self._whole[of] = key
-            self._gamma[key] = piece.own(gradients[of])
-        flat = self._made(self._values())
-        self._copied: Flat | None = flat  # γ
-        flat.apply(torch._foreach_copy_, self._gamma)
-        self._given, self._gamma = self._gamma, flat.views
-        squares = flat.squares()
-        self.products: PieceNumbers[Tensor] = PieceNumbers(tuple(flat.keys), squares)
+        # By id of a parameter, the key of the piece that is all of it.
+        self._whole = {id(x.parameter): key for key, x in self._pieces.items() if x.view is None}
+        every = {id(piece.parameter): piece.parameter for piece in self._pieces.values()}
+        gradients = {of: gradient(parameter) for of, parameter in every.items()}
+        self._given = {
+            key: piece.own(gradients[id(piece.parameter)]) for key, piece in self._pieces.items()
+        }
+        values = self._values()
+        # On a CPU large gradients are read where they are; elsewhere θ comes over the copy of γ.
+        self._reads = not self.has_copies and any(value.is_cpu for value in values.values())
+        self._copied: Flat | None = self._made(values)  # γ
+        self._copied.take(self._given, read=self._reads)
+        self._gamma = self._copied.views
+        self.products = PieceNumbers(self._copied.keys, self._copied.squares())
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -90,16 +85,22 @@ class ParameterSteps:
     def keep_parameters(self) -> None:
         """Copy the parameters before an optimizer step, over the copy of γ if it is not needed."""
         values = self._values()
-        if self.has_copies:
+        if self.has_copies or self._reads:
             self._before = self._made(values)
         else:
             self._before, self._copied, self._gamma = self._copied, None, self._given
         assert self._before is not None
-        self._before.apply(torch._foreach_copy_, values)
+        self._before.take(values)
         self._at_first = _versions(self._given.values())
 
     def _values(self) -> dict[int, Tensor]:
-        return {key: piece.value() for key, piece in self._pieces.items()}
+        """Return the pieces as they are now; a plain parameter stands for itself."""
+        return {
+            key: piece.parameter
+            if piece.view is None and type(piece.parameter) is nn.Parameter
+            else piece.value()
+            for key, piece in self._pieces.items()
+        }
 
     def _made(self, like: dict[int, Tensor]) -> Flat:
         spare = self._history.flats
@@ -118,11 +119,18 @@ class ParameterSteps:
     def update_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return w of a parameter after the optimizer's step; None if there is no copy of it."""
         key = self._whole.get(id(parameter))
-        return None if key is None else to_compute_dtype(self.taken(self._pieces[key]))
+        return None if key is None else to_compute_dtype(self.taken[key])
 
-    def gamma(self, piece: Piece) -> Tensor:
-        """Return γ of a piece."""
-        return self._gamma[piece.key]
+    @property
+    def gamma(self) -> Parts:
+        """γ of every piece."""
+        return self._gamma
+
+    @property
+    def taken(self) -> Parts:
+        """The subtracted update w = θ before − θ of every piece."""
+        assert self._taken is not None
+        return self._taken.views
 
     def stepped(self) -> None:
         """Take the updates after the optimizer's step."""
@@ -131,14 +139,9 @@ class ParameterSteps:
         self._after = _versions(values.values())
         self._taken = taken = self._made(values) if self._keeps_update else self._before
         if taken is not self._before:
-            taken.apply(torch._foreach_copy_, self._before.views)
+            taken.take(self._before.views)
         taken.apply(torch._foreach_sub_, values)
         self._history.flats.clear()  # no more are needed
-
-    def taken(self, piece: Piece) -> Tensor:
-        """Return the subtracted update w = θ before − θ of a piece."""
-        assert self._taken is not None
-        return self._taken.views[piece.key]
 
     def finish_update(self) -> Tensor:
         """Take the products of w, and return whether `.grad` has changed since its copy.
@@ -151,10 +154,13 @@ class ParameterSteps:
         self.products.w_w = w.dots(w) if self._keeps_update else w.squares()
         if self._copied is not None:
             self.products.w_gamma = w.dots(self._copied)
-            changed = self._copied.differs(self._given)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
             self.products.w_gamma = w.sums()
+        if self.has_copies:
+            assert self._copied is not None
+            changed = self._copied.differs(self._given)
+        else:
             changed = torch.tensor(self._at_first != _versions(self._given.values()))
         self._given = {}
         return changed
@@ -179,13 +185,15 @@ class ParameterSteps:
     def _release(self) -> None:
         """Release all copies; on a CPU the next step uses their memory again."""
         flats = [x for x in dict.fromkeys((self._before, self._taken, self._copied)) if x]
+        for flat in flats:
+            flat.release()
         self._history.flats = [x for x in flats if all(b.is_cpu for b in x.buffers)]
         self._before = self._copied = None
         self._gamma = self._given = {}
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    return [(version(tensor), tensor.data_ptr()) for tensor in tensors]
+    return [(-1 if x.is_inference() else x._version, x.data_ptr()) for x in tensors]
 
 
 def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic
 
 import numpy as np
 
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.records import replaced
-from adiv_monitor.maths.sums import Array, Dots, LayerSums, T, Vector, of_rows
+from adiv_monitor.maths.sums import DOTS, NO_SUMS, Array, StepSums
 from adiv_monitor.report import StepReport
-from adiv_monitor.step.parameter_steps import PieceNumbers
 from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.transfer import StepSums
+from adiv_monitor.step.transfer import Fetched
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
 RULE_TOLERANCE = 0.05
@@ -24,7 +21,7 @@ _MOVED = (
 )
 
 
-# By key of a piece, the share of its products that this rank counts; and `partial` as in `Dots`.
+# By key of a piece, the share of its products that this rank counts; `partial` as in `StepSums`.
 PieceShares = tuple[dict[int, float], bool]
 
 
@@ -34,16 +31,13 @@ class Facts:
 
     Attributes:
         updated: an optimizer has stepped.
-        gradient_scale: the factor by which a fused optimizer divided the gradients.
         gradient_changed: the optimizer changed `.grad` during its step.
         gradient_lost: the optimizer changed `.grad`, and there was no copy.
-        has_applied: the applied update was kept. Where a = u is expected, only the numbers that
-            confirm it are kept.
+        has_applied: the applied update is known: it was kept, or it is the optimizer's.
         weights_changed: the weights changed after the optimizer's step.
     """
 
     updated: bool
-    gradient_scale: float
     gradient_changed: bool
     gradient_lost: bool
     has_applied: bool
@@ -51,18 +45,18 @@ class Facts:
 
 
 @dataclass
-class Contribution(Generic[T]):
+class RankContribution:
     """A rank's contribution to a report.
 
     Attributes:
         report: the report, without readings of layers and attentions, and with a `turn` without
             its elements (see `elements`). Realised changes are those of this rank's samples,
             `losses` those of its batches; `alignment` is already that of all ranks.
-        layers: by path, the records of layers whose rows are known.
         facts: facts about the step as a whole.
+        sums: the numbers of the layers whose rows are known.
         refused: why the step can't be measured at all; empty if it can.
         misdescribed: path → why a layer must not be measured again: its rule does not hold.
-        rows_lost: paths of layers that had rows here but are not in `layers`.
+        rows_lost: paths of layers that had rows here but are not in `sums`.
         checked: layers whose rule has been verified (an output of zeros verifies nothing).
         elements: number of elements of the trained parameters whose turn it is.
         attention: records of attentions by path.
@@ -71,23 +65,20 @@ class Contribution(Generic[T]):
     """
 
     report: StepReport
-    layers: dict[str, LayerSums[T]]
     facts: Facts
+    sums: StepSums = NO_SUMS
     refused: tuple[str, ...] = ()
     misdescribed: dict[str, str] = field(default_factory=dict)
     rows_lost: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()
     elements: int = 0
-    attention: dict[str, AttentionSums[T]] = field(default_factory=dict)
+    attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
     is_settled: bool = False
 
 
-RankContribution = Contribution[Array]
-
-
 def make_contribution(
-    found: StepSums[Array],
+    found: Fetched,
     pieces: Mapping[str, PieceShares],
     *,
     number: int,
@@ -105,37 +96,29 @@ def make_contribution(
         notes: notes for the reader.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
-    flags, facts = found.flags, _facts(found, keeps_gradient)
+    facts, sums = _facts(found, keeps_gradient), found.sums
     report = StepReport(number, {}, {}, 0.0, tuple(notes))
-    skipped = flags.skipped is not None and flags.skipped.any()
-    moved = flags.moved is not None and flags.moved.any()
-    if skipped or moved:
-        refused = tuple(why for why, is_so in ((_SKIPPED, skipped), (_MOVED, moved)) if is_so)
-        return RankContribution(report, {}, facts, refused)
-    errors = {
-        path: float(layer.evidence.rule_error)
-        for path, layer in found.layers.items()
-        if layer.evidence.rule_error is not None
-    }
-    misdescribed, lost = _misdescribed(errors), _lost(found.layers)
+    reasons = (_SKIPPED, "skipped"), (_MOVED, "moved")
+    if refused := tuple(why for why, name in reasons if _is_set(found, name)):
+        return RankContribution(report, facts, refused=refused)
+    errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
+    misdescribed, lost = _misdescribed(errors), _lost(sums)
+    is_kept = [path not in misdescribed and path not in lost for path in sums.paths]
+    sums = sums.pick(np.flatnonzero(is_kept))
     with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
-        products = _by_piece(found.products, facts.gradient_scale)
-        layers = {
-            path: _with_dots(layer, _dots(products, pieces[path]))
-            for path, layer in found.layers.items()
-            if path not in misdescribed and path not in lost
-        }
-    change, changes = flags.loss_change, flags.loss_changes
+        _add_dots(sums, found, pieces)
+        sums.layers["terms"] = _terms(sums)
+    change, changes = found.flags.get("loss_change"), found.flags.get("loss_changes")
     report = replace(
         report,
         unsupported={**unreached, **lost, **misdescribed},
-        realised_loss_change=None if change is None else float(change),
-        realised_loss_changes=() if changes is None else tuple(changes.tolist()),
+        realised_loss_change=float(change[0]) if change else None,
+        realised_loss_changes=tuple(changes[0].tolist()) if changes else (),
     )
     return RankContribution(
         report,
-        layers,
         facts,
+        sums,
         misdescribed=misdescribed,
         rows_lost=(*misdescribed, *lost),
         checked=tuple(path for path, error in errors.items() if error <= RULE_TOLERANCE),
@@ -144,81 +127,63 @@ def make_contribution(
 
 def learn(history: RunHistory, part: RankContribution) -> None:
     """Record this step's facts in the run history, for the coming steps."""
-    if part.facts.updated and part.layers:
-        history.seen |= part.layers.keys() | part.report.unsupported.keys()
+    if part.facts.updated and part.sums.paths:
+        history.seen |= {*part.sums.paths, *part.report.unsupported}
         history.learn(
             gradient_changed=part.facts.gradient_changed,
             weights_changed=part.facts.weights_changed,
         )
 
 
-def _facts(found: StepSums[Array], keeps_gradient: bool) -> Facts:
-    products, flags = found.products, found.flags
-    # Without an optimizer there are no products of updates.
-    updated, has_applied = bool(products.w_w), bool(products.a_w)
-    changed = flags.gradient_changed is not None and bool(flags.gradient_changed.any())
-    weights_changed = flags.weights_changed is not None and bool(flags.weights_changed.any())
+def _is_set(found: Fetched, name: str) -> bool:
+    return any(of.any() for of in found.flags.get(name, ()))
+
+
+def _facts(found: Fetched, keeps_gradient: bool) -> Facts:
+    _, w_w, _, a_a, *_ = found.pieces
+    changed, weights_changed = (_is_set(found, f"{of}_changed") for of in ("gradient", "weights"))
+    if found.has_applied:
+        # Computed in the same way, they are equal to the last bit unless θ has changed.
+        weights_changed |= not np.array_equal(w_w, a_a, equal_nan=True)
     return Facts(
-        updated=updated,
-        gradient_scale=1.0 if flags.gradient_scale is None else float(flags.gradient_scale),
+        updated=found.updated,
         gradient_changed=changed,
         gradient_lost=changed and not keeps_gradient,
-        has_applied=has_applied,
-        weights_changed=weights_changed or (has_applied and _applied_differs(products)),
+        has_applied=found.has_applied or (found.updated and not weights_changed),
+        weights_changed=weights_changed,
     )
 
 
-def _applied_differs(products: PieceNumbers[Array]) -> bool:
-    # Computed in the same way, they are equal to the last bit unless θ has changed.
-    pairs = zip(products.w_w, products.a_a, strict=True)
-    return not all(np.array_equal(w, a, equal_nan=True) for w, a in pairs)
+def _add_dots(sums: StepSums, found: Fetched, pieces: Mapping[str, PieceShares]) -> None:
+    """Add the dot products of all parameters of each layer, with γ in the optimizer's units."""
+    shares, layers = [pieces[path][0] for path in sums.paths], sums.layers
+    place = {key: i for i, key in enumerate(found.keys)}
+    at = np.array([place[key] for of in shares for key in of], dtype=np.int64)
+    counted = found.pieces[:, at] * [share for of in shares for share in of.values()]
+    layer = np.repeat(np.arange(len(shares)), [len(of) for of in shares])
+    unit = float(found.flags["gradient_scale"][0]) if "gradient_scale" in found.flags else 1.0
+    for name, values in zip(DOTS, counted, strict=True):
+        layers[name] = np.bincount(layer, values, len(shares)) / unit ** name.count("gamma")
+    if not found.has_applied:  # a = u
+        for of_a, of_w in (("a_a", "w_w"), ("a_w", "w_w"), ("a_gamma", "w_gamma")):
+            layers[of_a] = layers[of_w]
 
 
-ByPiece = tuple[Sequence[int], Array, list[bool]]  # keys; (products, pieces); which are known
+def _terms(sums: StepSums) -> Array:
+    """Return `terms` of each layer, by ‖g_r φ_rᵀ‖² = (D G)_r·g_r.
 
-
-def _by_piece(products: PieceNumbers[Array], gradient_scale: float) -> ByPiece:
-    """Return the dot products in the order of `Dots`, with γ in the optimizer's units."""
-    unit = gradient_scale
-    every = (
-        (products.gamma_gamma, unit**2),
-        *((products.w_w, 1.0), (products.w_gamma, unit)),
-        *((products.a_a, 1.0), (products.a_w, 1.0), (products.a_gamma, unit)),
-    )
-    numbers = np.zeros((len(every), len(products.keys)))
-    for row, (parts, units) in zip(numbers, every, strict=True):
-        row[:] = np.concatenate(parts) / units if parts else 0.0
-    return products.keys, numbers, [bool(parts) for parts, _ in every]
-
-
-def _dots(products: ByPiece, pieces: PieceShares) -> Dots[float]:
-    """Return the dot products of all parameters of a layer."""
-    (keys, numbers, known), (shares, partial) = products, pieces
-    of_pieces = numbers[:, [keys.index(key) for key in shares]]
-    first, *others = (of_pieces @ np.array(list(shares.values()))).tolist()
-    w_w, w_gamma, a_a, a_w, a_gamma = [
-        x if is_known else None for x, is_known in zip(others, known[1:], strict=True)
-    ]
-    return Dots(first, w_w, w_gamma, a_a, a_w, a_gamma, partial)
-
-
-def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
-    """Add the parameters' products and `Evidence.terms`, by ‖g_r φ_rᵀ‖² = (D G)_r·g_r.
-
-    D is the diagonal of the scales.
+    D is the diagonal of the scales. Without scales ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖ with the Jacobian J_r of
+    a row.
     """
-    squares = of_rows(layer, Vector.G, Vector.G)
-    if layer.blocks is not None:
-        squares = of_rows(layer, Vector.OWN, Vector.G)
-    elif layer.scale is not None:
-        squares = squares * layer.scale
-    else:  # ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖ with the Jacobian J_r of a row
-        gamma_gamma = dots.gamma_gamma or 1.0
-        squares = squares * of_rows(layer, Vector.E, Vector.E) / gamma_gamma
-    seen, rows = layer.evidence, layer.sampled
-    length = np.sqrt(np.maximum(squares, 0.0)).sum()
-    terms = float(length * rows.total / max(rows.seen, 1))
-    return replaced(layer, parameters=dots, evidence=replaced(seen, terms=terms))
+    layers, rows = sums.layers, sums.rows
+    groups, gamma_gamma = (layers[name][rows["layer"]] for name in ("groups", "gamma_gamma"))
+    of_gamma = rows["G_G"] * rows["e_e"] / np.where(gamma_gamma == 0, 1.0, gamma_gamma)
+    squares = np.select(
+        [groups > 1, groups == 1], [rows["own_G"], rows["G_G"] * rows["scale"]], of_gamma
+    )
+    length = sums.total(np.sqrt(np.maximum(squares, 0.0)))
+    found: Array = length * layers["total"] / np.maximum(sums.seen, 1)
+    return found
 
 
 def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
@@ -230,11 +195,10 @@ def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-def _lost(layers: Mapping[str, LayerSums[Array]]) -> dict[str, str]:
-    seen = {path: layer.evidence for path, layer in layers.items()}
+def _lost(sums: StepSums) -> dict[str, str]:
+    errors = sums.layers["replay_error"]
     return {
-        path: "a rerun of its call does not return what the call returned (relative error "
-        f"{error:.2g}), so its rows are not known"
-        for path, e in seen.items()
-        if e.replay_error is not None and (error := float(e.replay_error)) > 10 * e.tolerance
+        sums.paths[i]: "a rerun of its call does not return what the call returned (relative error "
+        f"{errors[i]:.2g}), so its rows are not known"
+        for i in np.flatnonzero(errors > 10 * sums.tolerance)
     }

@@ -1,13 +1,14 @@
 """What measured steps showed about a run, which later steps rely on."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ref
 
+import numpy as np
 from torch import Tensor
 
-from adiv_monitor.maths.sums import Array, LayerSums, factor_of
+from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.gradient_check import tells
@@ -20,15 +21,12 @@ _CHECKED_EVERY = 16
 _FORESEEN = ("", "shared", "weighed")
 
 
-def _cheapest(layers: Mapping[str, LayerSums[Array]]) -> str | None:
+def _cheapest(sums: StepSums) -> str | None:
     """Return the path of the layer whose check costs least and tells a factor."""
-
-    def cost(path: str) -> int:
-        layer = layers[path]
-        groups = 1 if layer.blocks is None else layer.blocks.groups
-        return layer.sampled.total * (layer.about.features or 1) * groups
-
-    return min((path for path, layer in layers.items() if tells(layer)), key=cost, default=None)
+    telling = [i for i in range(len(sums.paths)) if tells(sums, i)]
+    features = np.array([about.features or 1 for about in sums.about])
+    cost = sums.layers["total"] * features * np.maximum(sums.layers["groups"], 1)
+    return sums.paths[min(telling, key=cost.__getitem__)] if telling else None
 
 
 class Untrained(NamedTuple):
@@ -61,6 +59,7 @@ class RunHistory:
             measured steps in a row.
         distrusted: layers whose gradient was once not that of their rows times a known factor.
         seen: layers that were measured, or found to be unmeasurable.
+        checked_rules: layers whose module's rule was checked against the output.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
@@ -77,6 +76,7 @@ class RunHistory:
     sound: set[str] = field(default_factory=set)
     distrusted: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
+    checked_rules: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
@@ -98,29 +98,29 @@ class RunHistory:
 
     def checks(
         self,
-        layers: Mapping[str, LayerSums[Array]],
-        reasons: Mapping[str, str],
+        sums: StepSums,
+        reasons: Sequence[str],
         *,
         doubted: bool,
     ) -> None:
         """Learn from a check which gradients the next one is to check.
 
         Args:
-            layers: the layers, in the units of the optimizer's gradient.
-            reasons: why a gradient is not that of its rows; see `outcome.py`.
+            sums: the layers, in the units of the optimizer's gradient.
+            reasons: why the gradient of each is not that of its rows; see `outcome.py`.
             doubted: the sampled rows speak against a gradient that was not checked.
         """
-        is_sound = not any(reasons[path] not in _FORESEEN for path in layers)
-        told = [path for path, layer in layers.items() if layer.evidence.is_checked]
+        is_sound = all(reason in _FORESEEN for reason in reasons)
+        told = [sums.paths[i] for i in np.flatnonzero(sums.checked)]
         is_whole = told != [self.telling]
         is_sound &= is_whole or not doubted
-        is_sound &= len({factor_of(layer) for layer in layers.values()}) == 1
-        was_sound, self.sound = self.sound, set(layers) if is_sound else set()
+        is_sound &= len(set(sums.layers["factor"].tolist())) == 1
+        was_sound, self.sound = self.sound, set(sums.paths) if is_sound else set()
         self.checked = 0 if is_whole else self.checked + 1
         if not self.sound or self.sound != was_sound:
             self.telling = None
         elif is_whole:
-            self.telling = _cheapest(layers)
+            self.telling = _cheapest(sums)
 
     def knows(self, paths: Collection[str]) -> bool:
         """Return whether all these layers were seen before; a new one may do anything."""

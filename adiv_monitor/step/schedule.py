@@ -1,19 +1,24 @@
 """Schedules of measured steps: at a fixed interval, or by a bound on their cost."""
 
 import math
+import time
 from collections import deque
-from collections.abc import Iterable
-from statistics import median_low
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from statistics import median, median_low
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from adiv_monitor.step.ranks import tell, told, untell
-from adiv_monitor.step.times import is_captured, step_times
 
 # Numbers of steps from the start of a measured one until its cost is read, since a device may lag
 # behind, and until all ranks know the interval that the first rank has set.
 _READ, _SHORTEST = 8, 20
 _FIRST, _LEAST = (10, 100), 100  # unless an interval was asked for: besides the first step
+
+Mark = TypeVar("Mark")
 
 
 class Unasked(float):
@@ -37,18 +42,22 @@ class Schedule:
 
     Attributes:
         interval: present number of steps from one measured step to the next.
+        turns: number of measured steps so far.
     """
 
     def __init__(self, every_n_steps: int | None, max_overhead: float | None) -> None:
         is_alone = every_n_steps is not None and isinstance(max_overhead, Unasked)
         self._bound = None if is_alone else max_overhead
         self._first = _FIRST if every_n_steps is None else ()
-        self.interval = every_n_steps or _LEAST
+        self._least = every_n_steps or _LEAST
         if self._bound is not None:
-            self.interval = max(self.interval, _SHORTEST)
-        self._least = self.interval
+            self._least = max(self._least, _SHORTEST)
+        self.interval = self._least
+        self.turns = 0
+        self._measures = True  # the coming step, as the first
         self._costs: deque[float] = deque(maxlen=9)
-        self._name: str | None = None  # of what is measured; None: no steps are timed
+        self._name = ""  # of what is measured
+        self._times: StepTimes[Any] | None = None  # None: no steps are timed
         self._next = 0  # number of the step to measure next
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
@@ -59,28 +68,31 @@ class Schedule:
             parameter: a parameter of the model, on the device that trains it.
             name: name of the measured model, the same in all ranks that train together.
         """
-        if self._bound is None:
-            return
-        self._begun = self._last = step  # step measured first, and last
-        self._times = step_times(parameter)
-        self._name = name
-        self._plan(self._bound, name)
+        if self._bound is not None:
+            self._begun = self._last = step  # step measured first, and last
+            self._times, self._name = step_times(parameter), name
+            self._plan(self._bound)
 
     def forward_begins(self) -> None:
         """Record that the forward pass of a measured step begins."""
-        if self._bound is not None and not is_captured():
+        if self._times is not None and not _is_captured():
             self._times.forward_begins()
 
     def step_ended(self, coming: int) -> bool:
         """Record the end of a step; return whether the coming step is to be measured."""
-        if self._bound is None or self._name is None:
+        self.turns += self._measures
+        self._measures = self._is_due(coming)
+        return self._measures
+
+    def _is_due(self, coming: int) -> bool:
+        if self._times is None or self._bound is None:
             return coming % self.interval == 0 or coming in self._first
-        since = coming - self._last
-        if since <= _READ and self._last > self._begun and not is_captured():
-            self._times.step_ended(measured=since == 1)
+        since, times = coming - self._last, None if _is_captured() else self._times
+        if times is not None and since <= _READ and self._last > self._begun:
+            times.step_ended(measured=since == 1)
             if since == _READ:
-                self._costs += self._times.costs()
-                self._plan(self._bound, self._name)
+                self._costs += times.costs()
+                self._plan(self._bound)
         if since == _SHORTEST:
             first = told(self._name, self.interval, self._next)
             if first[1] >= coming:
@@ -88,30 +100,31 @@ class Schedule:
         if coming < self._next:
             return False
         self._last, self._next = coming, self._after(coming)
-        if not is_captured():
-            self._times.begin()
+        if times is not None:
+            times.begin()
         return True
 
-    def costs(self) -> list[float]:
-        """Return the costs of measured steps so far, in plain steps."""
-        return list(self._costs)
+    def state(self) -> dict[str, Any]:
+        """Return the state for a resumed run, with the costs of measured steps, in plain steps."""
+        return {"costs": [*self._costs], "turns": self.turns}
 
-    def resume(self, costs: Iterable[float]) -> None:
-        """Start from the costs of a resumed run; call this before `begin`."""
+    def resume(self, costs: Iterable[float] = (), turns: int = 0) -> None:
+        """Go on from a saved state; call this before `begin`."""
         self._costs.extend(costs)
+        self.turns = turns
 
     def end(self) -> None:
         """End the schedule, and remove the numbers published to other ranks."""
-        if self._name is not None:
+        if self._times is not None:
             untell(self._name)
 
-    def _plan(self, bound: float, name: str) -> None:
+    def _plan(self, bound: float) -> None:
         """Set the interval, and the step to measure next, by the costs so far; tell the ranks."""
         if self._costs:
             # The median, not the mean: other work in a measured step only lengthens it.
             self.interval = interval(median_low(self._costs), bound, self._least)
         self._next = self._after(self._last)
-        tell(name, self.interval, self._next)
+        tell(self._name, self.interval, self._next)
 
     def _after(self, step: int) -> int:
         """Return the step to measure after this one, by the present interval."""
@@ -133,3 +146,92 @@ def interval(cost: float, bound: float, least: int) -> int:
     power: int = 10 ** (len(str(exact)) - 1)
     rounded = next(n * power for n in (1, 2, 5, 10) if n * power >= exact)
     return max(least, rounded)
+
+
+class StepTimes(Generic[Mark]):
+    """Timer of some steps, each from the end of the previous step to its own end.
+
+    A measured step is timed together with the next one, in which its report is completed. No device
+    is ever waited for.
+
+    Args:
+        now: sets a mark.
+        passed: returns seconds between two marks; None until the device has reached both.
+    """
+
+    def __init__(
+        self, now: Callable[[], Mark], passed: Callable[[Mark, Mark], float | None]
+    ) -> None:
+        self._now, self._passed = now, passed
+        self._marks = [now()]  # marks of the current step
+        self._is_open = False  # whether a measured step has ended, and the next one has not
+        self._waiting: deque[tuple[deque[list[float]], list[Mark]]] = deque()
+        self._plain: deque[list[float]] = deque(maxlen=32)
+        self._measured: deque[list[float]] = deque(maxlen=32)
+
+    def begin(self) -> None:
+        """Set a mark at the beginning of a measured step, if those before it were not timed."""
+        self._marks = [self._now()]
+
+    def forward_begins(self) -> None:
+        """Set a mark in a measured step: the time before it may include an evaluation."""
+        self._marks.append(self._now())
+
+    def step_ended(self, *, measured: bool) -> None:
+        """Set a mark at the end of a step."""
+        if measured:
+            self._is_open = True
+            return
+        self._marks.append(self._now())
+        self._waiting.append((self._measured if self._is_open else self._plain, self._marks))
+        self._marks, self._is_open = self._marks[-1:], False
+
+    def costs(self) -> list[float]:
+        """Return the extra time of each measured step since the last call, in plain steps.
+
+        A plain step is the median of the last ones, since loading, evaluation and the like fall in
+        between. Before the forward pass of a measured step they count as one plain step at most.
+        """
+        while self._waiting:
+            times, marks = self._waiting[0]
+            parts = [self._passed(*pair) for pair in pairwise(marks)]
+            seconds = [part for part in parts if part is not None]
+            if len(seconds) < len(parts):
+                break
+            times.append(seconds)
+            self._waiting.popleft()
+        if not self._plain:
+            return []
+        plain = median(sum(parts) for parts in self._plain)
+        costs = [(min(before, plain) + sum(rest)) / plain - 2 for before, *rest in self._measured]
+        self._measured.clear()
+        return costs
+
+
+def step_times(parameter: Tensor) -> StepTimes[Any]:
+    """Return a timer for the steps of a model with this parameter."""
+    if not parameter.is_cuda:  # the device has done its work when Python goes on
+        return StepTimes(time.perf_counter, _between)
+
+    device = parameter.device
+
+    def now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def passed(start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        happened = start.query() and end.query()  # type: ignore[no-untyped-call]
+        return start.elapsed_time(end) / 1000 if happened else None
+
+    return StepTimes(now, passed)
+
+
+def _between(start: float, end: float) -> float:
+    return end - start
+
+
+def _is_captured() -> bool:
+    """Return whether a CUDA graph is captured here, in which events may not be asked anything."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(is_used and torch.cuda.is_current_stream_capturing())

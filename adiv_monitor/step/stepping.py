@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,22 +50,22 @@ def learning_rates(optimizer: Optimizer) -> Rates:
 
     A tensor is copied on its device, since a scheduler may write to it before it is read.
     """
-    name, several = type(optimizer).__name__, optimizer.param_groups
-    found: list[float | Tensor] = []
-    for group in several:
-        rate = group.get("lr")
-        if isinstance(rate, Tensor):
-            found.append(rate.detach().clone())
-        elif isinstance(rate, Real):
-            found.append(float(rate))
-        else:
-            return NO_RATES._replace(optimizer=name)
-    up = all(group.get("maximize") is True for group in several)
-    if len(several) == 1:
-        return Rates(name, found, {}, up)
+    several = optimizer.param_groups
+    rates = [_own(group["lr"]) for group in several if isinstance(group.get("lr"), Real | Tensor)]
     return Rates(
-        name, found, {id(p): i for i, group in enumerate(several) for p in group["params"]}, up
+        type(optimizer).__name__,
+        rates if len(rates) == len(several) else (),
+        {
+            id(p): i
+            for i, group in enumerate(several if several[1:] else ())
+            for p in group["params"]
+        },
+        all(group.get("maximize") is True for group in several),
     )
+
+
+def _own(rate: Any) -> float | Tensor:
+    return rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
 
 
 def is_within_own_step(optimizer: Optimizer) -> bool:

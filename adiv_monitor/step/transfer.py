@@ -1,122 +1,196 @@
 """Transfer of all numbers of a step from device to host at once."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.records import numbers_of, replaced, with_numbers
-from adiv_monitor.maths.sums import (
-    Array,
-    Blocks,
-    Common,
-    LayerSums,
-    StackedSums,
-    T,
-    Totals,
-    column_of,
-    pairs_of,
-)
-from adiv_monitor.maths.totals import by_layer
+from adiv_monitor.features.rows import Index
+from adiv_monitor.maths.attention_sums import AttentionSums, tensors_of, with_arrays
+from adiv_monitor.maths.sums import DOTS, TABLES, About, Array, StepSums, Table, blank, in_order
 from adiv_monitor.step.parameter_steps import PieceNumbers
 
+Flags = dict[str, list[Tensor]]  # numbers of the step as a whole, by name; see `Fetched`
 
-@dataclass(slots=True, eq=False)
-class Flags(Generic[T]):
-    """Numbers of the step as a whole.
+
+class Columns(NamedTuple):
+    """Numbers for some columns of a table.
 
     Attributes:
-        gradient_scale: the factor by which a fused optimizer divided the gradients.
-        gradient_changed: nonzero if the optimizer changed `.grad` during its step.
-        weights_changed: nonzero if the weights changed after the optimizer's step; None: not known.
-        skipped: > 0 if a fused optimizer found inf and did nothing.
-        moved: nonzero if the optimizer moved the weights before the gradient was computed.
-        loss_change: realised change of the loss.
-        loss_changes: realised change of every sample's loss.
-        began: some weights as the optimizer's step began.
-        stepped: the same as it ended.
-        untrained: norms of some entries of each parameter that the optimizer does not step.
-        loss_gradients: `Passes.losses`.
-        zeroed: `Passes.norms`.
-        batch: `Capture.batch`.
-        next_batch: `Capture.next_batch`.
+        table: the table.
+        paths: the layers; None: was lost.
+        tensors: by column, for each layer equally many lines.
+        known: by column, numbers that are known on the host: one, or one for each line of a layer.
+        counts: how many lines each layer has; the others are padding.
     """
 
-    gradient_scale: T | None = None
-    gradient_changed: T | None = None
-    weights_changed: T | None = None
-    skipped: T | None = None
-    moved: T | None = None
-    loss_change: T | None = None
-    loss_changes: T | None = None
-    began: T | None = None
-    stepped: T | None = None
-    untrained: tuple[T, ...] = ()
-    loss_gradients: tuple[T, ...] = ()
-    zeroed: tuple[T, ...] = ()
-    batch: tuple[T, ...] = ()
-    next_batch: tuple[T, ...] = ()
+    table: str
+    paths: Sequence[str | None]
+    tensors: Mapping[str, Tensor]
+    known: Mapping[str, Index | float]
+    counts: Sequence[int] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepSums(Generic[T]):
-    """All numbers of a step.
+class Outgoing:
+    """The numbers of a step on their way to the host.
 
     Attributes:
-        layers: records of layers by path; `fetch` adds the numbers of rows.
-        rows: numbers of the sampled rows of these layers, stacked.
-        totals: by paths, stacked sums over all rows of these layers.
         flags: numbers of the step as a whole.
-        products: dot products of the parameters.
+    """
+
+    def __init__(self) -> None:
+        self.flags: Flags = {}
+        self._layers: dict[str, tuple[About, int, dict[str, object]]] = {}
+        self._columns: list[Columns] = []
+
+    def begin(self, path: str, about: About, seen: int, **known: object) -> None:
+        """Add a layer.
+
+        Args:
+            path: the layer.
+            about: its static properties.
+            seen: number of its sampled rows.
+            known: what is known on the host of its line in the table of layers.
+        """
+        self._layers[path] = about, seen, known
+
+    def add(
+        self,
+        table: str,
+        paths: Sequence[str | None],
+        tensors: Mapping[str, Tensor],
+        counts: Sequence[int] | None = None,
+        **known: Index | float,
+    ) -> None:
+        """Add numbers of layers; see `Columns`."""
+        self._columns.append(Columns(table, paths, tensors, known, counts))
+
+    def forget(self, path: str) -> None:
+        """Drop a layer: it was lost."""
+        self._layers.pop(path, None)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of layers."""
+        return [tensor for of in self._columns for tensor in of.tensors.values()]
+
+    def sums(self, arrays: Iterator[Array]) -> StepSums:
+        """Return the numbers of the layers whose rows are there, in the order of the model.
+
+        Args:
+            arrays: `tensors` on the host.
+        """
+        arrived = {path for of in self._columns if of.table == "rows" for path in of.paths}
+        number = {path: i for i, path in enumerate(filter(arrived.__contains__, self._layers))}
+        about = [self._layers[path] for path in number]
+        seen = np.array([seen for _, seen, _ in about], dtype=np.int64)
+        starts = np.cumsum(seen) - seen
+        layers, rows = blank("layers", len(number)), blank("rows", int(seen.sum()))
+        rows["layer"] = np.repeat(np.arange(len(number)), seen)
+        for i, (_, _, known) in enumerate(about):
+            for name, value in known.items():
+                layers[name][i] = value
+        parts: dict[str, list[Table]] = {name: [blank(name, 0)] for name in TABLES}
+        for of in self._columns:
+            kept = [i for i, path in enumerate(of.paths) if path in number]
+            at = np.array([number[path] for path in of.paths if path in number], dtype=np.int64)
+            found = [next(arrays).reshape(len(of.paths), -1)[kept] for _ in of.tensors]
+            columns = {**dict(zip(of.tensors, found, strict=True)), **of.known}
+            if of.table == "layers":
+                for name, value in columns.items():
+                    layers[name][at] = value[:, 0] if isinstance(value, np.ndarray) else value
+            elif of.table == "rows":
+                places = starts[at][:, None] + np.arange(found[0].shape[1])
+                for name, value in columns.items():
+                    rows[name][places] = value
+            else:
+                counts = None if of.counts is None else np.array(of.counts)[kept]
+                parts[of.table].append(_lines(of.table, at, columns, starts[at], counts))
+        several = {name: in_order(np.concatenate(of)) for name, of in parts.items()}
+        several["rows"] = rows
+        return StepSums(tuple(number), tuple(of for of, _, _ in about), layers, **several)
+
+
+def _lines(
+    table: str, at: Index, columns: Mapping[str, Any], starts: Index, counts: Index | None
+) -> Table:
+    """Return lines of some layers, whose entries' rows are counted from the start of the layer's.
+
+    Args:
+        table: the table.
+        at: the layers.
+        columns: numbers, (layers, lines), (lines,) or one.
+        starts: the first row of each layer.
+        counts: see `Columns`.
+    """
+    width = max(np.shape(value)[-1] for value in columns.values() if np.ndim(value))
+    lines = blank(table, (len(at), width))
+    lines["layer"] = at[:, None]
+    for name, value in columns.items():
+        lines[name] = value + starts[:, None] if name == "row" and np.ndim(value) else value
+    return lines.reshape(-1) if counts is None else lines[np.arange(width) < counts[:, None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """All numbers of a step on the host.
+
+    Attributes:
+        sums: those of the layers.
+        flags: those of the step as a whole, by name.
+
+            - gradient_scale: the factor by which a fused optimizer divided the gradients.
+            - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
+            - weights_changed: nonzero if the weights changed after the optimizer's step.
+            - skipped: > 0 if a fused optimizer found inf and did nothing.
+            - moved: nonzero if the optimizer moved the weights before the gradient was computed.
+            - loss_change: realised change of the loss.
+            - loss_changes: realised change of every sample's loss.
+            - began, stepped: some weights as the optimizer's step began, and as it ended.
+            - untrained: norms of some entries of each parameter that the optimizer does not step.
+            - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
+            - batch, next_batch: those of `Capture`.
+
+        pieces: dot products of pieces of parameters, (`DOTS`, pieces); 0: not computed.
+        keys: the pieces.
+        updated: an optimizer stepped, so those of w are computed.
+        has_applied: those of a are computed.
         attention: records of each call, by path of the attention.
     """
 
-    layers: dict[str, LayerSums[T]]
-    rows: tuple[StackedSums[T], ...]
-    totals: dict[tuple[str, ...], Totals[T]]
-    flags: Flags[T]
-    products: PieceNumbers[T]
-    attention: dict[str, tuple[AttentionSums[T], ...]]
+    sums: StepSums
+    flags: dict[str, list[Array]]
+    pieces: Array
+    keys: Sequence[int]
+    updated: bool
+    has_applied: bool
+    attention: dict[str, list[AttentionSums[Array]]]
 
 
-def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
-    """Copy the numbers to the host, and add those of rows to the layers."""
-    found = cast("StepSums[Array]", with_numbers(step, fetch_tensors(numbers_of(step))))
-    totals = by_layer(found.totals, {p: x.sampled.total for p, x in found.layers.items()})
-    rows = dict(_of_rows(found.rows))  # also of layers that were lost since
-    layers = {
-        path: replaced(layer, totals=totals.get(path), **rows[path])
-        for path, layer in found.layers.items()  # in the order of the model
-        if path in rows
-    }
-    return replaced(found, layers=layers)
-
-
-def _of_rows(several: Iterable[StackedSums[Array]]) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield path and fields of `LayerSums` of stacked layers."""
-    for x in several:
-        layers, paths = iter(np.moveaxis(x.products, 0, 2)), iter(x.paths)
-        for part in x.parts:
-            pairs = pairs_of(part.vectors)
-            columns = [column_of(pairs_of(x.vectors), *pair) for pair in pairs]
-            for i, path, products in zip(range(part.count), paths, layers, strict=False):
-                found: dict[str, Any] = {"vectors": part.vectors, "products": products[:, columns]}
-                if part.scale is not None:
-                    found["scale"] = part.scale[i]
-                if (of := part.blocks) is not None:
-                    arrays = (of.sums[i], of.norms[i], of.largest[i], of.entries[i])
-                    found["blocks"] = Blocks(of.groups, of.pivot[i], *arrays, of.entry_rows)
-                if part.common is not None:
-                    products_of, norms, sums = part.common
-                    one = i if norms.ndim > 1 else slice(None)
-                    total = None if sums is None else sums[one]
-                    found["common"] = Common(products_of[one], norms[one], total)
-                yield path, found
+def fetch(
+    out: Outgoing,
+    products: PieceNumbers,
+    attention: Mapping[str, Sequence[AttentionSums[Tensor]]],
+) -> Fetched:
+    """Copy the numbers of a step to the host."""
+    of_flags = [tensor for of in out.flags.values() for tensor in of]
+    of_pieces = [part for name in DOTS for part in getattr(products, name)]
+    calls = [call for of in attention.values() for call in of]
+    of_calls = [tensor for call in calls for tensor in tensors_of(call)]
+    arrays = iter(fetch_tensors([*out.tensors, *of_flags, *of_pieces, *of_calls]))
+    sums = out.sums(arrays)
+    flags = {name: [next(arrays) for _ in of] for name, of in out.flags.items()}
+    pieces = np.zeros((len(DOTS), len(products.keys)))
+    for line, name in zip(pieces, DOTS, strict=True):
+        if parts := [next(arrays) for _ in getattr(products, name)]:
+            line[:] = np.concatenate(parts)
+    found = {path: [with_arrays(call, arrays) for call in of] for path, of in attention.items()}
+    updated, has_applied = bool(products.w_w), bool(products.a_w)
+    return Fetched(sums, flags, pieces, products.keys, updated, has_applied, found)
 
 
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
@@ -137,8 +211,6 @@ def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:
         )
         for device in set(devices)
     }
-    if len(fetched) == 1:
-        return list(*fetched.values())
     return [next(fetched[device]) for device in devices]
 
 
@@ -149,13 +221,6 @@ def _on_host(tensors: list[Tensor]) -> list[Array]:
     except torch.OutOfMemoryError:  # copying one by one needs no extra memory on the device
         return [part.cpu().double().numpy() for part in tensors]
     numbers: Array = flat.cpu().double().numpy()
-    found: list[Array] = []
-    end = 0
-    for tensor in tensors:
-        if tensor.ndim == 1:  # most are: there are thousands of them
-            start, end = end, end + tensor.shape[0]
-            found += (numbers[start:end],)
-        else:
-            start, end = end, end + tensor.numel()
-            found += (numbers[start:end].reshape(tensor.shape),)
-    return found
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    parts = np.split(numbers, ends[:-1])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

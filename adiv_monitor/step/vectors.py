@@ -18,9 +18,10 @@ from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import to_device
-from adiv_monitor.maths.sums import Blocks, FamilySums, LayerSums, StackedSums, Vector, pairs_of
+from adiv_monitor.features.rows import dots, to_device
+from adiv_monitor.maths.sums import Vector, names_of, pairs_of
 from adiv_monitor.maths.totals import MOST_ENTRIES
+from adiv_monitor.step.transfer import Outgoing
 
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
@@ -39,22 +40,18 @@ class LayerInProgress:
     Attributes:
         layer: the layer.
         features: Φ of the rows of all calls; None once they are stacked.
-        sums: the record for the host, without numbers of the rows.
         G: ∂L/∂z, as the backward pass left it.
         z: the outputs.
         gamma: γ of weight and bias.
         e: the move of a plain gradient step, where it is known already.
-        d: the move of the optimizer's step by weight and bias, in such a layer.
     """
 
     layer: Layer
     features: Features | None
-    sums: LayerSums[Tensor]
     G: Tensor
     z: Tensor
     gamma: Change
     e: Tensor | None = None
-    d: Change | None = None
 
 
 class Family:
@@ -92,30 +89,14 @@ class Family:
             )
         return scale.to(G.dtype).reshape(len(self.layers), self._rows, groups)
 
-    def move(self, changes: Sequence[Change], out: Tensor, by_bias: Tensor | None = None) -> None:
-        """Write Φ_W ΔWᵀ + φ_b ⊗ Δb of every layer to `out`, and its last term to `by_bias`."""
-        weights, biases = zip(*changes, strict=True)
-        weight, bias = self._together(weights), self._together(biases)
-        self.put(
-            None if weight is None else self._features.by_weight(weight),
-            None if bias is None else self._features.by_bias(bias),
-            out,
-            by_bias,
-        )
-
-    @staticmethod
-    def put(
-        of_weight: Tensor | None, of_bias: Tensor | None, out: Tensor, by_bias: Tensor | None
-    ) -> None:
-        """Write the sum of both to `out`, and the second to `by_bias`."""
-        if of_weight is None or of_bias is None:
-            lone = of_bias if of_weight is None else of_weight
-            assert lone is not None
-            out.copy_(lone)
-        else:
-            torch.add(of_weight, of_bias, out=out if of_weight.dim() == 3 else out[0])
-        if by_bias is not None:
-            by_bias.copy_(torch.zeros_like(out) if of_bias is None else of_bias)
+    def move(self, changes: Sequence[Change], of: Mapping[Vector, Tensor], vector: Vector) -> None:
+        """Write Φ_W ΔWᵀ + φ_b ⊗ Δb of every layer to a vector; with that of d, its last term."""
+        weight, bias = map(self._together, zip(*changes, strict=True))
+        out, of_bias = of[vector], of.get(Vector.BIAS) if vector is Vector.D else None
+        self._features.move(weight, bias, out if self._is_stacked else out[0])
+        if of_bias is not None:
+            own = None if bias is None else self._features.by_bias(bias)
+            of_bias.zero_() if own is None else of_bias.copy_(own)
 
     def _together(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
         if tensors[0] is None or not self._is_stacked:
@@ -126,7 +107,7 @@ class Family:
         """Return the vectors that its rows have, in order."""
         first, groups = self.layers[0].layer, 0 if self._scale is None else self._scale.shape[2]
         has_both = first.weight is not None and first.bias is not None
-        own, e, G, d, bias, z, rest, *_ = Vector
+        own, e, G, d, bias, z, rest, *_ = _ORDER
         return (
             *((own,) if groups > 1 else ()),
             *(e, G),
@@ -146,27 +127,30 @@ class Family:
         torch.mul(scale[..., None], G.view(shape), out=own.view(shape))
         torch.sub(e, own, out=of[Vector.REST])
 
-    def sums(
+    def send(
         self,
-        vectors: tuple[Vector, ...],
+        out: Outgoing,
+        paths: Sequence[str | None],
+        products: Mapping[str, Float[Tensor, "layers rows"]],
         active: Float[Tensor, "layers rows"],
         generator: np.random.Generator,
         *,
         with_sum: bool,
-    ) -> FamilySums[Tensor]:
-        """Return the numbers for the host besides the products."""
+    ) -> None:
+        """Send the numbers of the rows, of which the products are known already."""
         of_rows = active if self._is_stacked else active[0]
-        common = self._features.common(of_rows)
-        sums = self._features.weight_sum(of_rows) if common and with_sum else None
-        scale = self._scale
-        has_one = scale is not None and scale.shape[2] == 1
-        return FamilySums(
-            len(self.layers),
-            vectors,
-            scale[..., 0] if scale is not None and has_one else None,
-            None if scale is None or has_one else _blocks(scale, generator),
-            common and (*common, sums),
-        )
+        found, rows = self._features.common(of_rows), dict(products)
+        if found:
+            rows["common"], rows["length"] = found
+            if with_sum:
+                out.add("features", paths, {"sum": self._features.weight_sum(of_rows)})
+        groups = 0 if self._scale is None else self._scale.shape[2]
+        if self._scale is not None and groups == 1:
+            rows["scale"] = self._scale[..., 0]
+        elif self._scale is not None:
+            rows |= _of_several(self._scale, out, paths, generator)
+        out.add("rows", paths, rows)
+        out.add("layers", paths, {}, groups=groups, has_common=bool(found))
 
 
 class Block:
@@ -178,11 +162,9 @@ class Block:
     """
 
     def __init__(self, families: Sequence[Family], *, updates: bool) -> None:
-        self._families = [(family, family.vectors(updates=updates)) for family in families]
         self.layers = layers = [x for family in families for x in family.layers]
-        self._named = tuple(
-            sorted(set().union(*(of for _, of in self._families)), key=_ORDER.index)
-        )
+        vectors = [family.vectors(updates=updates) for family in families]
+        self._named = tuple(sorted(set().union(*vectors), key=_ORDER.index))
         G = layers[0].G
         self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
@@ -190,14 +172,12 @@ class Block:
         torch.stack([x.z for x in layers], out=self._of[Vector.Z])
         for x in layers:
             x.G = x.z = G.new_empty(0)  # the stacks have them now
-
-    def _parts(self) -> Iterator[tuple[Family, dict[Vector, Tensor], slice]]:
-        """Yield every family with its vectors, and its place."""
-        start = 0
-        for family, named in self._families:
-            at = slice(start, start + len(family.layers))
-            yield family, {vector: self._of[vector][at] for vector in named}, at
-            start = at.stop
+        # Every family with its vectors, and its place.
+        self._parts: list[tuple[Family, dict[Vector, Tensor], slice]] = []
+        end = 0
+        for family, named in zip(families, vectors, strict=True):
+            at = slice(end, end := end + len(family.layers))
+            self._parts.append((family, {vector: self._of[vector][at] for vector in named}, at))
 
     def plain_step(self, scale: Tensor | None, fail: Fail) -> None:
         """Compute e = Φγᵀ, and its part by the other rows.
@@ -206,56 +186,46 @@ class Block:
             scale: the number by which γ must be divided; None: 1.
             fail: called with path and exception of layers that fail.
         """
-        for family, of, _ in self._parts():
+        for family, of, _ in self._parts:
             with losing(family.layers, fail):
                 e, made = of[Vector.E], family.layers[0].e
                 if made is not None:
                     e.copy_(made)
                 else:
-                    family.move([x.gamma for x in family.layers], e)
+                    family.move([x.gamma for x in family.layers], of, Vector.E)
                     if scale is not None:
                         e /= scale
                 family.split(of)
 
     def update(self, change: Callable[[Layer], Change], kept: Container[str], fail: Fail) -> None:
         """Compute d from the changes of the parameters, of layers that were not lost."""
-        for family, of, _ in self._parts():
-            if not any(x.layer.path in kept for x in family.layers):
-                continue
-            with losing(family.layers, fail):
-                d, by_bias, made = of[Vector.D], of.get(Vector.BIAS), family.layers[0].d
-                if made is not None:
-                    family.put(*made, d, by_bias)
-                else:
-                    family.move([change(x.layer) for x in family.layers], d, by_bias)
+        for family, of, _ in self._parts:
+            if any(x.layer.path in kept for x in family.layers):
+                with losing(family.layers, fail):
+                    family.move([change(x.layer) for x in family.layers], of, Vector.D)
 
-    def sums(
-        self, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
-    ) -> StackedSums[Tensor]:
-        """Return the numbers for the host.
+    def send(
+        self, out: Outgoing, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
+    ) -> None:
+        """Send the numbers of the rows to the host.
 
         Args:
+            out: takes them.
             kept: paths of the layers that were not lost.
             generator: chooses the scales that are reported one by one if there are too many.
             is_alone: there is one rank; else its sum of features is needed too.
         """
         named, V = self._named, self._vectors
         chain = named.index(Vector.Z)  # neighbours among those before
-        products = [torch.linalg.vecdot(V, V), torch.linalg.vecdot(V[: chain - 1], V[1:chain])]
+        products = [*dots(V, V), *dots(V[: chain - 1], V[1:chain])]
         if Vector.OWN in self._of:
-            of_own = torch.linalg.vecdot(self._of[Vector.OWN], self._of[Vector.G])
-            products.append(of_own[None])
-        assert sum(map(len, products)) == len(pairs_of(named))
-        active = products[0][named.index(Vector.G)].sign()
-        return StackedSums(
-            tuple(x.layer.path if x.layer.path in kept else None for x in self.layers),
-            named,
-            torch.cat(products),
-            tuple(
-                family.sums(tuple(of), active[at], generator, with_sum=not is_alone)
-                for family, of, at in self._parts()
-            ),
-        )
+            products.append(dots(self._of[Vector.OWN], self._of[Vector.G]))
+        by_name = dict(zip(names_of(pairs_of(named)), products, strict=True))
+        active = by_name["G_G"].sign()
+        paths = [x.layer.path if x.layer.path in kept else None for x in self.layers]
+        for family, of, at in self._parts:
+            own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
+            family.send(out, paths[at], own, active[at], generator, with_sum=not is_alone)
 
 
 def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -> list[Block]:
@@ -328,25 +298,21 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def _blocks(
-    scale: Float[Tensor, "layers rows groups"], generator: np.random.Generator
-) -> Blocks[Tensor]:
-    """Return the sums over each row's scales; see `Blocks`."""
-    pivot, groups, every = scale[:, :1, :1], scale.shape[2], scale.flatten(1)
-    shifted, rows = scale - pivot, None
-    if every.shape[1] > MOST_ENTRIES:
-        places = generator.choice(every.shape[1], MOST_ENTRIES, replace=False)
+def _of_several(
+    scale: Float[Tensor, "layers rows groups"],
+    out: Outgoing,
+    paths: Sequence[str | None],
+    generator: np.random.Generator,
+) -> dict[str, Tensor]:
+    """Return the sums over each row's scales, and send some of the scales."""
+    groups, every = scale.shape[2], scale.flatten(1)
+    mean, places = scale.mean(2, keepdim=True), np.arange(every.shape[1])
+    if len(places) > MOST_ENTRIES:
+        places = generator.choice(len(places), MOST_ENTRIES, replace=False)
         every = every.index_select(1, to_device(places, every.device))
-        rows = torch.from_numpy(places // groups)
-    return Blocks(
-        groups,
-        pivot[:, :, 0],
-        shifted.sum(2),
-        torch.linalg.vector_norm(shifted, dim=2),
-        scale.amax(2),
-        every,
-        rows,
-    )
+    out.add("entries", paths, {"scale": every}, row=places // groups)
+    off = torch.linalg.vector_norm(scale - mean, dim=2)
+    return {"scale": scale.amax(2), "mean": mean[..., 0], "off": off}
 
 
 @contextmanager

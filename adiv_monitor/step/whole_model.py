@@ -2,14 +2,14 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.entries import sampled_entries
 from adiv_monitor.capture.selection import (
     elements,
     named_modules,
@@ -20,7 +20,6 @@ from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
-from adiv_monitor.step.gradient_check import was_zeroed
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory, Untrained
 from adiv_monitor.step.transfer import Flags
@@ -43,14 +42,12 @@ class WholeModel:
         self._history = history
         self._capture: Capture | None = None
         self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
+        self._sizes: tuple[int, dict[str, int]] = 0, {}  # of what is trainable, and frozen
         self._cut_off: list[nn.Parameter] = []
-        self._trainable = 0
-        self._frozen: dict[str, int] = {}
         self._unheld: list[nn.Parameter] = []  # those with a gradient
-        self._untrained: list[nn.Parameter] = []  # both
-        self._versions: list[int] = []
+        self._versions: dict[nn.Parameter, int] = {}  # of both
 
-    def gradient_is_final(self, capture: Capture, flags: Flags[Tensor]) -> None:
+    def gradient_is_final(self, capture: Capture, flags: Flags) -> None:
         """Read the model as the optimizer's step begins; add numbers for the host to `flags`.
 
         Args:
@@ -59,35 +56,26 @@ class WholeModel:
         """
         self._capture = capture
         self._sample = chosen(capture.selection.parameters)
-        flags.began = sampled(self._sample) if self._sample else None
-        self._find_cut_off(capture)
-        held = set(map(id, self._trained()))
-        every = list(trainable(self._model))
-        self._trainable = sum(map(elements, every))
+        flags["began"] = [sampled(self._sample)] if self._sample else []
+        held, every = set(map(id, self._trained())), list(trainable(self._model))
         # Not at the report, when the next forward pass may be deep.
-        self._frozen = _frozen(self._model) if every else {}
+        self._sizes = sum(map(elements, every)), _frozen(self._model) if every else {}
         self._unheld = [p for p in every if p.grad is not None and id(p) not in held]
-        self._untrained = [*self._unheld, *self._cut_off]
-        self._versions = [*map(version, self._untrained)]
-        plain = [part_of(p) for p in self._untrained if is_shard(p) or type(p.data) is Tensor]
-        if len(plain) == len(self._untrained) > 0:  # writes through .data change no version
-            flags.untrained = tuple(torch._foreach_norm([*map(sampled_entries, plain)]))
-
-    def updated(self, flags: Flags[Tensor]) -> None:
-        """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
-        flags.stepped = sampled(self._sample) if self._sample else None
-
-    def _find_cut_off(self, capture: Capture) -> None:
         found = capture.cut_off()
         if found is not None:
             self._history.cut_off = set(map(id, found))
-        self._cut_off = [
-            p
-            for p in capture.selection.parameters
-            if id(p) in self._history.cut_off and p.requires_grad and p.grad is None
-        ]
+        of_history = (p for p in capture.selection.parameters if id(p) in self._history.cut_off)
+        self._cut_off = [p for p in of_history if p.requires_grad and p.grad is None]
+        self._versions = {p: version(p) for p in (*self._unheld, *self._cut_off)}
+        plain = [part_of(p) for p in self._versions if is_shard(p) or type(p.data) is Tensor]
+        if len(plain) == len(self._versions) > 0:  # writes through .data change no version
+            flags["untrained"] = [*torch._foreach_norm(plain)]
 
-    def describe(self, part: RankContribution, flags: Flags[Array]) -> None:
+    def updated(self, flags: Flags) -> None:
+        """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
+        flags["stepped"] = [sampled(self._sample)] if self._sample else []
+
+    def describe(self, part: RankContribution, flags: Mapping[str, Sequence[Array]]) -> None:
         """Fill in what this step showed, and record it in the run history.
 
         Args:
@@ -97,47 +85,41 @@ class WholeModel:
         if self._capture is None:  # the gradient was never final
             return
         found = self._capture.layers.found
-        zeroed = [found[path] for path, layer in part.layers.items() if was_zeroed(layer)]
+        sums = part.sums
+        zeroed = [found[sums.paths[i]] for i in np.flatnonzero(sums.was_zeroed)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
         removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
-        is_as_before = self._are_as_before(flags.untrained)
+        is_as_before = self._are_as_before(flags.get("untrained", ()))
         cut_off = [p for p in self._cut_off if is_as_before[id(p)] is not False]
+        unheld = [p for p in self._unheld if is_as_before[id(p)]]
+        paths, not_held = paths_of_parameters(self._model) if unheld else {}, Counter[str]()
+        for p in unheld:
+            not_held[paths[id(p)]] += elements(p)
+        given, of_weights = self._history.weights, (flags.get("began"), flags.get("stepped"))
+        began, stepped = (of[0] if of else None for of in of_weights)
         part.report = replace(
             part.report,
-            trainable=self._trainable,
-            frozen=self._frozen,
-            not_held=self._not_held([p for p in self._unheld if is_as_before[id(p)]]),
+            trainable=self._sizes[0],
+            frozen=self._sizes[1],
+            not_held=dict(not_held),
             cut_off=self._capture.selection.by_module(cut_off),
             removed=self._capture.selection.by_module(removed),
-            weights_returned=self._weights_returned(flags),
+            weights_returned=(
+                None if began is None else given.returned(self._sample, began, stepped)
+            ),
         )
 
-    def _weights_returned(self, flags: Flags[Array]) -> float | None:
-        if flags.began is None:
-            return None
-        return self._history.weights.returned(self._sample, flags.began, flags.stepped)
-
-    def _are_as_before(self, norms: tuple[Array, ...]) -> dict[int, bool | None]:
+    def _are_as_before(self, norms: Sequence[Array]) -> dict[int, bool | None]:
         """Return which parameters nothing has changed since the last measured step; None: unknown.
 
         Other code may train what the optimizer does not: another optimizer, or a moving average.
         """
         before, now = self._history.untrained, dict[int, Untrained]()
-        found = dict[int, bool | None]()
-        for i, (parameter, number) in enumerate(zip(self._untrained, self._versions, strict=True)):
+        for i, (parameter, number) in enumerate(self._versions.items()):
             norm = float(norms[i]) if norms else 0.0
-            seen = now[id(parameter)] = Untrained(weakref.ref(parameter), number, norm)
-            earlier = before.get(id(parameter))
-            found[id(parameter)] = None if earlier is None else earlier == seen
+            now[id(parameter)] = Untrained(weakref.ref(parameter), number, norm)
         self._history.untrained = now
-        return found
-
-    def _not_held(self, parameters: list[nn.Parameter]) -> dict[str, int]:
-        paths = paths_of_parameters(self._model) if parameters else {}
-        found = Counter[str]()
-        for parameter in parameters:
-            found[paths[id(parameter)]] += elements(parameter)
-        return dict(found)
+        return {key: before[key] == seen if key in before else None for key, seen in now.items()}
 
 
 def _frozen(model: nn.Module) -> dict[str, int]:

@@ -84,26 +84,6 @@ def heads(model: Any, x: Tensor) -> Rows:
     return alone(model.w.mT.flatten(0, 1), x)
 
 
-def stacked(model: Any, x: Tensor) -> Rows:
-    return [(model.w[i].t(), row) for i, rows in enumerate(x.view(2, -1, WIDTH)) for row in rows]
-
-
-def turned(model: Any, x: Tensor) -> Rows:
-    """Return the rows of a transposed convolution: the inputs of every output position."""
-    w, image, stride = model.w, x.view(2, 4, -1), 2  # (in, out, kernel)
-    length = (image.shape[2] - 1) * stride + w.shape[2]
-    found = []
-    for sample in image:
-        for place in range(length):
-            z = torch.zeros(w.shape[0], w.shape[2], dtype=x.dtype)
-            for tap in range(w.shape[2]):
-                source, rest = divmod(place - tap, stride)
-                if rest == 0 and 0 <= source < image.shape[2]:
-                    z[:, tap] = sample[:, source]
-            found.append((w.permute(1, 0, 2).flatten(1), z.flatten()))
-    return found
-
-
 def recurrent(model: Any, x: Tensor, part: str) -> Rows:
     """Return the rows of an LSTM's cells, one time step after the other."""
     rnn, h, c = model.rnn, torch.zeros(1, WIDTH).double(), torch.zeros(1, WIDTH).double()
@@ -127,49 +107,12 @@ CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows]
         WIDTH,
         24,
     ),
-    "bmm": (
-        "w",
-        lambda: built(
-            lambda m, x: torch.bmm(x.view(2, -1, WIDTH), m.w).view(ROWS, -1), w=weight(2, WIDTH, 9)
-        ),
-        stacked,
-        WIDTH,
-        9,
-    ),
-    "baddbmm": (
-        "w",
-        lambda: built(
-            lambda m, x: torch.baddbmm(m.b, x.view(2, -1, WIDTH), m.w).view(ROWS, -1),
-            w=weight(2, WIDTH, 9),
-            b=weight(2, 1, 9),
-        ),
-        stacked,
-        WIDTH,
-        9,
-    ),
     "on the left": (
         "w",
         lambda: built(lambda m, x: (m.w @ x.t()).t(), w=weight(7, WIDTH)),
         lambda m, x: alone(m.w, x),
         WIDTH,
         7,
-    ),
-    "bilinear": (
-        "w",
-        lambda: built(lambda m, x: functional.bilinear(x, x[:, :3], m.w), w=weight(5, WIDTH, 3)),
-        lambda m, x: alone(m.w.flatten(1), torch.einsum("bi,bj->bij", x, x[:, :3]).flatten(1)),
-        3 * WIDTH,
-        5,
-    ),
-    "transposed convolution": (
-        "w",
-        lambda: built(
-            lambda m, x: functional.conv_transpose1d(x.view(2, 4, -1), m.w, stride=2).flatten(1),
-            w=weight(4, 6, 5),
-        ),
-        turned,
-        20,
-        6,
     ),
     "lstm, input": (
         "rnn.input_l0",
@@ -211,19 +154,6 @@ def test_maps(name: str) -> None:
 TABLES: dict[str, tuple[Callable[[], Between], Callable[[Any], Tensor], int]] = {
     "added": (
         lambda: built(lambda m, x: (x.view(2, -1, WIDTH) + m.w).view(ROWS, -1), w=weight(6, WIDTH)),
-        lambda m: m.w.repeat(2, 1),
-        6,
-    ),
-    "added, expanded": (
-        lambda: built(
-            lambda m, x: (x.view(2, -1, WIDTH) + m.w.expand(2, -1, -1)).view(ROWS, -1),
-            w=weight(1, 6, WIDTH),
-        ),
-        lambda m: m.w[0].repeat(2, 1),
-        6,
-    ),
-    "subtracted": (
-        lambda: built(lambda m, x: (x.view(2, -1, WIDTH) - m.w).view(ROWS, -1), w=weight(6, WIDTH)),
         lambda m: m.w.repeat(2, 1),
         6,
     ),
@@ -275,20 +205,6 @@ def test_who_feeds_whom_in_recurrent_layers() -> None:
     assert fed["head"] == ("rnn.projection_l1",)
 
 
-def test_bags_are_tables_too() -> None:
-    tokens, ends = torch.tensor([1, 2, 4, 5, 4]), torch.tensor([0, 3])
-    model = built(lambda m, x: x + m.bag(tokens, ends).sum(0), bag=nn.EmbeddingBag(7, WIDTH))
-    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
-    moved(model)
-    reading = alignment.read()["bag"]
-    assert (reading.kind, reading.role, reading.fan_in, reading.fan_out) == (
-        *("embedding", "embedding"),
-        *(7, WIDTH),
-    )
-    y = model.bag(tokens, ends)
-    assert reading.output_rms == pytest.approx(y.square().mean().sqrt().item())
-
-
 def test_vectors_are_no_layers_and_known_to_the_layers_that_they_act_on() -> None:
     model = built(
         lambda m, x: m.norm(torch.cat([m.token.expand(ROWS, -1), x], 1) * m.gain),
@@ -304,16 +220,6 @@ def test_vectors_are_no_layers_and_known_to_the_layers_that_they_act_on() -> Non
         "head": {"head.bias"},
     }
     assert alignment.unmeasured == []
-
-
-def test_saved_reference_points_name_weights_as_the_model_does() -> None:
-    model = nn.Sequential(
-        nn.Linear(8, WIDTH), nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 3))
-    )
-    x = torch.randn(ROWS, 8)
-    state = Alignment(model, Probe(x)).state_dict()["snapshots"][0]
-    assert list(state["weights"]) == ["0.weight", "1.weight"]
-    torch.testing.assert_close(state["weights"]["1.weight"], model[1].weight.detach())
 
 
 def test_a_weight_that_is_looked_up_and_multiplied_is_two_layers() -> None:

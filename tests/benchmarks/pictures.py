@@ -81,8 +81,8 @@ def trained(kind: str, steps: int) -> dict[str, float]:
                 nn.functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
             loop = time.perf_counter() - began
-            budget = getattr(getattr(sink, "_board", sink), "_budget", None)
-            spent = 0.0 if budget is None else budget.spent
+            course = getattr(sink, "_board", getattr(sink, "_course", None))
+            spent = 0.0 if course is None else course.spent
         sink.close()
         return {"loop": loop, "spent": spent, "end": time.perf_counter() - began - loop}
 

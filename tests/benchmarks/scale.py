@@ -40,7 +40,8 @@ from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly, unsharded, vectors
-from adiv_monitor.step.merge_ranks import merge_ranks, prepared
+from adiv_monitor.step.merge_ranks import merge_ranks
+from adiv_monitor.step.merge_sums import prepared
 from adiv_monitor.step.messages import decode, encode
 from adiv_monitor.step.rank_contribution import RankContribution
 
@@ -121,8 +122,8 @@ def cost(job: Job) -> Cost:
         stacked += k * R * m if 4 * R * m <= vectors.STACKED else 0
         largest = max(largest, 10 * 4 * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
-        # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
-        sent += k * (30_000 + 16 * (n + min(m, 1024)) + 104 * kept) if N > 1 else 0
+        # The layer and entries of its scales; the sum of features; the equations; the rows.
+        sent += k * (33_300 + 12 * n + 72 * m + 148 * kept) if N > 1 else 0
     tables = job.due * job.looked_up
     moved += 13 * b * tables / S
     held += b * tables / S
@@ -262,9 +263,11 @@ def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
     parts: list[RankContribution] = []
     sizes: list[int] = []
 
-    def note_part(part: RankContribution, *given: Any) -> RankContribution:
+    add = assembly.Assembly.add
+
+    def note_part(self: assembly.Assembly, part: RankContribution) -> None:
         parts.append(part)
-        return prepared(part, *given)
+        add(self, part)
 
     sharded_as = unsharded.sharded_as
 
@@ -275,7 +278,7 @@ def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
         return sharded_as(part, alike)
 
     with (
-        patch.object(assembly, "prepared", note_part),
+        patch.object(assembly.Assembly, "add", note_part),
         patch.object(unsharded, "sharded_as", note_whole),
     ):
         yield parts, sizes
@@ -337,7 +340,7 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
 
 
 def _thinned(part: RankContribution, world: int) -> RankContribution:
-    return prepared(part, 128, world, np.random.default_rng(0))
+    return replace(part, sums=prepared(part.sums, 128, world, np.random.default_rng(0)))
 
 
 def _ratio(expected: float, found: float) -> tuple[str, str, str]:

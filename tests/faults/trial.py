@@ -86,11 +86,7 @@ def take(
 
 
 def _train(
-    scenario: Scenario,
-    model: nn.Module,
-    optimizer: Optimizer,
-    steps: int | None,
-    step: Step | None,
+    scenario: Scenario, model: nn.Module, optimizer: Optimizer, steps: int | None, step: Step | None
 ) -> Iterator[Tensor]:
     for _ in range(scenario.steps if steps is None else steps):
         if step is not None:

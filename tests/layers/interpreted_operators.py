@@ -68,29 +68,6 @@ def test_kernels_leave_transforms_alone():
     torch.testing.assert_close(tangent, expected.sum())
 
 
-def test_gradients_may_be_mapped_over():
-    x = torch.randn(4, 3, requires_grad=True)
-    unit, r = ops.unit_rows(x, UNIT)
-    u, gamma = torch.randn(5, 4, 3), torch.randn(5, 4, 1)
-    (batched,) = torch.autograd.grad((unit, r), x, (u, gamma), True, is_grads_batched=True)
-    for i in range(5):
-        (one,) = torch.autograd.grad((unit, r), x, (u[i], gamma[i]), True)
-        torch.testing.assert_close(batched[i], one)
-
-
-@pytest.mark.slow
-def test_compiled_code_sees_plain_expressions():
-    x = torch.randn(4, 3, requires_grad=True)
-    names = []
-
-    def backend(graph, _):
-        names.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    torch.compile(ops.unit_rows, backend=backend, fullgraph=True)(x, UNIT)
-    assert "mul" in "".join(names)  # an opaque call would hide it
-
-
 def test_dispatch_modes_see_plain_expressions():
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from adiv_layers import ops, scaled_linear
 from adiv_layers.forms import affine_like, norm_like
-from adiv_layers.kernels import channels, choice, functions, launch, maps, rows
-from interpreted import BFLOAT16, DTYPES, FLOAT32, FLOAT64, check, poisoned, relative_error
+from adiv_layers.kernels import choice, functions, launch, maps, rows
+from interpreted import DTYPES, FLOAT32, FLOAT64, check, poisoned, relative_error
 from torch.autograd import gradcheck, gradgradcheck
 
 FORMS = {
@@ -50,14 +50,6 @@ def test_unit_rows(shape, form, dtype, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("used", [0, 1], ids=["only x̂", "only f"])
-def test_unit_rows_where_one_result_is_not_used(used):
-    upstream = [torch.randn(5, 20), torch.randn(5, 1)]
-    upstream[1 - used] = None
-    inputs = [torch.randn(5, 20)]
-    check(partial(ops.unit_rows, form=AFFINE), rows_reference(AFFINE), inputs, upstream, FLOAT64)
-
-
 @pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_rows_are_read_in_blocks(dtype, monkeypatch):
@@ -94,23 +86,6 @@ def test_zero_and_short_rows(form):
     torch.testing.assert_close(dx[1], f[1] * u[1], rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow(one_in=13)
-@pytest.mark.parametrize("width", [*range(1, 20), 28, 30, 31, 33])
-@pytest.mark.parametrize("dtype", [FLOAT64, BFLOAT16], ids=str)
-def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
-    """Nine rows start at every offset within a group of 8 that their width allows."""
-    upstream = [torch.randn(9, width), torch.randn(9, 1)]
-    form = FORMS["affine-like, α=-2, β=0.6"]
-    with poisoned(monkeypatch):
-        check(
-            partial(ops.unit_rows, form=form),
-            rows_reference(form),
-            [torch.randn(9, width)],
-            upstream,
-            dtype,
-        )
-
-
 @pytest.mark.slow(one_in=23)
 @pytest.mark.parametrize("block", [16, 64], ids=["in blocks", "whole"])
 @pytest.mark.parametrize("stride", [24, 25, 28, 31, 32])
@@ -142,28 +117,6 @@ def test_nothing_beside_rows_is_read_or_written(start, stride, block, monkeypatc
     torch.testing.assert_close(at_once(beside), f * (u - (u * x).sum(1, keepdim=True) * f * f * x))
     for memory in (written, beside):
         assert (memory[:start] == 7).all() and (memory[start + 9 * width :] == 7).all()
-
-
-@pytest.mark.parametrize("width", [15, 16, 17, 23])
-def test_rows_with_a_column(width):
-    x, factor = torch.randn(5, width), torch.empty(5)
-    room = 8 * (width // 8 + 1)
-    memory = torch.full((16 + 5 * room,), 7.0)
-    unit = memory[8:-8].view(5, room)
-    rows.unit_rows(x, factor, unit, gain=2.0, constant=0.5, floor=1e-24, column=3.0)
-    f = 2 * (x.square().sum(1, keepdim=True) + 0.5).rsqrt()
-    expected = torch.cat([f * x, 3 * f, torch.zeros(5, room - width - 1)], 1)
-    torch.testing.assert_close(unit, expected)
-    assert (memory[:8] == 7).all() and (memory[-8:] == 7).all()
-
-
-def test_a_gradient_may_be_overwritten_where_it_lies():
-    u, x, factor = torch.randn(9, 21), torch.randn(9, 21), torch.rand(9)
-    apart = torch.empty_like(u)
-    settings = {"share": 1.0, "limit": 0.0, "is_unit": True}
-    rows.unit_rows_backward(u, x, factor, None, apart, **settings)
-    rows.unit_rows_backward(u, x, factor, None, u, **settings)
-    assert torch.equal(u, apart)
 
 
 def strange_layouts():
@@ -284,14 +237,6 @@ def test_few_rows_by_a_small_weight(form, shape, dtype, bias, monkeypatch):
         )
 
 
-def test_what_is_not_small():
-    x, w = torch.randn(64, 512), torch.randn(512, 512)
-    assert functions.is_small(x, w)
-    assert not functions.is_small(torch.randn(65, 512), w)
-    assert not functions.is_small(x, torch.randn(513, 512))
-    assert not functions.is_small(x.double(), w.double())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "form"), MAPS)
 def test_many_tiles_and_many_programs(way, form, monkeypatch):
@@ -363,17 +308,6 @@ def test_one_gradient_alone(way, form, wanted, rows):
     assert relative_error(inputs[wanted].grad, expected) < 1e-5
 
 
-def test_only_what_is_asked_for_is_computed(monkeypatch):
-    x, w, b = torch.randn(3, 9), torch.randn(2, 9, requires_grad=True), torch.randn(2)
-    started = []
-    run = channels.run
-    monkeypatch.setattr(channels, "run", lambda k, *a, **o: started.append(k) or run(k, *a, **o))
-    by_input(AFFINE)(x, w, b).sum().backward()
-    assert channels.gate_kernel not in started  # the gradient of W alone needs no pass over g
-    by_output(AFFINE)(x, w, b).sum().backward()
-    assert channels.gate_kernel in started  # behind a scaled output it does
-
-
 @pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(("way", "form"), ALL_MAPS)
 def test_output_may_be_overwritten(way, form):
@@ -404,13 +338,6 @@ def test_row_gradients(shape, dtype, proportional, bias, monkeypatch):
     assert (db is not None) is bias
     if bias:
         assert db.dtype == dtype and relative_error(db, expected_db) <= allowed
-
-
-def test_row_gradients_of_zero_rows_are_finite():
-    x, g = torch.zeros(4, 20, dtype=torch.float16), torch.ones(4, 2, dtype=torch.float16)
-    x[0, 0] = 5e-5  # shorter than eps: treated as zero
-    dw, db = functions.row_gradients(x, g, True, False, 1e-4)
-    assert (dw == 0).all() and (db == 2).all()
 
 
 @pytest.mark.slow(one_in=11)

@@ -1,11 +1,14 @@
 """A kernel that fails to start leads to one warning with its cause, and to no second attempt."""
 
+import subprocess
+import sys
 import types
 import warnings
 
 import pytest
 import torch
 from adiv_layers.kernels import launch
+from adiv_layers.kernels.choice import kernels_for
 
 ANCHOR = torch.zeros(1)
 
@@ -87,3 +90,19 @@ def test_nothing_is_loaded_during_capture(monkeypatch):
     kernel.loaded = True  # loaded by the warm-up step
     launch.run(kernel, (1,), Anchor())
     assert kernel.started == 1
+
+
+def test_no_kernels_without_a_gpu():
+    assert kernels_for(torch.randn(2, 3)) is None
+    assert kernels_for(torch.randn(2, 3), None, torch.randn(3, device="meta")) is None
+
+
+@pytest.mark.slow
+def test_triton_is_not_imported_before_it_is_needed():
+    code = (
+        "import sys, torch, adiv_layers.functional as f\n"
+        "f.affine_like_linear(torch.randn(2, 3), torch.randn(4, 3), torch.randn(4))\n"
+        "assert 'adiv_layers.kernels.rows' not in sys.modules\n"
+    )
+    search = {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=search)

@@ -77,15 +77,6 @@ def test_copies_and_pickles(layer, sizes, settings, shape):
 
 
 @each_layer
-def test_repr_shows_what_differs_from_the_defaults(layer, sizes, settings, shape):
-    text = repr(layer(*sizes, **settings))
-    for name, value in settings.items():
-        assert f"{name}={value!r}" in text
-    assert "alpha=1.0" not in repr(layer(*sizes))
-    assert "eps" not in repr(layer(*sizes))
-
-
-@each_layer
 def test_meta_device(layer, sizes, settings, shape):
     empty = layer(*sizes, **settings, device="meta")
     expected = layer(*sizes, **settings)
@@ -124,12 +115,6 @@ def test_the_settings_reach_the_formula(layer, sizes, settings, shape):
         output.sum().backward()
         outcomes.append(torch.cat([output.flatten(), module.weight.grad.flatten()]))
     assert not torch.allclose(*outcomes)
-
-
-def test_moved_to_another_dtype():
-    for layer, sizes, settings, shape in LAYERS:
-        module = layer(*sizes, **settings).to(torch.bfloat16)
-        assert module(torch.randn(shape, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_l2_norm():

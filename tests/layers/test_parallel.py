@@ -32,6 +32,7 @@ def half(rank, folder):
     torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 def test_two_ranks_are_one(tmp_path):
     run_in(2, half, str(tmp_path))

@@ -30,10 +30,9 @@ BYTES |= {"unit_rows_backward": 6, "unit_rows_backward with a column": 6}
 WIDTHS = (1000, 1001, 1004, 4096, 4099)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "each"), [("sm_90", 1), ("sm_100", 3), ("gfx942", 3)])
-def test_kernels_compile_well(target, each, tmp_path, whole):
-    each *= 1 if whole else 64  # besides the first of every kernel
+def test_kernels_compile_well(target, each, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).with_name("compile_targets.py")
@@ -52,7 +51,9 @@ def test_kernels_compile_well(target, each, tmp_path, whole):
         assert usage["narrow_products"] == [], case
         if target[:2] == "sm":
             assert usage["copies"] >= usage["least_copies"], (case, usage)
-            assert usage["apart"] == 0, (case, usage)
+            # A tensor that begins anywhere may be read in the order in which an aligned one is
+            # written: its elements come from the cache then.
+            assert usage["apart"] == 0 or "begins anywhere" in case, (case, usage)
     if target == "sm_90":
         cases = {
             f"{name} {width}, torch.bfloat16": n for name, n in BYTES.items() for width in WIDTHS

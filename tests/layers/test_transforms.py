@@ -78,17 +78,6 @@ def test_vmap_of_forward_and_of_per_sample_gradients(make):
         close([g[index] for g in per_sample.values()], expected)
 
 
-@each_layer
-def test_vmap_over_an_ensemble(make):
-    first, second, x = make(), make(), sample(make)
-    stacked = {
-        name: torch.stack([value, second.get_parameter(name)])
-        for name, value in first.named_parameters()
-    }
-    outputs = vmap(lambda parameters: functional_call(first, parameters, x))(stacked)
-    close(outputs, [first(x), second(x)])
-
-
 # A warning of torch's own, from the decompositions of its forward mode.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 @each_layer
@@ -169,15 +158,6 @@ def test_compile_of_attention():
         x = torch.randn(2, length, 8)
         output, _ = compiled(x, x, x, need_weights=False, is_causal=True)
         close([output], module(x, x, x, need_weights=False, is_causal=True)[:1], tolerance=1e-4)
-
-
-@pytest.mark.slow
-def test_compile_with_generated_code():
-    module = nn.Sequential(AffineLikeLinear(24, 9), nn.ReLU(), AffineLikeLinear(9, 2))
-    compiled = torch.compile(module, fullgraph=True, dynamic=True)
-    for rows in (6, 9):
-        x = torch.randn(rows, 24)
-        close(gradients(compiled, x), gradients(module, x), tolerance=1e-4)
 
 
 def test_export_and_transforms_of_attention():

@@ -13,7 +13,7 @@ from cases import CASES, OPTIMIZERS, loss_of
 
 from adiv_monitor import Monitor
 from adiv_monitor.report import MEASURES, REALISED_MEASURES
-from adiv_monitor.step import row_moves
+from adiv_monitor.step import final_gradient
 
 STEPS = {1: 3, 3: 2}  # steps by micro-batches; few, as the reference is slow
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -53,7 +53,7 @@ def truths_of(case: str, optimizer: str, micro_batches: int) -> list[Truth]:
 @pytest.mark.parametrize("case", CASES)
 def test_moves_by_products_of_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows are few, e is (ΦΦᵀ)G; here this is done however little it saves."""
-    monkeypatch.setattr(row_moves, "_AS_CHECK", -math.inf)
+    monkeypatch.setattr(final_gradient, "_AS_CHECK", -math.inf)
     test_every_measure(case, "sgd", min(STEPS), None)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alarms import Alarms
 from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.report import Alarm, LayerReading
+from adiv_monitor.report import LayerReading
 from adiv_monitor.sinks import JsonlSink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import summary_scalars
 
@@ -119,12 +119,6 @@ def test_every_sink_tells_them(tmp_path: Path) -> None:
     assert "adiv.summary/alarms/text_summary" in events.Tags()["tensors"]
 
 
-def test_alarms_come_back_from_a_record() -> None:
-    alarms = (Alarm("a rule", "a", float("inf"), 0.1), Alarm("a function", ""))
-    made = StepReport(0, {}, {}, 1.0, alarms=alarms)
-    assert StepReport.from_dict(made.to_dict()) == made
-
-
 def test_a_rule_that_finds_nothing_to_compare_is_said_once() -> None:
     """A rule on a layer or measure that no report has is reported once."""
     for options in ({}, {"layers_per_step": 1}):
@@ -204,9 +198,3 @@ def test_the_preset_is_made_of_what_healthy_layers_read() -> None:
     alarms = Alarms(["scale_cv > 1", "default"])
     alarms.of(StepReport(0, {}, {}, 1.0))
     assert alarms.idle == ("scale_cv > 1",), "of the preset nothing is said"
-
-
-def test_the_docs_name_the_rules_of_the_preset() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-    table = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| `")]
-    assert table == [f"`{rule.text}`" for rule in Alarms("default").rules]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adiv_layers import convert
 from attending import Spy
 from torch import Tensor, nn
 from torch.func import jacrev, jvp
@@ -21,7 +20,6 @@ from torch.nn import functional
 from zoo import ZOO, seed
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.probe import attention
 from adiv_monitor.sinks import JsonlSink
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by jvp
@@ -131,39 +129,7 @@ def of_scores(G: Tensor, d: Tensor, e: Tensor, D: Tensor) -> dict[str, float]:
 # Correctness
 
 
-def test_corrected_projections_have_the_scale_of_their_keys_and_queries() -> None:
-    """The scale is ‖k‖² ‖φ_t‖² + ‖q‖² ‖φ_s‖² with ‖φ‖² = 1: it depends on k and q alone."""
-    model = built("torch")
-    convert(model, "affine-like", attention=True)
-    seen: dict[str, Tensor] = {}
-
-    def keep(name: str, module: nn.Module, args: object, z: Tensor) -> None:
-        seen.setdefault(name, z.detach())
-
-    for name in ("q", "k"):
-        model.get_submodule(f"attention.{name}_proj").register_forward_hook(partial(keep, name))
-    for weights in (False, True):
-        again = copy.deepcopy(model)
-        again.call["need_weights"] = weights
-        reading = monitored(again).attention["attention"]
-        q, k = (z.unflatten(-1, (3, 4)).square().sum(-1) for z in (seen["q"], seen["k"]))
-        expected = (k[:, None] + q[:, :, None]).mean()
-        assert reading.attention_scale_mean == pytest.approx(float(expected), rel=1e-8)
-
-
 # Calls, samples and passes
-
-
-class Windows(nn.Module):
-    """Attention within windows of three tokens, so with more samples than the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(12, 12), nn.Linear(12, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (z.reshape(-1, 3, 2, 6).transpose(1, 2) for z in (self.q(x), self.k(x), x))
-        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
 
 
 class Inside(nn.Module):
@@ -247,11 +213,6 @@ def test_dropout_is_off() -> None:
         same(monitored(dropped, step=alike), monitored(model, step=alike))
 
 
-def test_windows_are_samples() -> None:
-    reading = monitored(Inside(Windows()).double()).attention["parts.0"]
-    assert (reading.samples_seen, reading.samples_total) == (8, 8)
-
-
 def test_the_first_eight_samples_of_the_first_forward_pass_are_the_probe() -> None:
     gradients = built("torch, causal")
     parts = batch(20).split([12, 8])
@@ -291,15 +252,6 @@ def test_without_an_optimizer_there_is_what_the_gradient_says(plain: StepReport)
     [reading], [expected] = monitor.latest.attention.values(), plain.attention.values()
     assert "attention_cosine" not in reading.measures()
     assert reading.attention_gradient_cosine == pytest.approx(expected.attention_gradient_cosine)
-
-
-def test_fewer_samples_where_scores_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = monitored(built("torch"), batch(8)).attention["attention"]
-    monkeypatch.setattr(attention, "_MOST_SCORES", 3 * 3 * 6 * 6)
-    some = monitored(built("torch"), batch(8)).attention["attention"]
-    assert (some.samples_seen, some.samples_total) == (3, 8)
-    for name, value in some.measures().items():
-        assert abs(value - every.measures()[name]) < 5 * some.standard_error[name]
 
 
 @pytest.mark.parametrize("name", ["torch", "torch, weights"])
@@ -426,97 +378,16 @@ def test_nothing_waits_for_other_processes() -> None:
     same(alone, monitored(built("torch")))
 
 
-def test_a_weight_in_common_leaves_the_scale_untold() -> None:
-    report = monitored(Inside(Own(nn.Identity(), shared=True)).double())
-    [reading] = report.attention.values()
-    assert set(reading.measures()) == {"attention_cosine", "attention_gradient_cosine"}
-    [note] = [note for note in report.notes if "ttention" in note]
-    assert note.startswith(
-        "The attention scale of 'parts.0' is not measured: it is not the sum over"
-    )
-
-
-class Odd(nn.MultiheadAttention):
-    """A module that calls the functions of attention for another purpose."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = torch.softmax(x @ self.in_proj_bias[:12], -1)
-        weights = torch.softmax(input=torch.bmm(input=x, mat2=x.mT), dim=-1)
-        return weights @ x * scores[..., None] + x @ self.out_proj.weight.T
-
-
-def test_what_is_like_attention_and_is_none_does_no_harm() -> None:
-    report = monitored(Inside(Odd(12, 3)).double())
-    assert not report.attention
-    assert report.notes
-
-
-def test_attention_that_the_loss_does_not_see_is_said() -> None:
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.attends = nn.Linear(12, 12), Own(nn.Identity())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) + 0 * self.attends(x).detach()
-
-    report = monitored(Detached().double())
-    assert not report.attention
-    assert (
-        "Attention of 'attends' is not measured: no gradient reached it in this step."
-        in report.notes
-    )
-
-
-def test_frozen_queries_and_keys_have_no_scale() -> None:
-    """As with an adapter on the values alone."""
-
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(
-                self.query(x), self.key(x), self.value(x)
-            )
-
-    model = Attend()
-    for frozen in (model.query, model.key):
-        frozen.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.value.parameters(), lr=0.1)
-    options = {"attention": True, "loss": lambda z: z.square().mean(), "on_error": "raise"}
-    with Monitor(model, optimizer, **options) as monitor:
-        model(torch.randn(4, 5, 8)).square().mean().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    (note,) = monitor.latest.notes
-    assert "no trained parameter makes its queries or keys" in note
-
-
-def test_a_frozen_attention_inside_of_a_trained_module_does_no_harm() -> None:
-    model = Attends(call=WEIGHTS).double()
-    model.attention.requires_grad_(False)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sgd = torch.optim.SGD(trained, lr=0.1)
-    with Monitor(model, sgd, attention=True, loss=judged, on_error="raise") as monitor:
-        loss_of(model, batch()).backward()
-        sgd.step()
-    assert monitor.latest is not None and not monitor.latest.attention
-    assert any(note.startswith("No attention") for note in monitor.latest.notes)
-
-
-def test_a_model_without_attention_has_none() -> None:
-    report = monitored(Inside(nn.Linear(12, 12)).double())
-    assert report.attention == {}
-    assert any(note.startswith("No attention of trained weights was seen") for note in report.notes)
-
-
-def test_realised_measures_go_with_it() -> None:
-    model = built("torch")
-    both = monitored(copy.deepcopy(model), realised=True)
-    same(both, monitored(model))
-    assert both.layers["before"].realised_cosine is not None
+def test_the_scale_of_a_weight_in_common_is_known() -> None:
+    """Of queries and keys: ∂Y_ts/∂W = k_s x_tᵀ + q_t x_sᵀ, and ∂Y_ts/∂b = k_s + q_t."""
+    model = Inside(Own(nn.Identity(), shared=True)).double()
+    x = batch()
+    z = model.parts[0].q(x).detach()
+    of_bias = z[:, None] + z[:, :, None]
+    of_weight = torch.einsum("nsi,ntj->ntsij", z, x) + torch.einsum("nti,nsj->ntsij", z, x)
+    D = of_weight.square().sum((3, 4)) + of_bias.square().sum(3)
+    [reading] = monitored(model, x).attention.values()
+    assert reading.attention_scale_mean == pytest.approx(D.mean().item(), rel=1e-9)
 
 
 ATTENDING = ("gpt2", "t5", "whisper", "hf_vit", "transformer")
@@ -568,22 +439,52 @@ def test_readings_are_plain_data(tmp_path: Path) -> None:
     assert report.summary()["attention_scale_mean"].median == record["attention_scale_mean"]
 
 
-@pytest.mark.filterwarnings("ignore:adiv_monitor. step 0. not finite")
-def test_scores_that_are_not_finite_are_told_as_such() -> None:
-    class Attends(nn.Module):
+def unseen(x: Tensor) -> nn.Module:
+    """Return a model whose loss does not see its attention."""
+
+    class Detached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.linear, self.attends = nn.Linear(12, 12), Own(nn.Identity())
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x, need_weights=False)[0]
+            return self.linear(x) + 0 * self.attends(x).detach()
 
+    return Detached()
+
+
+class Adapted(Own):
+    """Attention that trains its values alone."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(nn.Identity())
+        self.requires_grad_(False)
+        self.v = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x)[:, None] for part in (self.q, self.k, self.v))
+        return functional.scaled_dot_product_attention(q, k, v)[:, 0]
+
+
+def broken(x: Tensor) -> nn.Module:
     model = Attends()
     with torch.no_grad():
         model.attention.in_proj_weight[0, 0] = math.nan
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, attention=True, on_error="raise") as monitor:
-        model(torch.randn(4, 5, 8)).square().mean().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert any("queries or keys are not finite" in n for n in monitor.latest.notes)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:adiv_monitor. step 0. not finite")
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (unseen, "Attention of 'attends' is not measured: no gradient reached it in this step."),
+        (broken, "queries or keys are not finite"),
+        (Adapted, "no trained parameter makes its queries or keys"),
+        (lambda x: nn.Linear(12, 12), "No attention of trained weights was seen"),
+    ],
+)
+def test_what_has_no_reading_is_said(build: Callable[[Tensor], nn.Module], reason: str) -> None:
+    x = batch()
+    report = monitored(build(x).double(), x)
+    assert not report.attention
+    assert any(reason in note for note in report.notes)

@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audited import batches, cross_entropy, mlp, seen, sgd
-from example_reports import LAYERS, reading, report
+from audited import batches, cross_entropy, seen, sgd
+from example_reports import reading, report
 from torch import nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis import diagnose
-from adiv_monitor.diagnosis.diagnose import NOTHING
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.health import GRADIENT, value_of
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
-from adiv_monitor.report import Alarm, StepReport, Turn
+from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
-from adiv_monitor.sinks import budget as budget_module
+from adiv_monitor.sinks import course as course_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.products import Product, ProductSink
 
@@ -66,22 +65,6 @@ def test_the_beginning_the_end_and_every_so_many_are_kept(count: int) -> None:
     assert len(steps) >= min(count, MOST_REPORTS // 2)
 
 
-def test_distributions_are_kept_of_the_last_report_alone() -> None:
-    first, last = running(report(0), report(1)).reports
-    assert last == report(1)
-    kept = first.layers.values()
-    assert kept and not any(r.scale_quantiles or r.row_cosine_quantiles for r in kept)
-    assert first.layers[LAYERS[0]].measures() == report(0).layers[LAYERS[0]].measures()
-
-
-def test_an_alarm_of_a_turn_is_counted_once() -> None:
-    alarms = [(Alarm(f"rule {i}", "a"),) for i in range(2)]
-    turns = [Turn(1, 1, 2), Turn(2, 2, 2)]
-    history = running(*(report(i, alarms=alarms[i], turn=turns[i]) for i in range(2)))
-    assert history.count == 1
-    assert [raised.times for raised in history.alarms] == [1, 1]
-
-
 # Findings
 
 
@@ -104,61 +87,6 @@ def test_findings_are_the_audits_of_the_same_run(vanishing: Record) -> None:
             assert advice.fix == audits_own.fix
             assert audits_own.text.startswith(advice.text)
             assert advice.text == audits_own.text or advice.fix == "rate-per-layer"
-
-
-def test_a_loss_that_nobody_saw_does_not_make_it_an_act(vanishing: Record) -> None:
-    (ours,) = [f for f in running(*vanishing.reports).findings() if f.name == "vanishing"]
-    (audits,) = [f for f in diagnose(vanishing) if f.name == "vanishing"]
-    assert (ours.strength, audits.strength) == ("watch", "act")
-
-
-def inputs_times(factor: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(factor * inputs, targets) for inputs, targets in batches()]
-
-
-@pytest.mark.slow(one_in=7)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("factor", "strength"), [(300, "act"), (20, "watch"), (1, None), (0.01, "watch")]
-)
-def test_inputs_of_an_unsuitable_scale_show_in_what_enters(
-    factor: float, strength: str | None, bias: bool
-) -> None:
-    """The first layer's row scale and fan-in show the inputs' scale, which only the audit sees."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12, bias=bias), nn.ReLU(), nn.Linear(12, 3))
-    record = seen(model, inputs_times(factor), optimizer=sgd(0.001), loss=cross_entropy)
-    ours = {f.name: f for f in running(*record.reports).findings()}
-    audits = {f.name: f for f in diagnose(record)}
-    assert ("input-scale" in ours) == ("input-scale" in audits) == (strength is not None)
-    if strength is not None:
-        found, audits_own = ours["input-scale"], audits["input-scale"]
-        assert (found.strength, found.layers) == (strength, ("0",))
-        assert found.advice == audits_own.advice
-        drawn = torch.cat([inputs for inputs, _ in inputs_times(factor)])
-        rms = float(drawn.square().mean().sqrt())
-        assert found.evidence[0].value == pytest.approx(rms, rel=0.15), "by step: other batches"
-
-
-@pytest.mark.slow(one_in=2, first=1)
-@pytest.mark.parametrize("factor", [1, 20])
-def test_a_mean_that_all_rows_share_is_no_matter_of_scale(factor: float) -> None:
-    data = [(factor * (inputs + 10), targets) for inputs, targets in batches()]
-    record = seen(mlp(), data, optimizer=sgd(1e-5), loss=cross_entropy)
-    ours = {f.name: f for f in running(*record.reports).findings()}
-    audits = {f.name: f for f in diagnose(record)}
-    assert ours["input-mean"].advice == audits["input-mean"].advice
-    assert ("input-scale" in ours) == ("input-scale" in audits) == (factor > 1)
-
-
-@pytest.mark.parametrize("kind", ["embedding", "gain"])
-def test_what_does_not_read_the_inputs_says_nothing_of_them(kind: str) -> None:
-    far = reading(scale_mean=1e6, scale_p50=1e6, features=64, update_ratio=0.1, common_share=0.5)
-    mean = replace(far, common_share=0.99)
-    for second in (far, mean):
-        layers = {"a": replace(second, kind=kind), "b": second}
-        steps = [report(s, layers=layers) for s in range(3)]
-        assert not {"input-scale", "input-mean"} & {f.name for f in running(*steps).findings()}
 
 
 def test_a_layer_that_dies_is_found_with_what_lies_behind_it() -> None:
@@ -195,14 +123,6 @@ def test_the_text_says_what_where_and_what_to_do(vanishing: Record) -> None:
     assert "`adiv-audit`" in text
 
 
-def test_a_healthy_run_has_nothing_to_fix() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
-    record = seen(model, optimizer=sgd(), loss=cross_entropy)
-    found = running(*record.reports)
-    assert findings_text(found.findings(), found.record()).startswith(f"### {NOTHING}\n")
-
-
 # Pictures
 
 
@@ -233,22 +153,6 @@ def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, in
     assert share(heat_picture(found).png(), colour) > 0.7 * cells / 2
 
 
-def test_rows_are_in_the_networks_order_and_of_maps_only() -> None:
-    layers = {"z": reading(), "norm": reading(kind="gain"), "a": reading()}
-    record = running(report(layers=layers)).record()
-    rows, of_maps = grid(record, "descent"), grid(record, "update_ratio")
-    assert rows is not None and rows.layers == ("z", "norm", "a")
-    assert of_maps is not None and of_maps.layers == ("z", "a")
-
-
-def test_a_layer_that_is_measured_later_has_an_empty_beginning() -> None:
-    first, later = {"a": reading()}, {"a": reading(), "b": reading(descent=0.5)}
-    found = grid(running(report(0, layers=first), report(1, layers=later)).record(), "descent")
-    assert found is not None
-    assert found.layers == ("a", "b")
-    assert np.isnan(found.values[1, 0]) and found.values[1, 1] == 0.5
-
-
 def test_the_gradient_that_arrives_is_that_of_the_last_layer_at_the_end() -> None:
     """‖G‖² = ⟨d, G⟩ / (⟨d, G⟩ / ‖G‖²) = descent / effective_lr."""
     layers = {
@@ -265,7 +169,7 @@ def test_the_gradient_that_arrives_is_that_of_the_last_layer_at_the_end() -> Non
 
 def drawings(monkeypatch: pytest.MonkeyPatch, reports: int) -> list[int]:
     """Return the reports out of `count` at which pictures are drawn if drawing takes no time."""
-    monkeypatch.setattr(budget_module, "_PATIENCE", 0)
+    monkeypatch.setattr(course_module, "_PATIENCE", 0)
     board = Board("test")
     drawn = []
     for i in range(reports):
@@ -328,7 +232,7 @@ def test_a_product_that_fails_is_not_tried_at_every_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, tried = [0.0], []
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(course_module.time, "monotonic", lambda: now[0])
 
     def fails(key: str, text: str, step: int) -> None:
         tried.append(step)
@@ -385,14 +289,3 @@ def test_low_rank_updates_do_not_vanish_because_they_begin_at_zero() -> None:
     torch.manual_seed(0)
     layers = [m for _ in range(3) for m in (Adapted(6), nn.Tanh())]
     assert "vanishing" not in found_in(nn.Sequential(*layers, Adapted(6)), 1e-4)
-
-
-@pytest.mark.slow(one_in=2, first=1)
-@pytest.mark.parametrize("is_zero", [False, True])
-def test_a_gradient_that_vanishes_does_so_before_a_head_of_zeros_too(is_zero: bool) -> None:
-    torch.manual_seed(0)
-    layers = [m for _ in range(8) for m in (nn.Linear(6, 6), nn.Sigmoid())]
-    head = nn.Linear(6, 3)
-    if is_zero:
-        nn.init.zeros_(head.weight)
-    assert "vanishing" in found_in(nn.Sequential(*layers, head), 1e-3)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -13,63 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from adiv_monitor import Monitor
-from adiv_monitor.maths.ceiling import attainable_cosine, attainable_cosine_of_rows
-
-
-def test_calls_without_rows_are_no_calls() -> None:
-    """A call without rows, as of an expert without tokens, does not count as a use."""
-    model = nn.Linear(4, 3).double()
-    x = torch.randn(30, 4, dtype=torch.float64)
-
-    def backward(model: nn.Module, parts: tuple[slice, ...]) -> None:
-        sum(model(x[part]).square().sum() for part in parts).backward()
-
-    expected = one_step(copy.deepcopy(model), lambda m: backward(m, (slice(0, 30),)))
-    parts = (slice(0, 0), slice(0, 20), slice(5, 5), slice(20, 30))
-    found = one_step(copy.deepcopy(model), lambda m: backward(m, parts))
-    same(found, expected)
-    assert found.layers[""].rows_total == 30
-    few = one_step(model, lambda m: backward(m, parts), max_rows=8)
-    assert few.layers[""].rows_seen == 8
-
 
 NORMS = {
     "batch": lambda: nn.BatchNorm1d(8),
     "batch, evaluated": lambda: nn.BatchNorm1d(8).eval(),
     "layer": lambda: nn.LayerNorm(8),
-    "rms": lambda: nn.RMSNorm(8),
-    "group": lambda: nn.GroupNorm(2, 8),
     "instance": lambda: nn.Sequential(nn.Unflatten(0, (1, -1)), nn.InstanceNorm1d(16, affine=True)),
     "linear": lambda: nn.Linear(8, 8),
-    "bilinear": lambda: OfItself(nn.Bilinear(8, 8, 4)),
-    "gain": lambda: nn.PReLU(8),
-    "einsum": lambda: Function(
-        "w", torch.randn(4, 8), lambda w, x: torch.einsum("bi,oi->bo", x, w)
-    ),
-    "offset": lambda: Function("w", torch.randn(8), lambda w, x: x + w),
-    "product": lambda: Function("w", torch.randn(8), lambda w, x: x * w),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, groups=2)),
     "weight norm": lambda: weight_norm(nn.Linear(8, 8)),
 }
-
-
-class Function(nn.Module):
-    def __init__(self, name: str, value: Tensor, function: Any) -> None:
-        super().__init__()
-        self.register_parameter(name, nn.Parameter(value))
-        self.name, self.function = name, function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(getattr(self, self.name), x)
-
-
-class OfItself(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -131,24 +83,6 @@ def test_the_same_rows_are_drawn_after_a_resume() -> None:
     same(*found)
     assert found[0].layers["0"].update_ratio == 0
     assert first.reports[0].layers["0"].row_cosine_quantiles is not None
-
-
-@pytest.mark.parametrize("shortest", [1.0, 1e-3, 1e-6, 1e-7, 0.0])
-@pytest.mark.parametrize("rows", [5, 40])
-def test_the_ceiling_is_the_same_whichever_way_it_is_found(rows: int, shortest: float) -> None:
-    """Both ways to the ceiling agree when a group has an ever shorter feature or row."""
-    torch.manual_seed(0)
-    phi = torch.randn(rows, 2, 8, dtype=torch.float64)
-    G = torch.randn(rows, 2, 3, dtype=torch.float64)
-    if rows < 8:
-        phi[0, 1] *= shortest
-        found = attainable_cosine_of_rows(phi, G)
-    else:
-        phi[:, 1, 0] *= shortest
-        grouped, gradient = phi.transpose(0, 1), G.transpose(0, 1)
-        found = attainable_cosine(grouped.mT @ grouped, grouped.mT @ gradient, G.norm())
-    projected = [phi[:, g] @ (torch.linalg.pinv(phi[:, g]) @ G[:, g]) for g in range(2)]
-    assert found.item() == pytest.approx((torch.stack(projected).norm() / G.norm()).item())
 
 
 def test_the_ceiling_of_several_passes_through_one_graph_is_missed_with_a_word() -> None:

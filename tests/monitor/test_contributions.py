@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 from adiv_monitor.capture.selection import listed
 
 FROM_ROWS = "estimated from rows alone"
@@ -43,12 +43,6 @@ def edit_bias(model: nn.Module) -> None:
             parameter.grad *= 1.1
 
 
-def freeze_biases(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.grad.zero_()
-
-
 def freeze_a_row(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad[0] = 0
@@ -61,18 +55,15 @@ CHANGES = {
         *(None, None, MORE),
     ),
     "a mask": (None, lambda g: g * (torch.arange(g.numel()) % 16 > 0).reshape(g.shape), None, MORE),
-    "a turn": (None, torch.neg, None, MORE),
     "noise": (None, lambda g: g + 0.01 * g.norm() * torch.ones_like(g), None, MORE),
     "each clipped": (None, None, clip_each, APART),
     "biases alone": (None, None, edit_bias, APART),
     "a frozen row": (None, None, freeze_a_row, MORE),
-    "frozen biases": (None, None, freeze_biases, MORE),
 }
 
 
-@pytest.mark.parametrize("max_rows", [16, None])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_not_of_the_rows_is_told_at_once(change: str, max_rows: int | None) -> None:
+def test_what_is_not_of_the_rows_is_told_at_once(change: str) -> None:
     loss, hook, between, expected = CHANGES[change]
     model, x, y = small()
     for parameter in model.parameters() if hook else ():
@@ -82,12 +73,11 @@ def test_what_is_not_of_the_rows_is_told_at_once(change: str, max_rows: int | No
         value = functional.cross_entropy(model(x), y)
         (value if loss is None else value + loss(model)).backward()
 
-    found = one_step(model, backward, between or (lambda model: None), max_rows=max_rows)
+    found = one_step(model, backward, between or (lambda model: None), max_rows=16)
     (note,) = found.notes
     assert expected in note and " of '0', '2' " in note
-    if max_rows is not None:
-        for reading in found.layers.values():
-            assert reading.standard_error["effective_lr"] > 0
+    for reading in found.layers.values():
+        assert reading.standard_error["effective_lr"] > 0
 
 
 class Keys(nn.Module):
@@ -134,41 +124,14 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x.tanh(), use_reentrant=self.reentrant)
 
 
-class Cast(nn.Module):
-    """Two calls that share one cast of the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return (self.inner(x) + self.inner(x.square())).float()
-
-
-class First(nn.Module):
-    """The output of a recurrent layer, without its state."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0]
-
-
 def image(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Unflatten(-1, (2, 1, 3)), nn.Flatten(0, 1), module)
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 6),
-    "without bias": lambda: nn.Linear(6, 6, bias=False),
     "conv": lambda: image(nn.Conv2d(2, 6, (1, 2))),
-    "conv transpose": lambda: image(nn.ConvTranspose2d(2, 6, (1, 2))),
     "re-entrant": lambda: Checkpointed(reentrant=True),
-    "cast": Cast,
-    "lstm": lambda: First(nn.LSTM(6, 6, batch_first=True)),
     "attention": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
     "affine-like": lambda: AffineLikeLinear(6, 6),
 }
@@ -276,32 +239,6 @@ def test_what_backward_passes_do_is_followed(passes: str) -> None:
     assert MORE in note and " of '0', '2' " in note
 
 
-def test_several_gradients_summed_by_hand_are_those_of_all_passes() -> None:
-    """As in methods for several tasks, with a weight for each."""
-    model, x, y = small()
-    weights = 1.0, 0.25
-
-    def by_hand(model: nn.Module) -> None:
-        parameters = list(model.parameters())
-        for weight, loss in zip(weights, halves(model, x, y), strict=True):
-            for parameter, gradient in zip(
-                parameters, torch.autograd.grad(loss, parameters), strict=True
-            ):
-                held = 0 if parameter.grad is None else parameter.grad
-                parameter.grad = held + weight * gradient
-
-    def at_once(model: nn.Module) -> None:
-        losses = halves(model, x, y)
-        sum(weight * loss for weight, loss in zip(weights, losses, strict=True)).backward()
-
-    expected = one_step(copy.deepcopy(model), at_once, max_rows=None)
-    found = one_step(model, by_hand, max_rows=None)
-    assert not found.notes
-    for path, reading in found.layers.items():
-        for name in ("update_cosine", "gradient_cosine", "diagonal_cosine"):
-            assert getattr(reading, name) == pytest.approx(getattr(expected.layers[path], name))
-
-
 def test_hooks_that_scale_are_a_factor() -> None:
     model, x, y = small()
     plain = one_step(
@@ -319,109 +256,3 @@ def test_hooks_that_scale_are_a_factor() -> None:
         assert reading.gradient_factor == pytest.approx(0.25)
         for name in ("update_cosine", "gradient_cosine", "diagonal_cosine"):
             assert getattr(reading, name) == pytest.approx(getattr(plain.layers[path], name))
-
-
-def test_a_penalty_on_gradients_goes_through_the_same_weights() -> None:
-    """A gradient penalty (WGAN-GP) reaches the weights also around the layer's output."""
-    model, x, y = small()
-
-    def backward(model: nn.Module) -> None:
-        given = x.clone().requires_grad_()
-        loss = functional.cross_entropy(model(given), y)
-        (slope,) = torch.autograd.grad(loss, given, create_graph=True)
-        (loss + 5000 * slope.square().sum()).backward()
-
-    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
-    assert MORE in note and " of '0', '2' " in note
-
-
-def test_a_few_long_rows_raise_no_false_alarm() -> None:
-    """Autograd decides where a sample cannot tell chance from a penalty."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4)).double()
-    x = torch.randn(4096, 20, dtype=torch.float64)
-    x = x * (torch.rand(4096, 1, dtype=torch.float64) ** -1.2)
-    y = torch.randint(4, (4096,))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for seed in range(4):
-        with Monitor(model, optimizer, every_n_steps=1, seed=seed, on_error="raise") as monitor:
-            for _ in range(3):
-                optimizer.zero_grad()
-                functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-        assert not [note for report in monitor.reports for note in report.notes]
-
-
-def test_autocast_of_the_next_pass_is_no_change_of_weights() -> None:
-    """The check for writes to the weights uses full precision also in a pass under autocast."""
-    torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 10)),
-        torch.randn(32, 100),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(3):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-    for report in monitor.reports:
-        assert not report.notes
-        assert {reading.projection_cosine for reading in report.layers.values()} == {1.0}
-
-
-class Whole(nn.Module):
-    """A function without a rule uses a weight again, which a rule knows in another use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.inner = nn.Embedding(11, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.maximum(torch.tanh(self.inner(self.words(x))), self.words.weight[0])
-
-
-def one_bias() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[2].bias = model[0].bias
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "x"),
-    [(one_bias, torch.randn(16, 4).double()), (Whole, torch.randint(11, (4, 5)))],
-    ids=["one bias of two layers", "measured as a whole"],
-)
-def test_shared_parameters_hold_no_more_than_their_uses(
-    make: Callable[[], nn.Module], x: Tensor
-) -> None:
-    torch.manual_seed(0)
-    model = make().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=None, on_error="raise") as monitor:
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    for report in monitor.reports:
-        assert not any("holds more" in note for note in report.notes)
-        for reading in report.layers.values():
-            assert reading.gradient_factor == pytest.approx(1, rel=1e-9)
-            assert reading.parameter_cosine == pytest.approx(1, rel=1e-9)
-
-
-def test_two_monitors_of_one_model_do_not_take_each_others_contributions() -> None:
-    model = one_bias().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitors = [Monitor(model, optimizer, on_error="raise") for _ in range(2)]
-    for monitor in monitors:
-        monitor.attach()
-    model(torch.randn(16, 4).double()).square().mean().backward()
-    optimizer.step()
-    for monitor in monitors:
-        monitor.close()
-        assert monitor.latest is not None
-        (note,) = monitor.latest.notes
-        assert "used by other layers too" in note

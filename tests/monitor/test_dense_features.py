@@ -34,7 +34,6 @@ CASES = [
 def written_out(features: DenseFeatures) -> tuple[Tensor, Tensor | None]:
     """Return φ_W and φ_b of every row and group."""
     phi, bias = features.phi, features.bias
-    assert phi is not None
     if bias is None:
         return phi, None
     return phi, torch.zeros_like(phi[..., 0]) + bias
@@ -92,7 +91,6 @@ def test_products_with_vectors_are_those_of_the_gradient(features: DenseFeatures
     groups, n_feat = features.width
     weight = torch.randn(groups * OUT, n_feat, dtype=torch.float64, requires_grad=True)
     moved, G = features.by_weight(weight), torch.randn(ROWS, groups * OUT, dtype=torch.float64)
-    assert moved is not None
     (gamma,) = torch.autograd.grad((moved * G).sum(), weight)
     v = torch.randn(groups, n_feat, 3, dtype=torch.float64)
     expected = features.weight_times(gamma, v)

@@ -112,19 +112,3 @@ def test_a_model_that_is_called_in_parts() -> None:
             expected.layers[path].measures(), rel=1e-9, nan_ok=True
         )
     assert "outside" in found.unsupported["shift"]
-
-
-def test_one_module_that_is_called_within_itself() -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = torch.tanh(x @ self.weight)
-            return self(x, depth - 1) if depth else x
-
-    report = one_step(Recursive(), loss, max_rows=None)
-    assert report.layers.keys() == {""}
-    assert report.layers[""].rows_seen == 15
-    assert not modes()

@@ -44,7 +44,6 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
     with Monitor(model, optimizer, on_error="raise") as monitor:
         scaler.scale(loss_of(model, batch)).backward()
         scaler.step(optimizer)
-    assert monitor.latest is not None
     same(monitor.latest, plain)
     for reading in monitor.latest.layers.values():
         assert reading.gradient_factor == pytest.approx(2.0**-12)
@@ -63,7 +62,6 @@ def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
         assert not monitor.reports
         scaler.scale(loss_of(model, batch)).backward()
         scaler.step(optimizer)
-    assert monitor.latest is not None
     assert monitor.latest.step == 0
     assert "zeroed before a step" in monitor.latest.notes[0]
     same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
@@ -119,7 +117,6 @@ def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) ->
             optimizer.zero_grad(set_to_none)
         loss.backward()
         optimizer.step()
-    assert monitor.latest is not None
     assert "zeroed before a step" in monitor.latest.notes[0]
     same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
 
@@ -155,21 +152,6 @@ def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:
     same(attained, alone)
 
 
-def test_gradients_taken_without_accumulating_are_no_part_of_the_step() -> None:
-    """`autograd.grad` for the weights, with `.grad` zeroed in place, loses no rows."""
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-
-    def probe_then_train(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for _ in range(2):
-            torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
-        loss_of(model, batch).backward()
-
-    same(one_step(model, probe_then_train), expected)
-
-
 def test_a_layer_frozen_during_another_networks_step() -> None:
     """A discriminator is frozen while its generator steps: those passes do not count for it."""
     critic, generator = nn.Linear(4, 1).double(), nn.Linear(3, 4).double()
@@ -186,7 +168,6 @@ def test_a_layer_frozen_during_another_networks_step() -> None:
         fake = generator(noise).detach()
         critic(fake).square().sum().backward()
         optimizers["critic"].step()
-    assert monitor.latest is not None
     assert monitor.latest.layers[""].rows_total == 6
     assert monitor.latest.layers[""].gradient_cosine > 0.5
 
@@ -203,25 +184,22 @@ def test_evaluation_with_gradients_on_does_not_use_up_the_rows() -> None:
     same(one_step(model, after_rollouts, max_rows=6), expected)
 
 
-@pytest.mark.parametrize("max_rows", [None, 3])
-def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) -> None:
+def test_the_loss_scale_is_told_from_the_whole_gradient() -> None:
     """All entries are used: gradients of padded images are mostly zero at spaced entries."""
     model = nn.Linear(70_000, 3)
     x = torch.zeros(8, 70_000)
     x[:, 35_003] = torch.arange(8.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, max_rows=max_rows, on_error="raise") as monitor:
+    with Monitor(model, optimizer, max_rows=3, on_error="raise") as monitor:
         scaler.scale(functional.cross_entropy(model(x), torch.arange(8) % 3)).backward()
         scaler.step(optimizer)
-    assert monitor.latest is not None
     reading = monitor.latest.layers[""]
     assert reading.gradient_factor == pytest.approx(2.0**-16)
     assert 0.01 < reading.effective_lr < 10
 
 
 def weaken(parameter: Tensor) -> None:
-    assert parameter.grad is not None
     parameter.grad.mul_(0.1)
 
 
@@ -282,22 +260,6 @@ def test_gradients_set_by_hand() -> None:
         assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
 
 
-@pytest.mark.parametrize("zeroed", [True, False])
-def test_a_forgotten_zero_grad_is_named_as_such(zeroed: bool) -> None:
-    """Gradients that were there when the first backward pass began are not taken for a penalty."""
-    model, batch = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
-            if zeroed:
-                optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    notes = [note for report in monitor.reports for note in report.notes]
-    assert any("was `zero_grad()` forgotten" in note for note in notes) is not zeroed
-    assert not any("a penalty in the loss" in note for note in notes)
-
-
 def _zeroed(passes: int, step: int, *, after: bool = False) -> Monitor:
     """Train with several backward passes per step, gradients zeroed before every `step`-th one."""
     model, batch = mlp()
@@ -342,7 +304,6 @@ def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
     with Monitor(model, optimizer, on_error="raise") as monitor:
         loss_of(model, batch).backward()
         optimizer.step()
-    assert monitor.latest is not None
     for reading in monitor.latest.layers.values():
         assert math.isnan(reading.harmed_fraction)
         assert math.isnan(reading.row_cosine_mean)
@@ -350,22 +311,18 @@ def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
         assert reading.effective_lr == reading.update_ratio == reading.descent == 0
 
 
-@pytest.mark.parametrize("max_rows", [None, 16])
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("factor", [0.5, 3.0])
-def test_a_hook_that_scales_the_gradient_of_an_output_counts(
-    factor: float, in_place: bool, max_rows: int | None
-) -> None:
+def test_a_hook_that_scales_the_gradient_of_an_output_counts(in_place: bool) -> None:
     """As in MuZero: the hook comes after the layer has run, and scales what the layer receives."""
 
     def scaled(gradient: Tensor) -> Tensor | None:
-        return None if in_place and gradient.mul_(factor) is gradient else gradient * factor
+        return None if in_place and gradient.mul_(3) is gradient else gradient * 3
 
     def reading(scale: float) -> LayerReading:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Monitor(model, optimizer, max_rows=max_rows, on_error="raise") as monitor:
+        with Monitor(model, optimizer, on_error="raise") as monitor:
             hidden = model[:3](torch.randn(40, 6).double())
             if scale != 1:
                 hidden.register_hook(scaled)
@@ -373,7 +330,7 @@ def test_a_hook_that_scales_the_gradient_of_an_output_counts(
             optimizer.step()
         return monitor.latest.layers["2"]
 
-    found, plain = reading(factor), reading(1.0)
+    found, plain = reading(3.0), reading(1.0)
     assert found.update_cosine == pytest.approx(plain.update_cosine, rel=1e-9)
     assert found.effective_lr == pytest.approx(plain.effective_lr, rel=1e-9)
-    assert found.descent == pytest.approx(plain.descent * factor**2, rel=1e-9)
+    assert found.descent == pytest.approx(plain.descent * 9, rel=1e-9)

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from example_reports import reading, report
 
-from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, OVERVIEW
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.pictures.colours import SCALES, bar, painted, places
+from adiv_monitor.pictures.colours import SCALES, bar, places
 from adiv_monitor.report import LayerReading
-from adiv_monitor.sinks.board import _panels
 
 pytest.importorskip("matplotlib")
 from adiv_monitor.pictures.grid import Grid, grid
@@ -50,10 +48,11 @@ def assert_readable(picture: Picture) -> None:
     """Assert that no two texts overlap and that each lies inside the picture."""
     assert len(picture.texts) > 5
     for box, words in picture.texts:
-        assert box.left >= 0 and box.right <= picture.width, words
-        assert box.top >= 0 and box.bottom <= picture.height, words
+        assert box[0] >= 0 and box[2] <= picture.width, words
+        assert box[1] >= 0 and box[3] <= picture.height, words
     for (box, words), (other, others) in combinations(picture.texts, 2):
-        assert not box.overlaps(other), (words, others)
+        apart = any(box[i + 2] <= other[i] or other[i + 2] <= box[i] for i in (0, 1))
+        assert apart, (words, others)
 
 
 @pytest.mark.slow(one_in=17)
@@ -66,14 +65,6 @@ def test_texts_of_a_picture_have_room(layers: int, path: str, steps: int) -> Non
         assert_readable(heat_picture(some, named))
         grids = [filled(measure, layers, steps, path) for measure in OVERVIEW]
         assert_readable(overview_picture(grids, "3 things to watch", [FINDING] * 3, named))
-
-
-@pytest.mark.parametrize("measure", HEALTH)
-def test_texts_of_every_measure_have_room(measure: str) -> None:
-    assert_readable(heat_picture(filled(measure, 12, 40)))
-    for path in (PATHS["long"], PATHS["strange"]):
-        grids = [filled(m, 12, 40, path) for m in (*OVERVIEW[:3], measure)]
-        assert_readable(overview_picture(grids, "Nothing", ["• all"], ()))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -97,17 +88,6 @@ def pixels(picture: Picture) -> np.ndarray[Any, Any]:
 
 def share(picture: Picture, colour: tuple[int, int, int]) -> float:
     return float((pixels(picture) == colour).all(axis=-1).mean())
-
-
-@pytest.mark.parametrize("measure", HEALTH)
-def test_a_value_has_one_colour_in_all_runs(measure: str) -> None:
-    """A value has the same colour whatever else is in the run, here far larger or smaller."""
-    value = 0.5
-    cells = [
-        painted(measure, places(measure, np.array([[value], [other]])))[0, 0].tolist()
-        for other in (1e-9, 0.4, 1e9)
-    ]
-    assert cells[0] == cells[1] == cells[2]
 
 
 @pytest.mark.parametrize("measure", HEALTH)
@@ -197,17 +177,3 @@ def test_a_loss_that_explodes_is_red_though_every_measure_is_healthy() -> None:
     assert share(broken, (255, 63, 216)) > share(sound, (255, 63, 216)) + 0.005
     unknown = overview_picture(grids, "x", [], (), [None] * 4)
     assert "loss" not in {words for _, words in unknown.texts}
-
-
-def test_inputs_of_an_unsuitable_scale_are_seen_in_the_overview() -> None:
-    running = Running()
-    layers = {
-        "first": reading(scale_mean=1e6, scale_p50=1e6, features=64, common_share=0.1),
-        "second": reading(scale_mean=50.0, scale_p50=50.0, features=64),
-    }
-    for step in range(4):
-        running.add(report(step, layers=layers))
-    findings = diagnose(running.record())
-    assert "input-scale" in {f.name for f in findings}
-    known = {measure: filled(measure, 2, 2) for measure in HEALTH}
-    assert "scale_mean" in _panels(known, findings)

@@ -1,6 +1,5 @@
 """The page of a training in progress."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from example_reports import LAYERS, reading, report
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Alarm
 from adiv_monitor.sinks import HtmlSink
-from adiv_monitor.sinks import budget as budget_module
+from adiv_monitor.sinks import course as course_module
 from adiv_monitor.sinks import html as html_module
 from adiv_monitor.sinks.borrowed import borrowed
 
@@ -29,14 +28,14 @@ def names(folder: Path) -> list[str]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the sink's clock in seconds, which tests advance."""
     now = [0.0]
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(course_module.time, "monotonic", lambda: now[0])
     return now
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the page at each report."""
-    monkeypatch.setattr(budget_module, "_PATIENCE", 0)
+    monkeypatch.setattr(course_module, "_PATIENCE", 0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -53,19 +52,6 @@ def test_the_page_says_where_the_training_is(tmp_path: Path) -> None:
     assert "The gradient was clipped to 0.5 of its length." in text
     assert "3 <small>from step 0 on" in text
     assert names(path.parent) == FILES
-
-
-def test_findings_are_there_with_what_would_fix_them(tmp_path: Path) -> None:
-    layers = {f"layer{i}": reading(update_ratio=0.1) for i in range(5)}
-    layers["slow"] = reading(update_ratio=1e-5)
-    sink = HtmlSink(tmp_path / "run.html")
-    for step in (0, 1):
-        sink.write(report(step, layers=layers))
-    sink.close()
-    text = (tmp_path / "run.html").read_text()
-    assert "Layers move by very different amounts" in text
-    assert "give these layers their own learning rates" in text
-    assert "Nothing to fix" not in text
 
 
 def test_pages_take_a_twentieth_of_the_time_at_most(
@@ -149,17 +135,6 @@ def test_alarms_are_on_the_page_until_the_end(tmp_path: Path) -> None:
     assert text.count("update_ratio &gt;") == 1
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [{}, {"a": reading(**dict.fromkeys(("update_cosine", "gradient_cosine"), math.nan))}],
-)
-def test_a_step_without_numbers_has_a_page(tmp_path: Path, layers: dict[str, object]) -> None:
-    sink = HtmlSink(tmp_path / "run.html")
-    sink.write(report(layers=layers))
-    sink.close()
-    assert "</html>" in (tmp_path / "run.html").read_text()
-
-
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
@@ -168,19 +143,6 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(html_module, "find_spec", lambda n: None if n == package else find(n))
     with pytest.raises(ImportError, match=rf"{package}.*pip install \"adiv-monitor\[audit\]\""):
         HtmlSink(tmp_path / "run.html")
-
-
-def test_another_training_in_the_same_record_begins_it_anew() -> None:
-    """A callback may be used again, for each fold of a cross-validation."""
-    running, alone = Running(), Running()
-    spoilt = replace(report(8, losses={8: math.inf}), alarms=(Alarm("x > 1", "a", 2.0, 0.0),))
-    for one in (report(0, losses={0: 9.0}), report(4, losses={4: 8.0}), spoilt):
-        running.add(one)
-    for step in (0, 4):
-        for each in (running, alone):
-            each.add(report(step, losses={step: 1.0}))
-    assert running.record() == alone.record() and running.count == alone.count == 2
-    assert running.alarms == () and running.first_non_finite is None
 
 
 def test_a_training_that_goes_on_from_a_checkpoint_replaces_what_came_after_it() -> None:

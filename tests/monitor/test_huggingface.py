@@ -1,13 +1,12 @@
 """The Trainer's callback agrees with a monitor in a plain loop, in every setting of the Trainer."""
 
-import importlib.util
+import importlib
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from hooks import no_hooks
+from plain_loops import assert_same, losses_of
 from processes import meet, patient, run_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
@@ -27,7 +28,7 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 
-from adiv_monitor import Monitor, StepReport, huggingface
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.huggingface import DivergenceTrainerCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars, summary_tags
@@ -132,22 +133,6 @@ def plain(
     return list(monitor.reports)
 
 
-def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
-    assert [report.step for report in ours] == [report.step for report in expected]
-    for one, other in zip(ours, expected, strict=True):
-        assert one.layers.keys() == other.layers.keys()
-        assert (one.coverage, one.unsupported) == (other.coverage, other.unsupported)
-        assert one.losses == pytest.approx(other.losses, rel=1e-4)
-        assert one.loss is not None
-        # The Trainer has one parameter group with decay and one without.
-        assert one.learning_rates
-        assert set(one.learning_rates) == set(other.learning_rates)
-        for path, reading in one.layers.items():
-            assert reading.measures() == pytest.approx(
-                other.layers[path].measures(), rel=1e-4, abs=1e-6, nan_ok=True
-            )
-
-
 def logged(trainer: Trainer) -> dict[int, dict[str, float]]:
     """Return the monitor's entries of the log history by the Trainer's step."""
     ours = [record for record in trainer.state.log_history if "adiv.summary/coverage" in record]
@@ -173,13 +158,6 @@ def test_accumulated_batches_count_as_one_step(make: Make) -> None:
     assert_same(reports, plain(accumulate=2))
 
 
-def test_clipped_gradients(make: Make) -> None:
-    reports = train(make, max_grad_norm=0.01)
-    clip = nn.utils.clip_grad_norm_
-    assert_same(reports, plain(prepare=lambda model: clip(model.parameters(), 0.01)))
-    assert 0 < reports[0].layers["net.0"].gradient_factor < 0.9
-
-
 class Collecting(Net):
     """A Trainer that collects its losses; a function may change one of them."""
 
@@ -194,22 +172,6 @@ class Collecting(Net):
             out["loss"] = out["loss"] * self.replaced.get(len(self.collected), 1.0)
             self.collected.append(out["loss"].item())
         return out
-
-
-def losses_of(reports: list[StepReport]) -> dict[int, float]:
-    return {step: loss for report in reports for step, loss in report.losses.items()}
-
-
-@pytest.mark.slow(one_in=2, first=1)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_losses_are_those_that_the_model_collected(make: Make, accumulate: int) -> None:
-    model = Collecting({})
-    options = {"max_steps": STEPS // accumulate, "gradient_accumulation_steps": accumulate}
-    reports = train(make, model=model, eval_strategy="steps", eval_steps=2, **options)
-    parts = [model.collected[i : i + accumulate] for i in range(0, STEPS, accumulate)]
-    expected = {i: sum(part) / accumulate for i, part in enumerate(parts)}
-    last = reports[-1].step
-    assert losses_of(reports) == pytest.approx({i: expected[i] for i in range(last + 1)})
 
 
 def test_a_loss_that_is_not_finite_is_told_though_the_trainer_hides_it(make: Make) -> None:
@@ -306,7 +268,7 @@ def test_an_alarm_may_stop_the_training(make: Make, caplog: pytest.LogCaptureFix
     (line,) = [r for r in caplog.records if "training stops" in r.getMessage()]
     assert (line.name, line.levelname) == ("adiv_monitor", "WARNING")
     assert line.getMessage().startswith("adiv-monitor: training stops: step 2: net.3: ")
-    assert hooks(trainer) == 0
+    assert no_hooks(trainer.model, trainer.optimizer.optimizer)
 
 
 def test_what_a_step_really_did(make: Make) -> None:
@@ -361,32 +323,6 @@ def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
         trainer.train()
 
 
-class Told(TrainerCallback):
-    """A callback that records the logs sent to every callback."""
-
-    def __init__(self) -> None:
-        self.logs: list[dict[str, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.logs.append(dict(kwargs["logs"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bar", [True, False])
-def test_callbacks_get_the_summary_and_the_console_is_not_flooded(
-    make: Make, bar: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = Told()
-    callback = DivergenceTrainerCallback(4, measures=["scale_cv"])
-    make(told, callback, logging_steps=4, disable_tqdm=not bar).train()
-    printed = capsys.readouterr().out
-    assert "loss" in printed
-    assert "adiv" not in printed
-    ours = [logs for logs in told.logs if any(tag.startswith("adiv.") for tag in logs)]
-    tags = {*summary_tags("scale_cv").values(), "adiv.summary/coverage", "epoch"}
-    assert [set(logs) for logs in ours] == [tags, tags]
-
-
 def test_tensorboard_gets_layers_and_histograms(make: Make, tmp_path: Path) -> None:
     board = tmp_path / "board"
     writer = SummaryWriter(str(board))
@@ -431,11 +367,6 @@ def test_only_the_first_process_writes(make: Make, monkeypatch: pytest.MonkeyPat
     assert not train(make)
 
 
-def test_an_unknown_measure_is_refused() -> None:
-    with pytest.raises(ValueError, match="no measure 'update_cosin'"):
-        DivergenceTrainerCallback(measures=["update_cosin"])
-
-
 # Early stopping and the best checkpoint
 
 FOLLOWED = "adiv.summary/update_cosine_min"
@@ -475,15 +406,6 @@ def test_the_best_checkpoint_is_that_of_the_metric(make: Make, name: str) -> Non
     best = max(values, key=lambda step: values[step])
     assert trainer.state.best_global_step == best
     assert trainer.state.best_metric == values[best]
-
-
-@pytest.mark.slow
-def test_early_stopping_follows_the_metric(make: Make) -> None:
-    """Early stopping requires more improvement than is possible, so the first value is the best."""
-    stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
-    trainer = make(DivergenceTrainerCallback(1, on_error="raise"), stop, **followed())
-    trainer.train()
-    assert trainer.state.global_step == 4
 
 
 @pytest.mark.slow
@@ -574,42 +496,7 @@ def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) 
     assert set(records[7]) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "lost", [{"sinks": [MemorySink()]}, {"layers": lambda path, module: path == "net.3"}]
-)
-def test_what_a_checkpoint_cannot_hold_is_said(
-    make: Make, tmp_path: Path, lost: dict[str, Any]
-) -> None:
-    make(DivergenceTrainerCallback(3, **lost), save_strategy="steps", max_steps=4).train()
-    trainer = make(
-        DivergenceTrainerCallback(3, **lost), restore_callback_states_from_checkpoint=True
-    )
-    with pytest.raises(ValueError, match=rf"without its {next(iter(lost))}; expected False"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-
-
 # Every end of a training
-
-
-def hooks(trainer: Trainer) -> int:
-    modules = [
-        (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in trainer.model.modules()
-    ]
-    optimizer: Any = trainer.optimizer
-    on_parameters = [p._backward_hooks or {} for p in trainer.model.parameters()]
-    inner = optimizer.optimizer
-    return sum(
-        map(
-            len,
-            [
-                *(hook for three in modules for hook in three),
-                *on_parameters,
-                inner._optimizer_step_pre_hooks,
-                inner._optimizer_step_post_hooks,
-            ],
-        )
-    )
 
 
 class Failing(Trainer):
@@ -632,7 +519,9 @@ class Failing(Trainer):
 
     def fail(self, where: str, now: bool) -> None:
         if where == self.where and now:
-            assert hooks(self) > 0, "there was something to remove"
+            assert not no_hooks(self.model, self.optimizer.optimizer), (
+                "there was something to remove"
+            )
             raise KeyboardInterrupt
 
 
@@ -646,13 +535,13 @@ def test_nothing_stays_on_the_model_when_training_fails(make: Make, where: str) 
     before = set(vars(trainer))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert hooks(trainer) == 0
+    assert no_hooks(trainer.model, trainer.optimizer.optimizer)
     assert [report.step for report in memory.reports] == [0, 1, 2], "none is lost"
     assert not (set(vars(trainer)) - before) & {"training_step", "evaluate", "get_batch_samples"}
     trainer.where = ""
     trainer.train()
     assert [report.step for report in memory.reports[3:]] == [*range(STEPS)]
-    assert hooks(trainer) == 0
+    assert no_hooks(trainer.model, trainer.optimizer.optimizer)
 
 
 class Raise(TrainerCallback):
@@ -667,12 +556,12 @@ def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, a
     trainer = make(callback, Raise())
     with pytest.raises(RuntimeError, match="out of luck"):
         trainer.train()
-    assert hooks(trainer) > 0
+    assert not no_hooks(trainer.model, trainer.optimizer.optimizer)
     if again:
         trainer.remove_callback(Raise)
         trainer.train()
     callback.close()
-    assert hooks(trainer) == 0
+    assert no_hooks(trainer.model, trainer.optimizer.optimizer)
     assert not set(vars(trainer)) & {"training_step", "evaluate", "get_batch_samples"}
     assert list(logged(trainer)) == ([*range(1, STEPS + 1)] if again else [1])
     assert callback.monitor is not None
@@ -680,34 +569,12 @@ def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, a
     assert callback.monitor.latest.step == (STEPS - 1 if again else 0)
 
 
-@pytest.mark.slow
-def test_weights_of_the_best_checkpoint_are_no_step(make: Make) -> None:
-    """The last step's report is complete before the Trainer loads the best checkpoint."""
-    memory = MemorySink()
-    callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
-    options = followed(metric_for_best_model="loss", greater_is_better=True)  # an early one
-    trainer = make(callback, **options)
-    trainer.train()
-    assert trainer.state.best_global_step != STEPS
-    assert memory.reports[-1].step == STEPS - 1
-    for reading in memory.reports[-1].layers.values():
-        assert reading.projection_cosine == pytest.approx(1.0)
-
-
 # Without transformers
-
-
-def load_again() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loaded_again", huggingface.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate.utils"])
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.delitem(sys.modules, "adiv_monitor.huggingface")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[huggingface\]"'):
-        load_again()
+        importlib.import_module("adiv_monitor.huggingface")

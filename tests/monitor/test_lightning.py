@@ -1,11 +1,7 @@
 """The callback agrees with a monitor in a plain loop, in every setting of Lightning's Trainer."""
 
-import importlib.util
-import json
+import importlib
 import logging
-import pickle
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +16,14 @@ pytest.importorskip("pytorch_lightning")
 pytest.importorskip("lightning.pytorch")
 import lightning.pytorch as lpl
 import pytorch_lightning as pl
+from hooks import no_hooks
+from plain_loops import assert_same, losses_of
 from pytorch_lightning.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adiv_monitor import Monitor, StepReport, lightning_base
-from adiv_monitor import lightning as adiv_lightning
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.lightning import DivergenceCallback
-from adiv_monitor.sinks import JsonlSink, MemorySink
+from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars
 
 pytestmark = [
@@ -109,30 +106,6 @@ def plain_fit(
     return list(monitor.reports)
 
 
-def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
-    assert [report.step for report in ours] == [report.step for report in expected]
-    for one, other in zip(ours, expected, strict=True):
-        assert one.layers.keys() == other.layers.keys()
-        assert (one.coverage, one.unsupported) == (other.coverage, other.unsupported)
-        assert one.losses == pytest.approx(other.losses, rel=1e-4)
-        assert one.loss is not None
-        assert one.learning_rates == other.learning_rates
-        for path, reading in one.layers.items():
-            assert reading.measures() == pytest.approx(
-                other.layers[path].measures(), rel=1e-4, abs=1e-6, nan_ok=True
-            )
-
-
-def test_alarms_reach_those_who_look_at_the_trainers_metrics() -> None:
-    memory = MemorySink()
-    alarms = ["net.0: scale_mean > 0", "scale_mean < 0"]
-    run = trainer(callbacks=DivergenceCallback(2, sinks=[memory], alarms=alarms))
-    with pytest.warns(UserWarning, match="step 0: net.0: net.0: scale_mean > 0"):
-        run.fit(module(), loader())
-    assert run.callback_metrics["adiv.summary/alarms"] == 1
-    assert [len(report.alarms) for report in memory.reports] == [1, 1, 1, 1]
-
-
 def test_an_alarm_may_stop_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The report of step 2 is complete, and has reached the loggers, in the fourth batch."""
     logger = pl.loggers.CSVLogger(tmp_path)
@@ -148,7 +121,7 @@ def test_an_alarm_may_stop_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert (line.name, line.levelname) == ("adiv_monitor", "WARNING")
     assert line.getMessage().startswith("adiv-monitor: training stops: step 2: net.3: ")
     assert "adiv.summary/alarms" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
-    assert hooks(model, model.optimizers(use_pl_optimizer=False)) == 0
+    assert no_hooks(model, model.optimizers(use_pl_optimizer=False))
 
 
 # Agreement with a plain loop
@@ -227,23 +200,6 @@ def collecting(**given: Any) -> Any:
     return type("Model", (Collects,), given)()
 
 
-def losses_of(reports: list[StepReport]) -> dict[int, float]:
-    return {step: loss for report in reports for step, loss in report.losses.items()}
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_losses_are_those_that_the_module_collected(accumulate: int) -> None:
-    """With eight batches by three, the last step has two; Lightning divides losses by three."""
-    model = collecting()
-    reports = fit(model, accumulate_grad_batches=accumulate)
-    parts = [model.collected[i : i + accumulate] for i in range(0, 8, accumulate)]
-    expected = {i: sum(part) / len(part) for i, part in enumerate(parts)}
-    assert losses_of(reports) == pytest.approx(
-        {i: expected[i] for i in range(reports[-1].step + 1)}
-    )
-    assert reports[-1].step == (6 if accumulate == 1 else 2)
-
-
 def as_a_dictionary(self: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
     return {"loss": self.loss_of(batch), "logits": torch.ones(2)}
 
@@ -304,17 +260,6 @@ def test_by_hand_the_loss_is_known_where_one_step_was_taken(
         found = losses_of(list(monitor.reports))
         expected = dict(enumerate(model.collected[index::count])) if known else {}
         assert found == pytest.approx(expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*was not measured. the optimizer evaluated")
-def test_several_evaluations_of_a_batch_have_no_known_loss() -> None:
-    """Lightning keeps the last evaluation's loss, whose weights are not those before the step."""
-    model = collecting(
-        configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)
-    )
-    reports = fit(model=model)
-    assert len(model.collected) > 8
-    assert losses_of(reports) == {}
 
 
 def test_the_fit_is_bit_identical() -> None:
@@ -380,23 +325,6 @@ def test_a_choice_may_leave_an_optimizer_out() -> None:
     assert {path for report in memory.reports for path in report.layers} == {"critic"}
 
 
-def test_what_no_optimizer_holds_is_still_named() -> None:
-    model = Pair()
-    model.orphan = nn.Linear(2, 2)
-    memory = MemorySink()
-    callback = DivergenceCallback(100, sinks=[memory], on_error="raise")
-    trainer(callbacks=callback).fit(model, loader())
-    named = [list(report.unsupported) for report in memory.reports]
-    assert sorted(named) == [[], ["orphan"]]
-
-
-@pytest.mark.parametrize("make", [Pair, lambda: module()])
-def test_a_pattern_that_matches_nowhere_is_an_error(make: Callable[[], Any]) -> None:
-    callback = DivergenceCallback(layers=["decoder.*"], sinks=[MemorySink()])
-    with pytest.raises(ValueError, match=r"decoder\.\*.*expected"):
-        trainer(callbacks=callback).fit(make(), loader())
-
-
 # Outputs of the reports
 
 
@@ -421,45 +349,6 @@ def test_every_logger_gets_the_same_tags(tmp_path: Path) -> None:
     assert float(reported[4]) == pytest.approx(last.value)
 
 
-class Pictures(CSVLogger):
-    """A logger that accepts pictures and texts, like that of W&B, besides scalars."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.pictures: list[tuple[str, int, tuple[int, int]]] = []
-        self.texts: list[str] = []
-
-    def log_image(self, key: str, images: list[Any], step: int) -> None:
-        (image,) = images
-        self.pictures.append((key, step, image.size))
-
-    def log_text(self, key: str, columns: list[str], data: list[list[Any]]) -> None:
-        assert columns == ["step", "findings"]
-        self.texts.append(f"{key} {data[0][0]} {data[0][1]}")
-
-
-def test_a_logger_that_takes_pictures_gets_them(tmp_path: Path) -> None:
-    logger = Pictures(tmp_path)
-    callback = DivergenceCallback(2, on_error="raise")
-    trainer(callbacks=callback, logger=logger).fit(module(), loader())
-    keys = {key for key, _, _ in logger.pictures}
-    assert {"adiv/overview", "adiv/per_layer/update_ratio"} <= keys
-    assert [step for key, step, _ in logger.pictures if key == "adiv/overview"] == [6]
-    assert all(min(size) > 100 for _, _, size in logger.pictures)
-    assert logger.texts[0].startswith("adiv.summary/findings 6 ### "), "at the end of a short run"
-
-
-def test_few_scalars_are_logged_unless_all_are_asked_for(tmp_path: Path) -> None:
-    logger = CSVLogger(str(tmp_path))
-    run = trainer(callbacks=DivergenceCallback(4, on_error="raise"), logger=logger)
-    with pytest.warns(UserWarning, match=r"CSVLogger takes numbers only; .*HtmlSink"):
-        run.fit(module(), loader())
-    columns = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
-    assert {"adiv.update_ratio/net.0", "adiv.summary/coverage"} <= set(columns)
-    assert "adiv.scale_cv/net.0" not in columns
-    assert "adiv.summary/scale_cv_max" in run.callback_metrics, "what callbacks may follow"
-
-
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("logs, measured", [(3, [0, 20]), (22, [0, 22])])
 def test_the_interval_follows_the_trainer_within_the_bound(logs: int, measured: list[int]) -> None:
@@ -480,25 +369,10 @@ def test_only_rank_zero_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fit()
 
 
-def test_a_fast_dev_run_needs_no_logger() -> None:
-    callback = DivergenceCallback(1, on_error="raise")
-    trainer(callbacks=callback, fast_dev_run=2, logger=True).fit(module(), loader())
-    assert [report.step for report in callback.monitors[""].reports] == [0, 1]
-
-
 def test_an_interval_of_never_is_refused() -> None:
     callback = DivergenceCallback(sinks=[MemorySink()])
     with pytest.raises(ValueError, match=r"log_every_n_steps=0.*every_n_steps=1"):
         trainer(callbacks=callback, log_every_n_steps=0).fit(module(), loader())
-
-
-def test_sinks_of_the_users_stay_open(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "run.jsonl")
-    for _ in range(2):
-        trainer(callbacks=DivergenceCallback(4, sinks=[sink])).fit(module(), loader())
-    sink.close()
-    lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 4, 0, 4]
 
 
 WATCHED = "adiv.summary/update_cosine_min"
@@ -542,18 +416,6 @@ def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
     assert checkpoint.best_model_score in [pytest.approx(value) for value in reported]
 
 
-def test_a_checkpoint_may_be_named_by_the_summary(tmp_path: Path) -> None:
-    """The metric's name in a checkpoint's name makes one file and no folder."""
-    name = WATCHED.replace("/", "_")
-    checkpoint = pl.callbacks.ModelCheckpoint(
-        tmp_path, filename=f"{{epoch}}-{{{name}:.2f}}", monitor=name, mode="max"
-    )
-    callback = DivergenceCallback(2, sinks=[MemorySink()], separator="_")
-    trainer(callbacks=[callback, checkpoint], enable_checkpointing=True).fit(module(), loader())
-    (made,) = tmp_path.iterdir()
-    assert re.fullmatch(rf"epoch=0-{name}=-?\d\.\d\d\.ckpt", made.name)
-
-
 def test_a_separator_stands_in_all_names_but_tensorboards(tmp_path: Path) -> None:
     files = CSVLogger(tmp_path, "files")
     board = pl.loggers.TensorBoardLogger(tmp_path, "board")
@@ -573,47 +435,6 @@ def test_a_separator_stands_in_all_names_but_tensorboards(tmp_path: Path) -> Non
     assert not any("/" in name for name in names)
     tags = EventAccumulator(board.log_dir).Reload().Tags()["scalars"]
     assert "adiv.summary/update_cosine_min" in tags
-
-
-def test_a_separator_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="separator="):
-        DivergenceCallback(separator="")
-
-
-@pytest.mark.slow(one_in=2)
-@pytest.mark.parametrize("attainable", [False, True])
-def test_only_what_will_be_measured_is_announced(attainable: bool) -> None:
-    """A wrong metric name remains an error."""
-    announced: list[set[str]] = []
-
-    class Look(pl.Callback):
-        def on_train_batch_start(self, run: Any, *rest: Any) -> None:
-            announced.append({tag for tag in run.callback_metrics if tag.startswith("adiv")})
-
-    measures = ["update_cosine", "attainable_cosine", "attention_cosine"]
-    callback = DivergenceCallback(
-        1, measures=measures, attainable=attainable, sinks=[MemorySink()], on_error="raise"
-    )
-    run = trainer(callbacks=[callback, Look()])
-    run.fit(Pair(), loader())
-    expected = {
-        f"adiv.summary.optimizer_{index}/{measure}_{end}"
-        for index in (0, 1)
-        for measure in measures[: 2 if attainable else 1]
-        for end in ("min", "median", "max")
-    } | {f"adiv.summary.optimizer_{index}/coverage" for index in (0, 1)}
-    assert announced == [expected] * len(BATCHES)
-    assert None not in run.callback_metrics.values()
-
-
-def test_a_callback_travels_to_another_process(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "run.jsonl")
-    callback = DivergenceCallback(4, sinks=[sink], on_error="raise")
-    sink, copied = pickle.loads(pickle.dumps((sink, callback)))
-    assert not list(tmp_path.iterdir())
-    trainer(callbacks=copied).fit(module(), loader())
-    sink.close()
-    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
 
 
 def test_callbacks_and_progress_bar_see_the_last_summary() -> None:
@@ -650,16 +471,6 @@ def test_a_resumed_fit_counts_on(tmp_path: Path) -> None:
     assert resumed.monitors[""].step == len(whole) * 2 == 16
 
 
-def test_a_checkpoint_without_the_callback_gives_the_step_too(tmp_path: Path) -> None:
-    first = trainer()
-    first.fit(module(), loader())
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    memory = MemorySink()
-    second = trainer(callbacks=DivergenceCallback(5, sinks=[memory]), max_epochs=2)
-    second.fit(module(), loader(), ckpt_path=str(tmp_path / "half.ckpt"))
-    assert [report.step for report in memory.reports] == [8, 10, 15]
-
-
 def test_a_new_fit_counts_from_zero_and_a_longer_one_on() -> None:
     memory = MemorySink()
     callback = DivergenceCallback(8, sinks=[memory], on_error="raise")
@@ -672,19 +483,6 @@ def test_a_new_fit_counts_from_zero_and_a_longer_one_on() -> None:
     assert [report.step for report in memory.reports] == [0, 0, 8]
 
 
-def hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    on_modules = [
-        (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in model.modules()
-    ]
-    on_parameters = [p._backward_hooks or {} for p in model.parameters()]
-    on_optimizer = [] if optimizer is None else list(optimizer._optimizer_step_post_hooks)
-    return (
-        sum(len(h) for three in on_modules for h in three)
-        + sum(map(len, on_parameters))
-        + len(on_optimizer)
-    )
-
-
 @pytest.mark.parametrize("failing", [3, None])
 def test_nothing_stays_on_the_model(failing: int | None) -> None:
     model = module()
@@ -692,7 +490,7 @@ def test_nothing_stays_on_the_model(failing: int | None) -> None:
 
     class Failing(pl.Callback):
         def on_train_batch_end(self, run: Any, model: Any, out: Any, batch: Any, i: int) -> None:
-            counted.append(hooks(model, run.optimizers[0]))
+            counted.append(no_hooks(model, run.optimizers[0]))
             if i == failing:
                 raise RuntimeError("out of luck")
 
@@ -704,8 +502,8 @@ def test_nothing_stays_on_the_model(failing: int | None) -> None:
     else:
         with pytest.raises(RuntimeError, match="out of luck"):
             run.fit(model, loader())
-    assert counted[0] > 0, "there was something to remove"
-    assert hooks(model, model.optimizers(use_pl_optimizer=False)) == 0
+    assert not counted[0], "there was something to remove"
+    assert no_hooks(model, model.optimizers(use_pl_optimizer=False))
     batches = len(BATCHES) if failing is None else failing + 1
     assert [report.step for report in memory.reports] == list(range(batches)), "none is lost"
 
@@ -713,85 +511,10 @@ def test_nothing_stays_on_the_model(failing: int | None) -> None:
 # Versions of Lightning
 
 
-@pytest.mark.slow
-def test_the_callback_may_be_imported_before_either_lightning() -> None:
-    code = """
-from adiv_monitor.lightning import DivergenceCallback
-callback = DivergenceCallback()
-import lightning.pytorch, pytorch_lightning
-for package in (lightning.pytorch, pytorch_lightning):
-    assert isinstance(callback, pl.Callback)
-"""
-    paths = {"PYTHONPATH": ":".join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def load_again() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loaded_again", adiv_lightning.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    base = sys.modules.pop(lightning_base.__name__)
-    try:
-        spec.loader.exec_module(loaded)
-    finally:
-        sys.modules[lightning_base.__name__] = base
-    return loaded
-
-
-@pytest.mark.parametrize(("missing", "left"), [("pytorch_lightning", lpl), ("lightning", pl)])
-def test_one_lightning_is_enough(
-    monkeypatch: pytest.MonkeyPatch, missing: str, left: ModuleType
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, f"{missing}.pytorch", raising=False)
-    callback = load_again().DivergenceCallback
-    assert issubclass(callback, left.Callback)
-    assert not issubclass(callback, (lpl if left is pl else pl).Callback)
-
-
 def test_no_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("lightning", "lightning_base"):
+        monkeypatch.delitem(sys.modules, f"adiv_monitor.{module}")
     for package in ("pytorch_lightning", "lightning", "lightning.pytorch"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[lightning\]"'):
-        load_again()
-
-
-def test_what_a_step_really_did_is_logged() -> None:
-    """The module's loss submodule and a validation do not disturb the realised measures."""
-
-    class Judged(type(module())):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.criterion = criterion
-            self.seen: list[float] = []
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            if batch_idx == 0:
-                torch.manual_seed(2)
-            loss = self.criterion(self.net(batch[0]), batch[1])
-            self.seen.append(loss.item())
-            return loss
-
-        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-            self.criterion(self.net(batch[0]), batch[1])
-
-    def run(*callbacks: DivergenceCallback) -> tuple[Judged, Any]:
-        model = Judged()
-        fitter = trainer(callbacks=list(callbacks), val_check_interval=2)
-        fitter.fit(model, loader(), loader())
-        return model, fitter
-
-    criterion, memory = nn.CrossEntropyLoss(), MemorySink()
-    callback = DivergenceCallback(2, realised=criterion, sinks=[memory], on_error="raise")
-    model, fitter = run(callback)
-    assert model.seen == run()[0].seen
-    assert len(memory.reports) == 4
-    for report in memory.reports:
-        assert report.realised_loss_change is not None
-        assert all(r.realised_cosine is not None for r in report.layers.values())
-    metrics = fitter.callback_metrics
-    last = memory.reports[-1].realised_loss_change
-    assert metrics["adiv.summary/realised_loss_change"] == pytest.approx(last)
-    assert "adiv.summary/single_layer_share_min" in metrics
+        importlib.import_module("adiv_monitor.lightning")

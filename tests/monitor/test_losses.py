@@ -1,6 +1,5 @@
 """Reports contain the losses that the loop collected, and collecting them changes nothing."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -161,43 +160,6 @@ def test_a_step_may_be_named() -> None:
     assert [report.losses for report in monitor.reports] == [{0: 10.0}, {1: 11.0}, {2: 12.0}]
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_told(loss: float) -> None:
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    with Monitor(model, optimizer, every_n_steps=2) as monitor:
-        for step in range(3):
-            given = model(batch(step))["loss"]
-            monitor.log_loss(loss if step == 1 else given)
-            one_step(monitor, optimizer, [given])
-    assert monitor.latest is not None
-    assert monitor.latest.losses[1] == pytest.approx(loss, nan_ok=True)
-    assert math.isfinite(monitor.latest.losses[2])
-
-
-def test_a_resumed_run_counts_on() -> None:
-    collected, *_ = train("said as a number")
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    known: list[StepReport] = []
-    state = None
-    for half in (range(5), range(5, STEPS)):
-        monitor = Monitor(model, optimizer, every_n_steps=EVERY, on_error="raise")
-        if state is not None:
-            monitor.load_state_dict(state)
-        with monitor:
-            for number in half:
-                torch.manual_seed(number)
-                loss = model(batch(number))["loss"]
-                monitor.log_loss(loss)
-                one_step(monitor, optimizer, [loss])
-            state = monitor.state_dict()
-        known += monitor.reports
-    assert [report.step for report in known] == [0, 4, 5, 8]
-    found = {step: loss for report in known for step, loss in report.losses.items()}
-    assert found == pytest.approx(dict(enumerate(collected[:9])))
-
-
 # Closures
 
 
@@ -273,23 +235,6 @@ def test_what_is_no_number_is_refused(value: Any, error: type[Exception], messag
         pytest.raises(error, match=f"the loss: got .*{message.removeprefix('got ')}"),
     ):
         monitor.log_loss(value)
-
-
-@pytest.mark.parametrize("step", [-1, 0.5, True, "1"])
-def test_what_is_no_step_is_refused(step: Any) -> None:
-    model = WithLoss()
-    with (
-        Monitor(model, optimizer_of(model)) as monitor,
-        pytest.raises(ValueError, match=r"step=….*expected an integer of at least 0"),
-    ):
-        monitor.log_loss(1.0, step=step)
-
-
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, 3.0, "loss"])
-def test_what_is_no_loss_is_refused(loss: Any) -> None:
-    model = WithLoss()
-    with pytest.raises(TypeError, match=r"Monitor\(loss=…\): got"):
-        Monitor(model, optimizer_of(model), loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -388,21 +333,6 @@ def test_layers_are_in_parameter_groups_of_their_own(layers_per_step: int | None
     assert monitor._outlet.running.reports[-1].groups == {"0": 0, "2": 1}
 
 
-def test_learning_rates_are_those_of_the_step() -> None:
-    model = WithLoss()
-    weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
-    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.4}], lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    with Monitor(model, optimizer, every_n_steps=2) as monitor:
-        for step in range(3):
-            one_step(monitor, optimizer, [model(batch(step))["loss"]])
-            schedule.step()
-    assert [report.learning_rates for report in monitor.reports] == [
-        (0.1, 0.4),
-        (pytest.approx(0.025), pytest.approx(0.1)),
-    ]
-
-
 @pytest.mark.parametrize("up", [False, True])
 def test_a_report_says_whether_the_optimizer_maximizes(*, up: bool) -> None:
     model = WithLoss()
@@ -472,15 +402,3 @@ def test_the_first_report_says_what_to_pass_if_the_loss_is_not_seen(given: Any, 
     assert said in note
     assert "Pass the module that the loop calls as `loss=`" in note
     assert "`monitor.log_loss(loss)`" in note
-
-
-def test_a_loss_that_the_loop_logs_needs_no_note() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = optimizer_of(model)
-    with Monitor(model, optimizer, loss=functional.cross_entropy, on_error="raise") as monitor:
-        loss = functional.cross_entropy(model(batch(0)), TARGETS)
-        monitor.log_loss(loss)
-        loss.backward()
-        optimizer.step()
-    report = monitor.reports[0]
-    assert (report.loss, report.notes) == (pytest.approx(loss.item()), ())

@@ -1,20 +1,17 @@
 """The measures as functions: any number of layers at once, zero vectors, sums, quantiles."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from setups import leaves
-from torch import Tensor
+from torch import nn
 
-from adiv_monitor.features.rows import squares
+from adiv_monitor import Monitor
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
 from adiv_monitor.maths.estimates import (
+    Estimate,
     Sample,
     Sum,
     mean_of_active,
@@ -23,28 +20,10 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     share_error,
 )
-from adiv_monitor.maths.readings import Judged, measure
-from adiv_monitor.maths.sums import (
-    REALISED,
-    About,
-    Array,
-    Blocks,
-    Common,
-    Dots,
-    Evidence,
-    FamilySums,
-    LayerSums,
-    Moved,
-    Pairs,
-    Sampled,
-    ScaleTotals,
-    StackedSums,
-    Totals,
-    Vector,
-    pairs_of,
-)
+from adiv_monitor.maths.readings import measure
+from adiv_monitor.maths.sums import DOTS, PAIRS, About, StepSums, blank, names_of
 from adiv_monitor.step.parameter_steps import PieceNumbers
-from adiv_monitor.step.transfer import Flags, StepSums, fetch
+from adiv_monitor.step.transfer import Outgoing, fetch
 
 
 def population(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -91,29 +70,6 @@ def test_products_of_sums_are_unbiased_and_know_their_error(form: str) -> None:
     assert (np.abs(value - exact) > 3 * error).mean() < 0.02
 
 
-def test_few_rows_overrate_a_ratio_unless_their_bias_is_taken_off() -> None:
-    """√ of a heavy-tailed mean is too small on average; the correction removes most of the bias."""
-    whole = population(400)["a"] ** 2
-    random = np.random.default_rng(1)
-    rows = np.stack([random.choice(whole, 30, replace=False) for _ in range(4000)])
-    sample = Sample(np.full(4000, 400.0), np.ones(rows.shape, dtype=bool))
-    one = Sum(np.ones(4000), np.zeros(rows.shape))
-    root = math.sqrt(whole.sum())
-    plain = np.sqrt(rows.mean(1) * 400).mean() / root - 1
-    fixed = product(one, [(over_rows(rows, sample), 0.5)], sample).value.mean() / root - 1
-    assert plain < -0.05
-    assert abs(fixed) < 0.75 * abs(plain)
-
-
-def test_all_rows_leave_nothing_to_chance() -> None:
-    whole = population(50)
-    sample = Sample(np.array([50.0]), np.ones((1, 50), dtype=bool))
-    a, b = (over_rows(whole[name][None], sample) for name in "ab")
-    value, error = product(a, [(b, -1)], sample)
-    assert value[0] == pytest.approx(whole["a"].sum() / whole["b"].sum(), rel=1e-14)
-    assert error[0] == 0
-
-
 def test_one_row_of_several_knows_no_error() -> None:
     sample = Sample(np.array([9.0]), np.ones((1, 1), dtype=bool))
     value, error = product(over_rows(np.ones((1, 1)), sample), [], sample)
@@ -124,14 +80,6 @@ def test_one_row_of_several_knows_no_error() -> None:
     assert math.isnan(error[0])
     exact = over_rows(np.ones((1, 1)), sample, np.array([5.0]))
     assert product(exact, [], sample) == (5, 0)
-
-
-def test_exact_sums_are_taken_where_they_are_known() -> None:
-    sample = Sample(np.array([10.0, 10.0]), np.ones((2, 4), dtype=bool))
-    found = over_rows(np.arange(8.0).reshape(2, 4), sample, np.array([math.nan, 7.0]))
-    assert found.total.tolist() == [15, 7]
-    assert (found.spread[0] != 0).any()
-    assert (found.spread[1] == 0).all()
 
 
 def test_a_share_of_none_among_few_is_not_certain() -> None:
@@ -166,167 +114,117 @@ def test_a_vector_of_zeros_has_no_direction() -> None:
     assert np.isnan(measures.scale_max_of_rows(np.ones((1, 2)), idle).value)
 
 
-def test_sums_of_many_alike_entries_do_not_drift() -> None:
-    """Float32 sums over a constant matrix or output, also of wide rows, agree with float64."""
-    value = torch.tensor(0.1).item()
-    for shape in [(100,), (2000, 2500), (512, 512, 3, 3)]:
-        constant = torch.full(shape, 0.1)
-        assert squares(constant).sum().item() == pytest.approx(
-            constant.numel() * value**2, rel=1e-5
-        )
+# --- layers together -----------------------------------------------------------------------------
+
+SIZES = (6, 6, 1, 2, 5, 128, 300, 6, 6, 6)  # of the last three every row is sampled
+WHOLE = ("G_d", "d_d", "d_bias"), ("G_G", "e_G", "G_d", "own_G"), ()  # these are 0
 
 
-def test_pairs_are_those_of_the_vectors_that_are_there() -> None:
-    own, e, G, d, bias, z, rest, *_ = Vector
-    assert pairs_of((own, e, G, d, bias, z, rest)) == (
-        *((v, v) for v in (own, e, G, d, bias, z, rest)),
-        *((own, e), (e, G), (G, d), (d, bias), (own, G)),
-    )
-    assert pairs_of((e, G, z)) == ((e, e), (G, G), (z, z), (e, G))
-    assert pairs_of(()) == ()
+def random_sums(groups: int, known: str) -> StepSums:
+    """Return layers of random numbers, and `known` statistics of all their rows."""
+    random = np.random.default_rng(0)
+    count, names = len(SIZES), names_of(PAIRS)
+    layers, rows = blank("layers", count), blank("rows", sum(SIZES))
+    entries, moves = blank("entries", sum(SIZES) * groups), blank("moves", sum(SIZES))
+    for table in (layers, rows, moves, entries):
+        for name in table.dtype.names or ():
+            if table[name].dtype == np.float64 and not name.startswith("scale_"):
+                table[name] = random.exponential(size=len(table)) + (table is layers)
+    rows["layer"] = moves["layer"] = np.repeat(np.arange(count), SIZES)
+    rows["G_G"][random.random(len(rows)) < 0.3] = 0
+    entries["layer"] = np.repeat(rows["layer"], groups)
+    entries["row"] = -1 if known == "sums" else np.repeat(np.arange(len(rows)), groups)
+    for zeros, layer in zip(WHOLE, range(count - 3, count), strict=True):
+        own = rows[rows["layer"] == layer]
+        for name in names:
+            own[name] *= 0.0 if name in zeros else 1.0 if zeros else 1e308
+        rows[rows["layer"] == layer] = own
+    layers["total"] = np.where(np.arange(count) < count - 3, 3, 1) * np.array(SIZES)
+    layers["groups"], layers["moved"], layers["has_common"] = groups, 2 * layers["total"], True
+    layers["precision"], layers["active"] = 1e-16, layers["total"] - 0.5
+    layers["knows_scales"], layers["reason"] = known == "sums", "" if known else "shared"
+    if known != "sums":
+        layers["own_G"] = layers["own_own"] = np.nan
+    else:
+        for name in ("scale_sum", "scale_off", "scale_max"):
+            layers[name] = random.exponential(size=count) + 20
+    about = (About("linear"),) * count
+    paths = tuple(map(str, range(count)))
+    nothing = (blank(name, 0) for name in ("equations", "features", "ceilings"))
+    equations, features, ceilings = nothing
+    return StepSums(paths, about, layers, rows, entries, equations, moves, features, ceilings)
 
 
-def products_of(random: np.random.Generator, rows: int, pairs: Pairs) -> Array:
-    """Return dot products of random vectors, 30 % of whose rows have no gradient."""
-    vectors = {vector: random.normal(size=(rows, 6)) for vector in Vector}
-    vectors[Vector.G][random.random(rows) < 0.3] = 0
-    return np.stack([(vectors[a] * vectors[b]).sum(1) for a, b in pairs], axis=1)
-
-
-def random_layer(
-    random: np.random.Generator, rows: int, groups: int = 1, known: str = "nothing"
-) -> Judged:
-    """Return a step with random matrices, and `known` statistics of all its rows."""
-    own = () if groups == 1 else (Vector.OWN,)
-    names = (*own, Vector.E, Vector.G, Vector.D, Vector.Z, Vector.REST)
-
-    def positive(size: int = 1, least: float = 0.0) -> np.ndarray:
-        return random.exponential(size=size) + least
-
-    totals: Totals[Array] | None = None
-    active = np.array([2.0 * rows])
-    if known == "gradients":
-        concentration = random.uniform(1 / rows, 1, size=1)
-        totals = Totals(active, positive(least=20), concentration)
-    elif known == "sums":
-        G_G, own_G, own_own, total, deviation, largest = (positive(least=20) for _ in range(6))
-        scales = ScaleTotals(total, deviation, largest, positive(rows))
-        totals = Totals(active, G_G, np.array([0.1]), own_G, own_own, scales)
-    blocks = Blocks(
-        groups,
-        pivot=np.ones((1, 1)),
-        sums=positive(rows),
-        norms=positive(rows, 1),
-        largest=positive(rows, 2),
-        entries=positive(rows * groups),
-    )
-    layer = LayerSums(
-        About("linear"),
-        Sampled(rows, 3 * rows),
-        names,
-        products_of(random, rows, pairs_of(names)),
-        Evidence(1e-16, factor=float(positive()[0])),
-        Dots(*positive(3).tolist()),
-        scale=positive(rows, 1) if groups == 1 else None,
-        blocks=None if groups == 1 else blocks,
-        totals=totals,
-        common=Common(positive(rows), positive(rows)),
-        realised=Moved(4 * rows, products_of(random, rows, REALISED)),
-    )
-    own_gamma, own_w = positive(2).tolist()
-    return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
-
-
-# Changes with certain results if all rows are seen, measured beside layers with sampled rows.
-WHOLE: dict[str, Callable[[LayerSums[Array]], Array]] = {
-    "nothing moves": lambda layer: layer.products * _without(layer, Vector.D),
-    "no active row": lambda layer: layer.products * _without(layer, Vector.G),
-    "squares overflow": lambda layer: layer.products * 1e200,
-}
-
-
-def _without(layer: LayerSums[Array], vector: Vector) -> Array:
-    """Return a mask of products: 0 for those with this vector, else 1."""
-    return np.array([float(vector not in pair) for pair in pairs_of(layer.vectors)])
-
-
-def seen_whole(judged: Judged, change: Callable[[LayerSums[Array]], Array]) -> Judged:
-    layer = judged.layer
-    rows = Sampled(layer.sampled.seen, layer.sampled.seen)
-    return replace(judged, layer=replace(layer, sampled=rows, products=change(layer)))
-
-
-@pytest.mark.parametrize("known", ["nothing", "gradients", "sums"])
+@pytest.mark.parametrize("known", ["", "gradients", "sums"])
 @pytest.mark.parametrize("groups", [1, 4])
 @np.errstate(over="ignore", invalid="ignore")
 def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
-    random = np.random.default_rng(0)
-    layers = {f"layer {i}": random_layer(random, 6, groups, known) for i in range(3)}
-    for rows in (1, 2, 5, 128, 300):
-        layers[f"{rows} rows"] = random_layer(random, rows, groups, known)
-    for name, change in WHOLE.items():
-        layers[name] = seen_whole(random_layer(random, 6, groups, known), change)
-    together = measure(layers)
-    assert list(together) == list(layers)
-    for path, numbers in layers.items():
-        alone = measure({path: numbers})[path]
-        assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)
-        assert together[path].errors == pytest.approx(alone.errors, rel=1e-12, nan_ok=True)
-        assert together[path].quantiles.keys() == alone.quantiles.keys()
-        for name, found in alone.quantiles.items():
-            assert together[path].quantiles[name] == pytest.approx(found, rel=1e-12, nan_ok=True)
-        assert together[path].idle_seen == alone.idle_seen
-        assert (together[path].suspected, together[path].holds_more) == (
-            *(alone.suspected, alone.holds_more),
-        )
+    sums = random_sums(groups, known)
+    together = measure(sums, updated=True, has_applied=True)
+    assert len(together.values) > 20 and not together.lost
+    for i in range(len(SIZES)):
+        alone = measure(sums.pick(np.array([i])), updated=True, has_applied=True)
+        for name, found in alone.values.items():
+            np.testing.assert_allclose(together.values[name][:, i], found[:, 0], rtol=1e-12)
+        for name, levels in alone.quantiles.items():
+            np.testing.assert_allclose(together.quantiles[name][i], levels[0], rtol=1e-12)
+        for flag in ("idle_seen", "suspected", "holds_more", "is_finite"):
+            assert getattr(together, flag)[i] == getattr(alone, flag)[0]
+
+
+def test_a_layer_that_cannot_be_measured_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exception becomes its reason in the report, with a warning."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    taken = measures.update_ratio
+
+    def fails(d_d: Sum, z_z: Sum, sample: Sample) -> Estimate:
+        if sample.total[0] == 10:
+            raise ArithmeticError("a test")
+        return taken(d_d, z_z, sample)
+
+    monkeypatch.setattr(measures, "update_ratio", fails)
+    warns = pytest.warns(UserWarning, match="layer '0': measuring it failed: ArithmeticError")
+    with warns, Monitor(model, optimizer) as monitor:
+        model[2](model[1](model[0](torch.randn(10, 3)))[:5]).square().sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert list(monitor.latest.layers) == ["2"]
+    assert monitor.latest.unsupported == {"0": "measuring it failed: ArithmeticError: a test"}
 
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
-    def of(total: int, **others: Any) -> LayerSums[Tensor]:
-        evidence: Evidence[Tensor] = Evidence(1e-7, of_bias=(torch.tensor([8.0]),))
-        nothing = torch.empty(0)
-        return LayerSums(About("x"), Sampled(1, total), (), nothing, evidence, **others)
+    out = Outgoing()
+    for path, seen in (("x", 1), ("y", 2), ("lost", 1)):
+        out.begin(path, About(path), seen, total=seen)
+    of_two = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    out.add("rows", ["y", None], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
+    out.add("rows", ["lost", "x"], {"G_G": torch.tensor([[7.0], [8.0]])})
+    out.add("layers", ["lost", "y"], {"active": torch.tensor([5.0, 6.0])}, groups=3)
+    out.add("entries", ["x", "y"], {"scale": of_two}, [1, 2])
+    out.add("entries", ["y"], {"scale": of_two[:1]}, row=np.array([1, 0]))
+    out.flags["batch"] = [torch.tensor([1, 2])]
+    out.forget("lost")
+    products = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
+    scale = ScaleSums(*(torch.ones(1, 1, 1),) * 3)
+    calls = [AttentionSums(torch.tensor(0.0), scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
+    found = fetch(out, products, {"z": calls})
+    sums = found.sums
+    assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))
+    assert sums.is_sound and sums.seen.tolist() == [1, 2]
+    assert sums.layers["groups"].tolist() == [0, 3]
+    np.testing.assert_array_equal(sums.layers["active"], [np.nan, 6])
+    assert [sums.rows[name].tolist() for name in ("G_G", "e_G")] == [[8, 0, 0], [0, 1, 2]]
+    np.testing.assert_array_equal(sums.rows["scale"], [np.nan, 2, 4])
+    entries = [(0, -1, 1), (1, -1, 3), (1, -1, 4), (1, 2, 1), (1, 1, 2)]
+    assert [of.item() for of in sums.entries] == entries
+    assert [of.tolist() for of in found.flags["batch"]] == [[1, 2]]
+    assert [call.G_G.tolist() for call in found.attention["z"]] == [[[6]], [[7]]]
+    assert found.pieces[DOTS.index("w_w")].tolist() == [3, 4]
+    assert (found.updated, found.has_applied) == (True, False)
 
-    e, G, z = Vector.E, Vector.G, Vector.Z
-    layers = {"x": of(1), "y": of(2, realised=Moved(1, torch.tensor([9.0])))}
-    blocks = Blocks(2, *(torch.tensor([[of]]) for of in (1.0, 2.0, 3.0, 4.0, 5.0)))
-    common = torch.tensor([[5.0], [6.0]]), torch.tensor([[7.0], [8.0]]), None
-    parts = (
-        FamilySums(2, (e, G, z), torch.tensor([[10.0], [20.0]]), None, common),
-        FamilySums(1, (G, z), None, blocks, None),
-    )
-    numbers = torch.arange(4 * 3.0).view(4, 3, 1)
-    rows = (StackedSums(("y", None, "x"), (e, G, z), numbers, parts),)
-    products: PieceNumbers[Tensor] = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
-    attending = {
-        "z": tuple(
-            AttentionSums(1, 1e-7, torch.tensor(0.0), torch.tensor([[5.0, g]])) for g in (6.0, 7.0)
-        )
-    }
-    flags = Flags(skipped=torch.tensor(0.0))
-    of_three = (torch.tensor([3.0, 4.0, 5.0]), torch.tensor([0.3, 0.4, 0.5]), torch.zeros(3))
-    scales = ScaleTotals(*(torch.tensor([of]) for of in (1.0, 2.0, 3.0)), torch.ones(1, 9))
-    own = torch.tensor([11.0])
-    totals = {("y", "lost", "x"): Totals(*of_three, own, own, scales)}
-    found = fetch(StepSums(layers, rows, totals, flags, products, attending))
-    x, y = found.layers["x"], found.layers["y"]
-    assert x.totals is not None and y.totals is not None
-    assert (x.totals.active.tolist(), y.totals.active.tolist()) == ([5], [3])
-    assert (x.totals.G_G.tolist(), y.totals.G_G.tolist()) == ([0.5], [pytest.approx(0.3)])
-    assert x.totals.scales is None and y.totals.scales is not None
-    assert y.totals.scales.entries.tolist() == [1, 1]
-    assert (x.vectors, x.products.tolist()) == ((G, z), [[5, 8]])
-    assert (y.vectors, y.products.tolist()) == ((e, G, z), [[0, 3, 6, 9]])
-    assert x.scale is None and x.common is None
-    assert y.scale is not None and y.scale.tolist() == [10]
-    assert y.common is not None and (y.common.products.tolist(), y.common.sum) == ([5], None)
-    assert x.blocks is not None and x.blocks.largest.tolist() == [4]
-    assert y.realised is not None and y.realised.products.tolist() == [9]
-    assert [of.tolist() for of in x.evidence.of_bias] == [[8]]
-    assert all(array.dtype == np.float64 for _, array in leaves(found))
-    assert found.flags.skipped == 0 and found.flags.moved is None
-    assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]
-    assert [part.tolist() for part in found.products.w_w] == [[3, 4]]
+
+# --- quantiles -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 37])
@@ -360,12 +258,3 @@ def test_quantiles_know_their_error() -> None:
     beyond = np.abs(found - np.quantile(whole, (0.05, 0.5, 0.95))) / errors
     assert ((beyond > 2).mean(axis=0) < 0.08).all()
     assert ((beyond > 3).mean(axis=0) < 0.02).all()
-
-
-def test_one_entry_of_several_knows_no_error() -> None:
-    values = np.array([[2.0, np.nan], [2.0, 2.0]])
-    found, errors = quantiles(values, (0.5,), np.array([0.5, 0.5]))
-    assert found.tolist() == [[2.0], [2.0]]
-    assert np.isnan(errors[0, 0])
-    assert errors[1, 0] == 0
-    assert quantiles(values[:1], (0.5,), 0.0)[1].tolist() == [[0.0]]

@@ -1,10 +1,7 @@
 """Messages between ranks contain only data; the store keeps few of them, and in the end none."""
 
 import json
-import pickle
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
-from pathlib import Path
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from processes import loss_of, make
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import assembly, ranks
-from adiv_monitor.step.merge_ranks import prepared
+from adiv_monitor.step.merge_sums import prepared
 from adiv_monitor.step.messages import decode, decode_report, encode, encode_report
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.ranks import Ranks
@@ -43,13 +40,13 @@ def known() -> tuple[RankContribution, StepReport]:
             optimizer.step()
     assert monitor.latest is not None
     chance = np.random.default_rng(0)
-    return prepared(parts[0], 16, 2, chance), monitor.latest
+    return replace(parts[0], sums=prepared(parts[0].sums, 16, 2, chance)), monitor.latest
 
 
 def same(a: Any, b: Any) -> bool:
     """Return equality to the last bit, with equal types at every level."""
     if isinstance(a, np.ndarray):
-        return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=True))
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if is_dataclass(a):
         return type(a) is type(b) and all(
             same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)
@@ -63,49 +60,20 @@ def same(a: Any, b: Any) -> bool:
 
 def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport]) -> None:
     part, report = known
-    assert part.layers and part.attention
+    assert len(part.sums.rows) and part.attention
     assert same(part, decode(encode(part)))
     come, covered = decode_report(encode_report(report, [0, 3]))
     assert same(report, come) and covered == [0, 3]
 
 
-class Exploit:
-    """An object that creates a folder when it is unpickled."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.mkdir, (Path(self.folder),)
-
-
-def test_a_pickle_is_no_message(tmp_path: Path) -> None:
-    message = pickle.dumps(Exploit(str(tmp_path / "made")))
-    for read in (decode, decode_report):
-        with pytest.raises(ValueError):
-            read(message)
-    assert not (tmp_path / "made").exists()
-
-
-def put(place: str, value: object) -> Callable[[dict[str, Any]], None]:
-    *path, last = place.split(".")
-
-    def change(plain: dict[str, Any]) -> None:
-        for key in path:
-            plain = plain[key]
-        plain[last] = value
-
-    return change
-
-
-WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
-    "a flag for a number": put("elements", True),
-    "a text for a layer": put("layers.head", "layer"),
-    "a text for a number": put("layers.head.evidence.precision", "high"),
-    "no such vector": put("layers.head.vectors", ["up"]),
-    "no shape": put("layers.head.products", "many rows"),
-    "a larger shape": put("layers.head.products", "2000 2000"),
-    "a smaller shape": put("layers.head.products", "1 1"),
+# By case, where a wrong value is put: into the facts, or the text on the tables.
+WRONG: dict[str, tuple[int, str, Any]] = {
+    "a flag for a number": (0, "elements", True),
+    "a text for paths": (1, "paths", "head"),
+    "a layer too few": (1, "paths", ["head"]),
+    "a text for a number": (1, "lines", ["many"] * 7),
+    "too many lines": (1, "lines", [2000] * 7),
+    "too few lines": (1, "lines", [1] * 7),
 }
 
 
@@ -114,10 +82,21 @@ def test_every_value_has_the_type_of_its_field(
     name: str, known: tuple[RankContribution, StepReport]
 ) -> None:
     text, _, numbers = encode(known[0]).partition(b"\0")
-    plain = json.loads(text)
-    WRONG[name](plain)
+    plain, (part, field, value) = json.loads(text), WRONG[name]
+    plain[part][field] = value
     with pytest.raises(ValueError):
         decode(json.dumps(plain).encode() + b"\0" + numbers)
+
+
+@pytest.mark.parametrize(("table", "column"), [("rows", "layer"), ("entries", "row")])
+def test_lines_of_tables_are_of_layers_that_are_there(
+    table: str, column: str, known: tuple[RankContribution, StepReport]
+) -> None:
+    lines = getattr(known[0].sums, table).copy()
+    lines[column][-1] = 10**6
+    message = encode(replace(known[0], sums=replace(known[0].sums, **{table: lines})))
+    with pytest.raises(ValueError, match="do not fit"):
+        decode(message)
 
 
 # --- contents of the store -----------------------------------------------------------------------

@@ -21,8 +21,7 @@ def loss_of_part(model: nn.Module, batch: tuple[Tensor, Tensor], part: slice) ->
 FIRST, SECOND = slice(0, 3), slice(3, 6)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
+def test_a_micro_batch_that_asks_for_nothing() -> None:
     """A zero gradient has no defined factor; its rows are zero-gradient rows."""
     model, batch = mlp()
 
@@ -31,9 +30,6 @@ def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
             (weight * loss_of_part(model, batch, part)).backward()
 
     alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
-    if hooked:
-        for parameter in model.parameters():
-            parameter.register_hook(lambda g: 1.0 * g)
     found = one_step(model, in_turn)
     same(found, alone, but=("idle_share",))
     assert not found.notes
@@ -125,7 +121,6 @@ def test_the_ceiling_follows_the_gradient() -> None:
     def in_turn(model: nn.Module, first: float, between: float) -> None:
         (first * loss_of_part(model, batch, halves[0])).backward()
         for parameter in model.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(between)
         loss_of_part(model, batch, halves[1]).backward()
 
@@ -134,7 +129,6 @@ def test_the_ceiling_follows_the_gradient() -> None:
     found = one_step(model, lambda m: in_turn(m, 1.0, 1e-2), **options)
     same(found, expected, loosely=True)
     for reading in found.layers.values():
-        assert reading.attainable_cosine is not None
         assert reading.gradient_cosine <= reading.attainable_cosine + 1e-12
 
 
@@ -149,7 +143,6 @@ def test_every_pass_counts_as_what_it_was_multiplied_by_since(again: bool) -> No
         graph.backward(retain_graph=again)
         for part, factor in zip(parts[1:], factors, strict=True):
             for parameter in model.parameters():
-                assert parameter.grad is not None
                 parameter.grad.mul_(factor)
             loss_of_part(model, batch, part).backward()
         if again:
@@ -178,26 +171,9 @@ def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
             nn.utils.clip_grad_value_(model.parameters(), 0.5)
             optimizer.step()
     report = monitor.latest
-    assert report is not None
     assert any("holds more than these rows" in note for note in report.notes)
     for reading in report.layers.values():  # plain gradient descent
         assert reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)
-
-
-def test_gradients_zeroed_after_others_were_clipped() -> None:
-    """Each pass checks anew whether the gradient was zeroed."""
-    model, batch = mlp()
-    parts = slice(0, 2), slice(2, 4), SECOND
-
-    def in_turn(model: nn.Module) -> None:
-        loss_of_part(model, batch, parts[0]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        loss_of_part(model, batch, parts[1]).backward()
-        model.zero_grad(set_to_none=False)
-        loss_of_part(model, batch, parts[2]).backward()
-
-    alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
-    same(one_step(model, in_turn), alone)
 
 
 def test_the_ceiling_forgets_what_was_zeroed() -> None:
@@ -213,15 +189,3 @@ def test_the_ceiling_forgets_what_was_zeroed() -> None:
         copy.deepcopy(model), lambda m: loss_of_part(m, batch, second).backward(), attainable=True
     )
     same(one_step(model, in_turn, attainable=True), expected)
-
-
-def test_what_tied_weights_do_is_told_by_all_their_uses() -> None:
-    """e includes the other layer's rows of the shared weights, which few rows' ΦΦᵀG would miss."""
-    torch.manual_seed(0)
-    first, second = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
-    second.weight = first.weight
-    x = torch.randn(2, 6, dtype=torch.float64)
-    model = nn.Sequential(first, nn.Tanh(), second)
-    found = one_step(model, lambda m: m(x).square().sum().backward())
-    for reading in found.layers.values():  # plain gradient descent
-        assert reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)

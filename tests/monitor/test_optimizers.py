@@ -40,7 +40,6 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
         Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor,
     ):
         optimizer.step(closure)
-    assert monitor.latest is not None
     assert not monitor.latest.layers
     assert "no single gradient belongs to its update" in monitor.latest.notes[0]
     assert len(monitor.latest.notes) == 1  # and none about weights moved before
@@ -48,7 +47,6 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, max_eval=1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
         optimizer.step(closure)
-    assert monitor.latest is not None
     assert len(monitor.latest.layers) == 3
 
 
@@ -135,7 +133,6 @@ def test_a_projection_that_begins_later_is_noticed(change: str, width: int) -> N
     assert readings[2].projection_cosine is None
     assert "weights changed after the optimizer's step" in monitor.reports[2].notes[0]
     for reading in readings[3:]:
-        assert reading.projection_cosine is not None
         assert reading.projection_cosine < 1 - 1e-12
 
 
@@ -178,20 +175,6 @@ class Outer(Inner):
         super().step()
 
 
-def test_a_step_within_a_step_counts_once() -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    Inner(model.parameters())  # torch hooks a class's step at its first use
-    optimizer = Outer(model.parameters())
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    assert [report.step for report in monitor.reports] == [0, 1, 2]
-    same(monitor.reports[0], expected)
-
-
 class Holding(torch.optim.Optimizer):
     """A wrapper that steps through another optimizer, as Lookahead does."""
 
@@ -201,22 +184,6 @@ class Holding(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.optimizer.step()
-
-
-@pytest.mark.parametrize("followed", ["outer", "inner"])
-def test_an_optimizer_within_another_is_followed_if_asked_for(followed: str) -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    inner = Outer(model.parameters())
-    optimizer = Holding(inner)
-    given = optimizer if followed == "outer" else inner
-    with Monitor(model, given, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    assert [report.step for report in monitor.reports] == [0, 1]
-    same(monitor.reports[0], expected)
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -236,16 +203,31 @@ class Accelerated(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def test_a_wrapper_that_runs_no_hooks_is_seen_through() -> None:
+def around(model: nn.Module) -> dict[str, tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
+    """Return optimizers whose step calls another one's, each as the loop has it and as given."""
+    own = Outer(model.parameters())
+    holding = Holding(own)
+    wrapper = Accelerated(Accelerated(torch.optim.SGD(model.parameters(), lr=0.1)))
+    return {
+        "of its base class": (own, own),
+        "of one that it holds": (holding, holding),
+        "that is held": (holding, own),
+        "of a wrapper without hooks": (wrapper, wrapper),
+    }
+
+
+@pytest.mark.parametrize("name", around(nn.Linear(1, 1)))
+def test_a_step_within_a_step_counts_once(name: str) -> None:
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    optimizer = Accelerated(Accelerated(torch.optim.SGD(model.parameters(), lr=0.1)))
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
+    Inner(model.parameters())  # torch hooks a class's step at its first use
+    optimizer, given = around(model)[name]
+    with Monitor(model, given, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-    assert [report.step for report in monitor.reports] == [0, 1]
+    assert [report.step for report in monitor.reports] == [0, 1, 2]
     same(monitor.reports[0], expected)
 
 
@@ -286,8 +268,6 @@ def test_a_step_that_raises_is_measured_when_it_is_taken(with_closure: list[bool
                 optimizer.step(closure) if closed else optimizer.step()
     assert [report.step for report in monitor.reports] == [0, 1, 2]
     same(monitor.reports[0], expected)
-    retried = ["The optimizer's step raised" in "".join(r.notes) for r in monitor.reports]
-    assert retried == [True, True, False]
 
 
 class Replacing(torch.optim.SGD):
@@ -366,7 +346,6 @@ def test_an_optimizer_that_moves_the_weights_first_is_refused() -> None:
 
     with Monitor(model, optimizer, on_error="raise") as monitor:
         optimizer.step(closure)
-    assert monitor.latest is not None
     assert not monitor.latest.layers
     assert "as SAM does" in monitor.latest.notes[0]
 

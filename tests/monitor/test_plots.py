@@ -4,19 +4,12 @@ import io
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from example_reports import LAYERS, attention, reading, report
+from example_reports import reading, report
 
 from adiv_monitor import Monitor
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.report import (
-    ALIGNMENT_MEASURES,
-    ATTENTION_MEASURES,
-    MEASURES,
-    AlignmentReading,
-)
 from adiv_monitor.sinks.board import overview
 
 pytest.importorskip("matplotlib")
@@ -68,41 +61,6 @@ def test_a_monitor_draws_its_run(tmp_path: Path) -> None:
     assert (
         "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
     )
-
-
-MADE = {
-    "attention": {"block.attention": attention(1), "other.attention": attention(2)},
-    "alignment": {
-        path: AlignmentReading(
-            "hidden", "linear", 8, 8, (), 4, **dict.fromkeys(ALIGNMENT_MEASURES, 0.1 + i)
-        )
-        for i, path in enumerate(LAYERS)
-    },
-}
-
-
-@pytest.mark.slow(one_in=5)
-@pytest.mark.parametrize("measure", (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES))
-def test_every_measure_of_the_reports_is_drawn(measure: str) -> None:
-    run = Running()
-    for step in range(2):
-        if measure in MEASURES:
-            layers = {path: reading(i, **{measure: 0.2 * i}) for i, path in enumerate(LAYERS)}
-            run.add(report(step, layers=layers))
-        else:
-            run.add(report(step, **MADE))
-    assert isinstance(run_figure(run, measure), Figure)
-    found = grid(run.record(), measure)
-    assert found is not None
-    assert found.layers == tuple(getattr(run.last, kind_of(measure)))
-    shown = [getattr(r, measure) for r in run.last.readings(measure).values()]
-    assert (found.values == np.array([shown, shown]).T).all()
-
-
-def kind_of(measure: str) -> str:
-    if measure in ALIGNMENT_MEASURES:
-        return "alignment"
-    return "attention" if measure in ATTENTION_MEASURES else "layers"
 
 
 @pytest.mark.parametrize(

@@ -46,15 +46,6 @@ def counted(function: Callable[[], object]) -> tuple[int, int]:
     return calls, operations.count
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
 class Whole(nn.Module):
     """A module without a rule, measured through its output."""
 
@@ -66,27 +57,14 @@ class Whole(nn.Module):
         return x * torch.special.expit(torch.logaddexp(self.scale, x))
 
 
-class Repeated(nn.Module):
-    """A weight that is expanded for every sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x, self.weight.expand(len(x), -1, -1))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-    "recurrent": Recurrent,
     "whole": lambda: nn.Sequential(nn.Linear(4, 4), Whole()),
-    "repeated": Repeated,
 }
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -94,9 +72,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         ("linear", {"attainable": True}),
         ("linear", {"realised": True}),
         ("attention", {"attention": True}),
-        ("recurrent", {}),
         ("whole", {}),
-        ("repeated", {}),
     ],
     ids=str,
 )

@@ -5,7 +5,6 @@ norms.
 """
 
 import copy
-import math
 import random
 import warnings
 from collections import defaultdict
@@ -373,23 +372,6 @@ def test_a_loss_that_the_model_gives() -> None:
     assert report.layers["model.head"].realised_cosine is not None
 
 
-class Around(nn.Module):
-    """A loss that calls the model."""
-
-    def forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(model(x), y)
-
-
-def test_a_loss_that_calls_the_model() -> None:
-    model, batches = made("residual")
-    around, (x, y) = Around(), batches[0]
-    old, sgd = copy.deepcopy(model.eval()), torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, lambda m: around(m, x, y), realised=around)
-    expected = around(model, x[:8], y[:8]) - around(old, x[:8], y[:8])
-    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
-    assert report.layers["head"].realised_cosine is not None
-
-
 def test_of_a_model_that_is_called_in_parts_the_first_is_known() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"encoder": nn.Linear(5, 4), "decoder": nn.Linear(4, 3)}).double()
@@ -422,27 +404,22 @@ def test_without_a_loss_the_activations_are_known() -> None:
     )
 
 
-def test_an_input_that_was_overwritten_is_said() -> None:
+def test_what_can_not_run_again_is_said() -> None:
     class Overwrites(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.add_(1))
 
-    model = Overwrites(5, 3)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, lambda m: m(torch.ones(2, 5)).sum(), realised=True)
-    assert report.layers[""].single_layer_share is None
-    assert any("changes an input in place" in note for note in report.notes)
-
-
-def test_what_can_not_run_again_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    model = nn.Sequential(nn.Linear(5, 4), scripted)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, lambda m: m(torch.ones(2, 5)).sum(), realised=True)
-    assert report.layers["0"].single_layer_share is None
-    assert any("is scripted, so its buffers can't be restored" in n for n in report.notes)
+    for model, why in (
+        (nn.Sequential(Overwrites(5, 3)), "changes an input in place"),
+        (nn.Sequential(nn.Linear(5, 4), scripted), "is scripted, so its buffers can't be restored"),
+    ):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        report = trained(model, sgd, lambda m: m(torch.ones(2, 5)).sum(), realised=True)
+        assert report.layers["0"].single_layer_share is None
+        assert any(why in note for note in report.notes)
 
 
 class Restless(nn.Module):
@@ -558,113 +535,22 @@ def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
         assert torch.equal(tensor, plain.state_dict()[name]), name
 
 
-def test_a_step_that_moves_nothing_has_moved_nothing() -> None:
-    """The forward passes are equal to the last bit, whatever they draw and change."""
-    torch.manual_seed(3)
-    model, criterion = Restless(), nn.CrossEntropyLoss()
-    model.head._forward_pre_hooks.clear()
-    x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))
-    model(x)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    report = trained(model, sgd, lambda m: criterion(m(x), y), realised=criterion)
-    assert model.calls == 2
-    assert report.realised_loss_change == 0
-    assert set(report.realised_loss_changes) == {0.0}
-    assert not any("rounding" in note for note in report.notes)  # exact equality leaves no rounding
-    for reading in report.layers.values():
-        assert math.isnan(reading.realised_cosine) and math.isnan(reading.first_order_error)
-
-
-def test_everything_else_reads_the_same() -> None:
-    """Rows of the rerun do not count as rows of a step, also for another monitor."""
-
-    def run(realised: bool) -> list[StepReport]:
-        model, batches = made("residual")
-        parameters = list(model.parameters())
-        optimizers = [torch.optim.SGD(p, lr=0.1) for p in (parameters[:4], parameters[4:])]
-        options = {"every_n_steps": 1, "max_rows": 4, "on_error": "raise"}
-        plain = Monitor(model, optimizers[0], **options)
-        other = Monitor(model, optimizers[1], realised=realised, **options)
-        with plain, other:
-            for batch in batches:
-                torch.manual_seed(11)
-                loop([batch])(model).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                model.zero_grad()
-        return [*plain.reports, *other.reports]
-
-    for report, expected in zip(run(True), run(False), strict=True):
-        for path, reading in report.layers.items():
-            values = reading.measures()
-            for name in REALISED_MEASURES:
-                values.pop(name, None)
-            assert values == pytest.approx(expected.layers[path].measures(), nan_ok=True), path
-
-
-def test_failures_of_the_repetition_leave_training_alone() -> None:
-    """A failing rerun warns once and leaves no trace."""
-
-    class Once(nn.Linear):
-        fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if Once.fails:
-                raise RuntimeError("not again")
-            return super().forward(x)
-
-    model = Once(5, 3)
-    before = {name: dict(table) for name, table in vars(model).items() if isinstance(table, dict)}
-    weight = model.weight.detach().clone()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    monitor = Monitor(model, sgd, realised=True, every_n_steps=1)
-    monitor.attach()
-    model(torch.ones(2, 5)).sum().backward()
-    Once.fails = True
-    with pytest.warns(UserWarning, match="not again; training goes on"):
-        sgd.step()
-    monitor.close()
-    assert monitor.latest is not None
-    assert any(
-        "failed when it ran again: RuntimeError: not again" in note for note in monitor.latest.notes
-    )
-    assert monitor.latest.layers[""].update_cosine is not None
-    assert torch.equal(model.weight, weight)
-    now = {name: dict(table) for name, table in vars(model).items() if isinstance(table, dict)}
-    assert now == before
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant: bool) -> None:
-    torch.manual_seed(0)
-
-    class Model(nn.Module):
-        def __init__(self, checkpointed: bool) -> None:
-            super().__init__()
-            self.checkpointed = checkpointed
-            self.enter, self.leave = nn.Linear(5, 8), nn.Linear(8, 3)
-            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, 8))
-
+    class Checkpointed(Residual):
         def forward(self, x: Tensor) -> Tensor:
-            hidden = self.enter(x)
+            hidden = self.norm(self.enter(x))
             if self.checkpointed:
-                hidden = checkpoint(self.inner, hidden, use_reentrant=reentrant)
-            else:
-                hidden = self.inner(hidden)
-            return self.leave(hidden)
+                return self.head(checkpoint(self.twice, hidden, use_reentrant=reentrant))
+            return self.head(self.twice(hidden))
 
-    plain = Model(False).double()
+    torch.manual_seed(0)
+    plain = Checkpointed().double()
     model = copy.deepcopy(plain)
-    model.checkpointed = True
-    batches = [(torch.randn(9, 5, dtype=torch.float64), torch.randint(3, (9,))) for _ in range(2)]
-
-    def in_turn(model: nn.Module) -> Tensor:
-        torch.manual_seed(11)
-        loop(batches[:1])(model).backward()
-        return loop(batches[1:])(model)
-
+    plain.checkpointed, model.checkpointed = False, True
+    run = loop(made("residual")[1])
     expected, report = (
-        trained(m, torch.optim.SGD(m.parameters(), lr=0.1), in_turn) for m in (plain, model)
+        trained(m, torch.optim.SGD(m.parameters(), lr=0.1), run) for m in (plain, model)
     )
     assert report.realised_loss_change == pytest.approx(expected.realised_loss_change, **EXACT)
     for path, reading in expected.layers.items():
@@ -675,6 +561,37 @@ def test_checkpointing(reentrant: bool) -> None:
             else:
                 assert found == pytest.approx(getattr(reading, name), **EXACT), (path, name)
     assert any("The probe's gradient is not known" in n for n in report.notes) is reentrant
+
+
+def test_a_pass_that_fails_is_said_and_a_lost_move_too() -> None:
+    """Nothing fails but the probe's reading; a move below the outputs' rounding is noted."""
+
+    class Once(nn.Linear):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise RuntimeError("not again")
+            return super().forward(x)
+
+    model = Once(5, 3)
+    before = {name: dict(table) for name, table in vars(model).items() if isinstance(table, dict)}
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Monitor(model, sgd, realised=True, every_n_steps=1) as monitor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(2, 5)).sum()
+        loss.backward()
+        sgd.step()
+        model(torch.ones(2, 5)).sum().backward()
+        model.fails = True
+        with pytest.warns(UserWarning, match="not again; training goes on"):
+            sgd.step()
+    first, last = monitor.reports
+    assert any("lost in rounding, or hardly larger" in note for note in first.notes)
+    assert any("failed when it ran again: RuntimeError: not again" in n for n in last.notes)
+    assert last.layers[""].update_cosine is not None
+    now = {name: dict(table) for name, table in vars(model).items() if isinstance(table, dict)}
+    assert now == before
 
 
 def test_a_compiled_model() -> None:
@@ -688,23 +605,6 @@ def test_a_compiled_model() -> None:
         for name in REALISED_MEASURES:
             found = getattr(report.layers[path], name)
             assert found == pytest.approx(getattr(reading, name), **EXACT)
-
-
-def test_autocast_is_on_again() -> None:
-    """Autocast is restored, also if the next forward pass, or the end, is outside of it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    x = torch.randn(6, 5)
-
-    def run(model: nn.Module) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x).square().mean()
-
-    given: Any = {"realised": lambda output: output.square().mean()}
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.0), run, **given)
-    assert all(math.isnan(r.realised_cosine) for r in report.layers.values())
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=1e-4), run, **given)
-    assert any("lost in rounding, or hardly larger" in note for note in report.notes)
 
 
 def test_a_loss_that_was_not_seen_is_said() -> None:
@@ -727,13 +627,6 @@ def test_a_loss_that_was_not_seen_is_said() -> None:
         assert report.layers["head"].single_layer_share is not None
 
 
-class Tokenwise(nn.Module):
-    """The mean loss of all tokens."""
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.transpose(1, 2), labels)
-
-
 def test_sampled_readings_keep_to_their_errors() -> None:
     """Sampled readings lie within three standard errors of the exact ones, up to a heavy tail."""
     model, _ = made("residual")
@@ -741,10 +634,11 @@ def test_sampled_readings_keep_to_their_errors() -> None:
     torch.manual_seed(1)
     x, y = torch.randn(8, 75, 5, dtype=torch.float64), torch.randint(3, (8, 75))
 
-    def run(model: nn.Module) -> Tensor:
-        return of_tokens(model(x), y)
+    def of_tokens(logits: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.transpose(1, 2), y)
 
-    of_tokens = Tokenwise()
+    def run(model: nn.Module) -> Tensor:
+        return of_tokens(model(x))
 
     def measured(max_rows: int | None, seed: int) -> StepReport:
         twin = copy.deepcopy(model)

@@ -9,9 +9,8 @@ from statistics import fmean, pstdev
 import pytest
 import torch
 from example_reports import attention, reading, report
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrizations
 
 from adiv_monitor import LayerReading, Monitor, StepReport
 from adiv_monitor.report import ATTENTION_MEASURES, smallest
@@ -57,21 +56,6 @@ def test_a_third_layer_of_large_error_may_be_the_worst_too() -> None:
     assert of(values, errors).summary()["update_cosine"].min_layers == ("a", "c")
 
 
-def test_an_unknown_error_may_be_any() -> None:
-    summary = of({"a": 0.1, "b": 0.9}, {"b": math.nan}).summary()["update_cosine"]
-    assert summary.min_layer is None
-    assert summary.min == 0.1, "what is known"
-    alone = of({"a": 0.1, "b": 0.9}, {"a": math.inf, "b": math.nan}).summary()["update_cosine"]
-    assert (alone.min, alone.median, alone.max) == (0.5, 0.5, 0.5)
-
-
-def test_rounding_tells_no_layers_apart() -> None:
-    summary = of({"a": 1.0, "b": 1.0 - 1e-7}).summary()["update_cosine"]
-    assert summary.min_layer is None
-    assert summary.min_layers == ("b", "a")
-    assert summary.min == 1.0 - 1e-7
-
-
 # The extreme values
 
 
@@ -103,14 +87,6 @@ def test_noise_moves_no_extreme_and_names_no_layer(count: int) -> None:
     assert named / 400 < 0.03
 
 
-def test_a_layer_that_is_worse_is_named_through_the_noise() -> None:
-    draw = random.Random(1)
-    for _ in range(100):
-        values = {str(i): draw.gauss(0.5, 0.02) for i in range(20)} | {"bad": draw.gauss(0.2, 0.02)}
-        summary = of(values, dict.fromkeys(values, 0.02)).summary()["update_cosine"]
-        assert (summary.min_layer, summary.min) == ("bad", values["bad"])
-
-
 # Flat records
 
 
@@ -128,24 +104,6 @@ def test_rows_are_flat_and_have_the_same_columns() -> None:
     errors = [column for column in whole if column.endswith("_standard_error")]
     assert errors == ["update_cosine_standard_error", "row_cosine_mean_standard_error"]
     assert sampled.keys() - whole.keys() == {"descent"}
-
-
-def test_rows_have_the_loss_and_the_learning_rate_of_their_layer() -> None:
-    layers = {"body": reading(), "head": reading(), "tied": reading()}
-    one = report(
-        7,
-        layers=layers,
-        losses={6: 3.0, 7: 2.0},
-        learning_rates=(0.1, 0.5),
-        groups={"body": 0, "head": 1, "tied": 9},
-    )
-    rows = {row["layer"]: (row["loss"], row["learning_rate"]) for row in one.to_rows()}
-    assert rows["body"] == (2.0, 0.1) and rows["head"] == (2.0, 0.5)
-    assert math.isnan(rows["tied"][1]), "there is no such group"
-    alike = report(7, layers=layers, learning_rates=(0.1, 0.1)).to_rows()
-    assert [row["learning_rate"] for row in alike] == [0.1] * 3
-    unknown = report(7).to_rows()[0]
-    assert math.isnan(unknown["loss"]) and math.isnan(unknown["learning_rate"])
 
 
 # The measured share of the trained parameters
@@ -192,12 +150,6 @@ def test_coverage_is_the_share_of_what_the_optimizer_trains() -> None:
     assert most.unmeasured == {"2.weight": 2}
 
 
-def test_without_an_optimizer_coverage_is_of_all_that_is_trainable() -> None:
-    found = measured(two(), None)
-    assert found.coverage == pytest.approx(32 / 34)
-    assert found.unmeasured == {"2.weight": 2}
-
-
 def test_coverage_counts_layers_that_were_not_chosen() -> None:
     model = two()
     found = measured(model, torch.optim.SGD(model.parameters(), 0.1), layers=["0", "2"])
@@ -215,37 +167,7 @@ def test_what_the_optimizer_trains_outside_the_model_counts() -> None:
     assert "not in the monitored model" in found.unsupported["optimizer parameter 2"]
 
 
-def test_tied_weights_count_once() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert (found.coverage, found.unmeasured) == (1.0, {})
-
-
-def test_a_lazy_layer_counts_once_it_has_a_shape() -> None:
-    model = nn.Sequential(nn.Linear(3, 5), nn.LazyLinear(2))
-    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert found.coverage == pytest.approx(20 / 32)
-    assert found.unmeasured == {"1.weight": 10, "1.bias": 2}
-
-
 # Attention
-
-
-def test_attention_as_plain_data() -> None:
-    found = report(attention={"a": attention(1), "b": attention(2, attention_cosine=math.nan)})
-    nested = found.to_dict()["attention"]
-    assert json.loads(json.dumps(nested["a"])) == nested["a"]
-    assert nested["a"].keys() == {
-        *("samples_seen", "samples_total", "standard_error", "heads", "heads_standard_error"),
-        *ATTENTION_MEASURES,
-    }
-    assert nested["a"]["heads"]["attention_cosine"] == list(
-        found.attention["a"].heads["attention_cosine"]
-    )
-    assert report().to_dict()["attention"] == {}, "not asked for"
-    gradient_only = attention(attention_cosine=None)
-    assert "attention_cosine" not in gradient_only.to_dict()
 
 
 def test_attention_as_rows_has_one_per_head() -> None:
@@ -281,38 +203,3 @@ def test_losses_and_learning_rates_are_read_as_they_were_written(tmp_path: Path)
     for name in ("loss", "losses", "learning_rates"):  # absent in records of earlier versions
         del record[name]
     assert StepReport.from_dict(record).losses == {}
-
-
-class Doubles(nn.Module):
-    """A module with several parameters without a rule, which contains another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.power = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.abs() + 1).pow(self.power).cumsum(0) ** self.scale
-
-
-def test_layers_tell_the_class_of_their_module() -> None:
-    model = nn.Sequential(
-        nn.Embedding(5, 3),
-        parametrizations.weight_norm(nn.Linear(3, 3)),
-        nn.Sequential(nn.LayerNorm(3)),
-        Doubles(),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        model(torch.tensor([1, 2])).sum().backward()
-        optimizer.step()
-    report = monitor.latest
-    assert report is not None
-    assert {path: reading.module for path, reading in report.layers.items()} == {
-        "0": "Embedding",
-        "1": "Linear",
-        "2.0": "LayerNorm",
-        "3": "Doubles",
-    }
-    assert report.to_dict()["layers"]["1"]["module"] == "Linear"
-    assert "module" not in reading().to_dict()

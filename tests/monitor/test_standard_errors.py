@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention import attention_scale_cv
-from adiv_monitor.maths.attention_sums import ScaleSums
 from adiv_monitor.maths.estimates import (
     Ends,
     Estimate,
@@ -15,7 +13,6 @@ from adiv_monitor.maths.estimates import (
     Sample,
     Sizes,
     Sum,
-    by_ratio,
     by_size,
     over_rows,
     product,
@@ -83,16 +80,6 @@ def test_the_share_of_idle_rows() -> None:
     known = measures.idle_share(sample, np.full(DRAWS, float(active.sum())))
     assert (known.value == 1 - active.mean()).all()
     assert (known.error == 0).all()
-
-
-def test_the_share_of_harmed_rows() -> None:
-    random = np.random.default_rng(0)
-    active, d_G = random.random(ROWS) >= 0.3, random.normal(size=ROWS) + 0.5
-    index, sample = draws(active)
-    moved, still = (of_certain(np.full(DRAWS, square)) for square in (1.0, 0.0))
-    found = measures.harmed_fraction(d_G[index], sample, moved)
-    agrees(found, (d_G[active] < 0).mean())
-    assert np.isnan(measures.harmed_fraction(d_G[index], sample, still).value).all()
 
 
 def of_certain(total: PerLayer) -> Sum:
@@ -204,27 +191,7 @@ def test_a_gradient_of_more_than_these_rows() -> None:
     assert not more(200.0, seen=10, rows=10)
 
 
-def test_the_error_of_first_order_knows_its_own() -> None:
-    random = np.random.default_rng(0)
-    r_r = random.gamma(2.0, 1.0, ROWS) + 3
-    b_b = r_r * random.random(ROWS)
-    index, sample = draws(np.ones(ROWS, dtype=bool))
-    of = {name: over_rows(rows[index], sample) for name, rows in (("b", b_b), ("r", r_r))}
-    agrees(measures.first_order_error(of["b"], of["r"], sample), 2 * np.sqrt(b_b.sum() / r_r.sum()))
-
-
 # --- sums estimated with known ones --------------------------------------------------------------
-
-
-def test_sums_that_are_told_from_one_that_is_known() -> None:
-    random = np.random.default_rng(0)
-    by = random.gamma(3.0, 1.0, ROWS)
-    of = by * (2 + 0.3 * random.normal(size=ROWS))
-    index, sample = draws(np.ones(ROWS, dtype=bool))
-    plain, known = over_rows(of[index], sample), over_rows(by[index], sample)
-    told = by_ratio(plain, known, np.full(DRAWS, by.sum()), sample)
-    agrees(product(told, [], sample), of.sum())
-    assert told.total.std() < 0.4 * plain.total.std()
 
 
 def heavy(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -292,39 +259,3 @@ def test_quantiles_of_few_rows_know_that_the_tail_lies_beyond_them(seen: int) ->
     value, error = quantiles(cosines[index], levels, share, Ends(-1.0, 1.0))
     outside = np.abs(value - np.quantile(cosines, levels)) > 3 * error
     assert (outside.mean(0) < (0.08 if seen == 4 else 0.02)).all()
-
-
-@pytest.mark.parametrize("spread", [0.1, 0.4])
-def test_the_variation_of_attentions_scales_is_not_biased(spread: float) -> None:
-    """Eight samples of many, whose scales have a mean and a variance of their own."""
-    random = np.random.default_rng(2)
-    scales = random.lognormal(0, spread, (2000, 1)) * random.lognormal(0, 0.5, (2000, 30))
-    index = np.stack([random.choice(2000, 8, replace=False) for _ in range(DRAWS)])
-    some, none = scales[index], np.zeros(())
-    sums = ScaleSums(np.full((DRAWS, 8), 30.0), some.sum(2), (some**2).sum(2), none, 1.0)
-    found = attention_scale_cv(sums, 1 - 8 / 2000).value
-    truth = scales.std() / scales.mean()
-    assert found.mean() == pytest.approx(truth, abs=0.15 * found.std())
-
-
-def test_the_spread_of_scales_by_finite_differences() -> None:
-    """Bias and error are half the second and the first derivative by each row's weight."""
-    random = np.random.default_rng(0)
-    seen, total, groups = 12, 40.0, 3
-    scales = random.gamma(2.0, 1.0, (seen, groups))
-
-    def cv(step: float, row: int) -> float:
-        weights = np.full(seen, (1 - step) / seen)
-        weights[row] += step
-        mean = weights @ scales.mean(1)
-        return float(np.sqrt(weights @ ((scales - mean) ** 2).mean(1)) / mean)
-
-    h, share = 1e-3, (1 - seen / total) / (seen - 1)
-    first = [(cv(h, row) - cv(-h, row)) / (2 * h) for row in range(seen)]
-    second = [(cv(h, row) + cv(-h, row) - 2 * cv(0, row)) / h**2 for row in range(seen)]
-    found = measures.scale_cv_of_rows(
-        *(scales.sum(1)[None] - groups, ((scales - 1) ** 2).sum(1)[None], np.array([3.0])),
-        *(np.ones(1), Sample(np.array([total]), np.ones((1, seen), dtype=bool))),
-    )
-    assert found.value[0] == pytest.approx(cv(0, 0) - share / 2 * np.mean(second), rel=1e-5)
-    assert found.error[0] == pytest.approx(np.sqrt(share * np.mean(np.square(first))), rel=1e-5)

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_reports import LAYERS, reading, report
+from example_reports import reading, report
 
-from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, StepReport
+from adiv_monitor.report import QUANTILE_LEVELS, StepReport
 from adiv_monitor.sinks import TensorBoardSink
-from adiv_monitor.sinks.scalars import DEFAULT_MEASURES
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -40,24 +39,6 @@ def texts(accumulator: EventAccumulator, tag: str) -> list[tuple[int, str]]:
     ]
 
 
-def test_scalars_of_every_layer_and_of_the_summary(tmp_path: Path) -> None:
-    reports = [report(0), report(50)]
-    found = write(tmp_path, *reports, scalars="all")
-    for layer in LAYERS:
-        per_layer = [tag for tag in found.Tags()["scalars"] if tag.endswith(f"/{layer}")]
-        assert per_layer == [f"adiv.{m}/{layer}" for m in DEFAULT_MEASURES if m in MEASURES]
-    (coverage, _) = found.Scalars("adiv.summary/coverage")
-    assert coverage.value == 0.875
-    values = [(e.step, e.value) for e in found.Scalars(f"adiv.update_cosine/{ATTENTION}")]
-    assert values == [
-        (r.step, pytest.approx(r.layers[ATTENTION].update_cosine, rel=1e-6)) for r in reports
-    ]
-    for end in ("min", "median", "max"):
-        (first, _) = found.Scalars(f"adiv.summary/scale_cv_{end}")
-        expected = getattr(reports[0].summary()["scale_cv"], end)
-        assert first.value == pytest.approx(expected, rel=1e-6)
-
-
 def test_no_direction_is_written_as_nan_and_not_taken_not_at_all(tmp_path: Path) -> None:
     layers = {"a": reading(update_cosine=math.nan, scale_cv=None)}
     found = write(tmp_path, report(layers=layers), scalars="all")
@@ -82,32 +63,10 @@ def test_histogram_buckets_lie_between_neighbouring_quantiles(tmp_path: Path) ->
         assert list(histogram.bucket) == [rows / 32] * 32
 
 
-def test_histogram_moments_are_those_of_the_distribution(tmp_path: Path) -> None:
-    """Quantiles taken as a uniform distribution of levels have mean 1/2 and mean square 1/3."""
-    found = write(tmp_path, report(layers={"a": reading(scale_quantiles=QUANTILE_LEVELS)}))
-    (event,) = found.Histograms("adiv.row_scale/a")
-    assert event.histogram_value.sum == pytest.approx(1000 / 2)
-    assert event.histogram_value.sum_squares == pytest.approx(1000 / 3, rel=1e-3)
-
-
-@pytest.mark.parametrize("value", [2.0, 0.0])
-def test_equal_rows_make_one_peak(tmp_path: Path, value: float) -> None:
-    found = write(tmp_path, report(layers={"a": reading(scale_quantiles=(value,) * 33)}))
-    (event,) = found.Histograms("adiv.row_scale/a")
-    assert set(event.histogram_value.bucket_limit) == {value}
-    assert sum(event.histogram_value.bucket) == 1000
-    (compressed,) = found.CompressedHistograms("adiv.row_scale/a")
-    assert {point for _, point in compressed.compressed_histogram_values} == {value}
-
-
 @pytest.mark.parametrize("quantiles", [(math.nan,) * 33, (*QUANTILE_LEVELS[:-1], math.inf), ()])
 def test_no_histogram_without_numbers(tmp_path: Path, quantiles: tuple[float, ...]) -> None:
     found = write(tmp_path, report(layers={"a": reading(row_cosine_quantiles=quantiles)}))
     assert found.Tags()["histograms"] == ["adiv.row_scale/a"]
-
-
-def test_histograms_can_be_left_out(tmp_path: Path) -> None:
-    assert write(tmp_path, report(), histograms=False).Tags()["histograms"] == []
 
 
 def test_text_names_the_worst_layers(tmp_path: Path) -> None:

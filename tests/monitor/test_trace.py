@@ -126,71 +126,30 @@ class Changing(nn.Module):
         return made
 
 
-def set_to(name: str, **values: object) -> Callable[[Changing], None]:
-    def change(model: Changing) -> None:
-        for attribute, value in values.items():
-            setattr(model.get_submodule(name), attribute, value)
-
-    return change
-
-
-def replace(model: Changing) -> None:
-    model.late = nn.Linear(12, 12).double()
-
-
-def wrap(model: Changing) -> None:
-    model.late = nn.Sequential(nn.Identity(), model.late)
-
-
-def parametrize(model: Changing) -> None:
-    parametrizations.weight_norm(model.late)
-
-
-def hook_on_output(model: Changing) -> None:
-    model.late.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def hook_on_input(model: Changing) -> None:
-    model.late.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
-
-
-def hook_that_uses_a_weight(model: Changing) -> None:
-    model.late.register_forward_hook(
-        lambda module, args, output: output + functional.linear(output, model.branch.weight)
-    )
-
-
 def own_forward(model: Changing) -> None:
     late: Any = model.late
     late.forward = lambda x: functional.linear(x * 2, late.weight, late.bias)
 
 
-def freeze(model: Changing) -> None:
-    model.first.requires_grad_(False)
+def scaled(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * 2
 
 
-def unfreeze(model: Changing) -> None:
-    model.late.requires_grad_(True)
-
-
-def evaluate(model: Changing) -> None:
-    model.norm.eval()
-
-
-CHANGES: dict[str, Callable[[Changing], None]] = {
-    "a branch": set_to("", takes_branch=True),
-    "a function of a weight": set_to("", takes_weight=True),
-    "more calls": set_to("", repeats=True),
-    "evaluation mode": evaluate,
-    "another stride": set_to("conv", stride=(2,), padding=(2,)),
-    "unfrozen": unfreeze,
-    "frozen": freeze,
-    "replaced": replace,
-    "wrapped": wrap,
-    "parametrized": parametrize,
-    "a hook that changes outputs": hook_on_output,
-    "a hook that changes inputs": hook_on_input,
-    "a hook that uses a weight": hook_that_uses_a_weight,
+CHANGES: dict[str, Callable[[Changing], object]] = {
+    "a branch": lambda m: setattr(m, "takes_branch", True),
+    "a function of a weight": lambda m: setattr(m, "takes_weight", True),
+    "more calls": lambda m: setattr(m, "repeats", True),
+    "evaluation mode": lambda m: m.norm.eval(),
+    "another stride": lambda m: vars(m.conv).update(stride=(2,), padding=(2,)),
+    "unfrozen": lambda m: m.late.requires_grad_(True),
+    "frozen": lambda m: m.first.requires_grad_(False),
+    "replaced": lambda m: setattr(m, "late", nn.Linear(12, 12).double()),
+    "wrapped": lambda m: setattr(m, "late", nn.Sequential(nn.Identity(), m.late)),
+    "parametrized": lambda m: parametrizations.weight_norm(m.late),
+    "a hook that changes outputs": lambda m: m.late.register_forward_hook(scaled),
+    "a hook that uses a weight": lambda m: m.late.register_forward_hook(
+        lambda module, args, output: output + functional.linear(output, m.branch.weight)
+    ),
     "a forward of its own": own_forward,
 }
 

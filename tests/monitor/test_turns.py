@@ -2,15 +2,12 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from processes import loss_of, make
-from setups import mlp, same
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from setups import same
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,9 +19,6 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alignment import Probe
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Turn
-from adiv_monitor.sinks import TableSink, TensorBoardSink
-from adiv_monitor.step import parameter_steps
-from adiv_monitor.step.flat import Flat
 
 # One model of each kind: batch norm, windows, tied and fused weights, experts, recurrent maps,
 # modules measured as a whole, weights made of several modules' parameters, several optimizers, no
@@ -168,17 +162,6 @@ def test_each_reading_of_a_run_is_that_of_the_run_with_all_layers() -> None:
         assert all(map(torch.equal, own, weights))
 
 
-def test_the_run_is_the_unmonitored_one() -> None:
-    model, x = several()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(7):
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
-    _, weights = trained(7, layers_per_step=1)
-    assert all(map(torch.equal, model.parameters(), weights))
-
-
 class Copies(TorchDispatchMode):
     """A mode that counts copied elements."""
 
@@ -222,30 +205,6 @@ def test_no_more_than_the_due_parameters_are_copied(size: int) -> None:
     assert size * width**2 <= copied(size) <= 3 * size * width**2 + 1000 * size
 
 
-def test_what_is_not_measured_is_told_in_its_turn() -> None:
-    model, batch = mlp()
-    model.add_module("unused", nn.Linear(3, 2).double())
-    reports = []
-    modules = [name for name, module in model.named_modules() if module._parameters]
-    for turn in range(len(modules)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = Monitor(model, optimizer, layers_per_step=1)
-        monitor.load_state_dict({**monitor.state_dict(), "turns": turn})
-        with monitor:
-            model.zero_grad()
-            x = batch[0]
-            for name, module in model.named_children():
-                x = x if name == "unused" else module(x)
-            x.square().sum().backward()
-            optimizer.step()
-        reports.append(monitor.latest)
-    own = reports[modules.index("unused")]
-    assert own.coverage == 0
-    assert "no gradient reached it" in own.unsupported["unused"]
-    others = [report for report in reports if report is not own]
-    assert all(report.coverage == 1 and not report.unsupported for report in others)
-
-
 def test_a_run_that_is_resumed_goes_on_with_its_round() -> None:
     reports, _ = trained(1, layers_per_step=2)
     model, x = several()
@@ -261,41 +220,6 @@ def test_a_run_that_is_resumed_goes_on_with_its_round() -> None:
         model(x).sum().backward()
         optimizer.step()
     assert after.latest.turn.first == 3
-
-
-def test_attentions_are_measured_in_the_turn_of_their_first_layer() -> None:
-    def attended(turn: int | None) -> StepReport:
-        model, tokens, targets = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        size = None if turn is None else 1
-        options: dict[str, Any] = {"attention": True, "max_rows": None, "on_error": "raise"}
-        monitor = Monitor(model, optimizer, layers_per_step=size, **options)
-        monitor.load_state_dict({**monitor.state_dict(), "turns": turn or 0})
-        with monitor:
-            loss_of(model(tokens), targets).backward()
-            optimizer.step()
-        assert monitor.latest is not None
-        return monitor.latest
-
-    whole = attended(None)
-    assert list(whole.attention) == ["attend"]
-    turns = [attended(turn) for turn in range(7)]
-    (found,) = [report for report in turns if report.attention]
-    assert any(path.startswith("attend") for path in found.layers)
-    expected = whole.attention["attend"].measures()
-    assert found.attention["attend"].measures().keys() == expected.keys()
-    assert not [note for report in turns for note in report.notes if "No attention" in note]
-
-
-def test_a_report_with_its_turn_survives_json_and_is_told_in_the_table(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    reports, _ = trained(2, layers_per_step=2, sinks=[TableSink()])
-    record = reports[0].to_dict()
-    assert record["turn"] == {"first": 1, "last": 2, "of": 5, "elements": 40}
-    assert StepReport.from_dict(record) == StepReport.from_dict(reports[0].to_dict())
-    assert StepReport.from_dict(record).turn == Turn(1, 2, 5, 40)
-    assert "100% of the trained parameters of modules 1 to 2 of 5" in capsys.readouterr().out
 
 
 def test_a_round_is_one_report_to_pictures_and_rules() -> None:
@@ -326,50 +250,6 @@ def test_what_takes_a_copy_of_all_parameters_is_refused() -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=r"layers_per_step=….*integer of at least 1"):
             Monitor(model, optimizer, layers_per_step=wrong)  # type: ignore[arg-type]
-
-
-def test_what_was_not_asked_for_has_no_turn() -> None:
-    reports, _ = trained(3, layers_per_step=1, layers=["first", "last"])
-    assert [list(report.layers) for report in reports] == [["first"], ["last"], ["first"]]
-    assert [report.coverage for report in reports] == [1, 1, 1]
-    assert [report.turn for report in reports[:2]] == [Turn(1, 1, 2, 16), Turn(2, 2, 2, 10)]
-
-
-def test_texts_of_a_board_are_of_whole_rounds_but_alarms_of_every_step(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="scale_mean > 0"):
-        sink = TensorBoardSink(tmp_path)
-        trained(4, layers_per_step=2, alarms=["first: scale_mean > 0"], sinks=[sink])
-    written = EventAccumulator(str(tmp_path)).Reload()
-
-    def steps(name: str) -> list[int]:
-        return [text.step for text in written.Tensors(f"adiv.summary/{name}/text_summary")]
-
-    assert steps("not_measured") == [2]  # the one whole round
-    assert steps("alarms") == [0, 1, 3], "raised, not any more, raised in a round cut short"
-
-
-def test_copies_of_weights_take_the_same_memory_in_every_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a CPU, new memory costs more than the copy; closing the monitor frees it."""
-    made: list[int] = []
-
-    class Counted(Flat):
-        def __init__(self, like: Mapping[int, Tensor]) -> None:
-            made[-1] += 1
-            super().__init__(like)
-
-    monkeypatch.setattr(parameter_steps, "Flat", Counted)
-    model, x = nn.Linear(128, 128), torch.randn(4, 128)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1) as monitor:
-        for _ in range(4):
-            made.append(0)
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-    assert made == [3, 0, 0, 0], "of gradient, weight and update"
-    assert monitor._controller._history.flats == []
 
 
 def test_a_weight_of_another_shape_has_changed() -> None:

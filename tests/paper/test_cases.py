@@ -1,8 +1,6 @@
 """Cases: what is trained, resumed and taken of the audit's advice, and every command, small."""
 
-import itertools
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +14,11 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 import gpt
-import regression
 import resnet
 import sweep
-import unscaled
 from case import Case, Part
 from case_report import best_rate, difference, verdict
 from cifar import synthetic
-
-from adiv_monitor.audit.training.setup import Fork
 
 
 def small(trained: list[float]) -> Case:
@@ -79,24 +73,6 @@ def test_a_run_is_a_plain_loop(tmp_path: Path) -> None:
     assert lost["score"] is lost["result"] is None
 
 
-def test_what_advice_changes() -> None:
-    """The model, the clipping, and an optimizer whose learning rate is swept."""
-
-    def change(fork: Fork) -> None:
-        fork.optimizer = torch.optim.Adam(fork.model.parameters(), 12.0)
-        fork.clip_norm = 1e-12
-
-    case = small([])
-    plain, changed = (sweep.train(case, each, 0.1, 0) for each in (sweep.nothing, change))
-    assert plain["losses"][-1] < 0.1
-    assert changed["losses"][1] > 0.9 * changed["losses"][0]
-
-    def other(fork: Fork) -> None:
-        fork.optimizer = torch.optim.SGD(fork.model.parameters(), 12.0)
-
-    assert sweep.train(case, other, 0.1, 0) == plain
-
-
 def test_runs_are_swept_once(tmp_path: Path) -> None:
     trained: list[float] = []
     case, file = small(trained), tmp_path / "small.jsonl"
@@ -139,42 +115,6 @@ def test_a_verdict_needs_two_standard_errors() -> None:
     assert verdict([-9.0], higher=False) == "−9.000, of one seed, which says nothing about chance"
 
 
-def test_seeds_that_split_the_same_rows_are_not_independent() -> None:
-    """Nadeau and Bengio: the variance is s²(1/n + test rows over training rows)."""
-    found = verdict([1.0, 3.0, 2.0], higher=True, test_share=2 / 3)
-    assert found == "2.000 ± 1.000, p = 0.18: no difference beyond two standard errors"
-    assert regression.case("", quick=True).test_share == 71 / 300
-
-
-def test_images_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes as numbers, a tenth held out, in an order that every seed has of its own."""
-    data = synthetic(train=640, test=10)
-    monkeypatch.setattr("cifar.load", lambda place: data)
-    part = unscaled.case("", quick=True).part
-    x, y = map(torch.cat, zip(*itertools.islice(part(0).batches(), 9), strict=True))
-    assert x.dtype == torch.float32 and x.max() > 200 and len(x) == len(y) == 576
-    rows = {tuple(row.tolist()) for row in data.train}
-    assert {tuple(row.tolist()) for row in x} < rows
-    assert torch.equal(next(part(0).batches())[0], x[:64])
-    assert not torch.equal(next(part(1).batches())[0], x[:64])
-
-
-def test_augmented_images_are_moved_and_mirrored() -> None:
-    image = torch.arange(1, 3 * 32 * 32 + 1, dtype=torch.float32)
-    found = resnet.augmented(image.repeat(64, 1), torch.Generator().manual_seed(0))
-    assert found.shape == (64, 3072)
-    padded = nn.functional.pad(image.view(3, 32, 32), (4, 4, 4, 4))
-    possible = {
-        tuple(crop.flatten().tolist())
-        for top in range(9)
-        for left in range(9)
-        for piece in [padded[:, top : top + 32, left : left + 32]]
-        for crop in (piece, piece.flip(-1))
-    }
-    shown = {tuple(row) for row in found.tolist()}
-    assert shown <= possible and len(shown) > 30
-
-
 def test_a_residual_network_of_twenty_layers() -> None:
     layers = [m for m in resnet.model().modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
     assert len(layers) == 20
@@ -189,18 +129,6 @@ def test_a_gpt_of_seven_million_parameters_looks_back_only() -> None:
     before = alone(pieces)
     pieces[:, 50:] = (pieces[:, 50:] + 1) % 96
     torch.testing.assert_close(alone(pieces)[:, :50], before[:, :50])
-
-
-def test_warm_up_and_cosine() -> None:
-    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
-    scheduler = gpt.warmed(sgd, 100)
-    rates = []
-    for _ in range(100):
-        rates.append(scheduler.get_last_lr()[0])
-        sgd.step()
-        scheduler.step()
-    assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
-    assert rates[-1] == pytest.approx(0.5 * (1 + math.cos(math.pi * 94 / 95)))
 
 
 @pytest.mark.slow

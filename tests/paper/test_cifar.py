@@ -68,12 +68,6 @@ def test_missing_data_are_no_reason_to_make_some_up(tmp_path: Path) -> None:
         cifar.load(str(tmp_path))
 
 
-def test_synthetic_images_say_so_and_are_always_the_same() -> None:
-    one, other = cifar.load("synthetic"), cifar.synthetic()
-    assert torch.equal(one.train, other.train)
-    assert "SYNTHETIC" in one.source
-
-
 def test_pixels() -> None:
     train = cifar.synthetic(train=300, test=1).train
     unit = cifar.pixels("unit", train, torch.float64)(train)

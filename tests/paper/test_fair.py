@@ -14,9 +14,9 @@ pytest.importorskip("matplotlib")
 
 import fair
 import fair_report
-from cifar import held_out, synthetic
+from cifar import synthetic
 from experiment import Experiment
-from fair_report import Arm, accuracies, best, curves, difference, text
+from fair_report import Arm
 from training import Run, Setting
 
 TANH = Arm("standard", "tanh", 128)
@@ -36,21 +36,6 @@ def run(arm: Arm, rate: float, accuracy: float, seed: int = 0) -> Run:
         "depth": 2,
         "data": "x",
     }
-
-
-def test_the_grid_is_of_half_decades() -> None:
-    assert [fair.rate(k) for k in range(-4, 3)] == [0.01, 0.03, 0.1, 0.3, 1, 3, 10]
-
-
-def test_images_held_out_are_not_trained_on() -> None:
-    data = synthetic(train=60, test=10)
-    apart = held_out(data, 20)
-    assert apart.train.shape[0] == 40 and apart.test.shape[0] == 20
-    assert "held out" in apart.source and "held out" not in data.source
-    rows = torch.cat([apart.train, apart.test]).tolist()
-    labels = torch.cat([apart.train_labels, apart.test_labels]).tolist()
-    expected = zip(data.train.tolist(), data.train_labels.tolist(), strict=True)
-    assert sorted(zip(rows, labels, strict=True)) == sorted(expected)
 
 
 class Tuned(Experiment):
@@ -81,26 +66,6 @@ def test_the_grid_is_widened_until_the_best_is_inside(peak: int, lowest: int, hi
     chosen = fair.tune(experiment, [TANH], 1)
     assert experiment.tried == [fair.rate(k) for k in range(lowest, highest + 1)]
     assert chosen == {TANH: fair.rate(min(max(peak, lowest), highest))}
-
-
-def test_an_arm_counts_at_its_best_rate_alone_and_seed_by_seed() -> None:
-    other = TANH._replace(method="affine-like")
-    tuning = [run(TANH, 0.1, 40), run(TANH, 0.3, 42, 0), run(TANH, 0.3, 44, 1), run(other, 1, 41)]
-    assert curves(tuning) == {TANH: {0.1: 40, 0.3: 43}, other: {1: 41}}
-    assert best(tuning) == {TANH: 0.3, other: 1}
-    final = [run(TANH, 0.3, 50, 0), run(TANH, 0.3, 54, 1), run(TANH, 0.1, 90, 2)]
-    final += [run(other, 1, 53, 0), run(other, 1, 59, 1), run(other, 1, 70, 2)]
-    found = accuracies(tuning, final)
-    assert found == {TANH: {0: 50, 1: 54}, other: {0: 53, 1: 59, 2: 70}}
-    assert difference(found, other, "standard") == [3, 5]
-    page = text(tuning, final)
-    assert "| affine-like | +4.00 ± 1.00 |" in page
-    assert "**0.3: 43.0**" in page and "0.1: 40.0, " in page
-    # Student's t of 4 / 1 with one degree of freedom is Cauchy's.
-    p = 1 - 2 * math.atan(4) / math.pi
-    theory = "theory; prototype +1.6 ± 0.3 with tanh, +0.3 with leaky"
-    cells = f"{theory} | tanh | +4.00 ± 1.00 | +4.00 ± 1.00 | {p:.1g} |"
-    assert f"| affine-like > standard | {cells}" in page
 
 
 def test_a_claim_is_judged_by_the_mean_over_batch_sizes_of_every_seed() -> None:
@@ -144,25 +109,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("--resume") == found
     with pytest.raises(SystemExit):
         command()
-
-
-def test_the_papers_setting_has_files_of_its_own(tmp_path: Path) -> None:
-    kind = fair.Kind("adam", "unit")
-    assert (fair.Kind().name, kind.name) == ("fair", "fair-adam-unit")
-    assert fair.Kind(depth=6).name == "fair-depth6"
-    assert [each.depth for each in fair.settings({TANH: [1.0]}, 1, fair.Kind(depth=6))] == [6]
-    (setting,) = fair.settings({TANH: [0.01]}, 1, kind)
-    assert (setting.optimizer, setting.pixels) == ("adam", "unit")
-    for optimizer, grids in fair.GRIDS.items():
-        claims = (*fair_report.STATED[optimizer], *fair_report.LATER[optimizer])
-        assert {name for claim in claims for name in claim[:2]} <= set(grids)
-        assert set(grids) <= set(fair_report.ORDER)
-
-
-def test_a_best_beyond_the_grid_widens_it() -> None:
-    """An earlier run with fewer seeds had widened it, and its best is still the best."""
-    places = list(fair.GRIDS["sgd"]["layernorm"])
-    steps = 0
-    while fair.widen(places, fair.rate(-2), fair.GRIDS["sgd"]["layernorm"]):
-        steps += 1
-    assert steps == 2 and places == [-6, -5, -4, -3, -2, -1]

@@ -16,8 +16,7 @@ pytest.importorskip("matplotlib")
 import readings
 from cifar import Data, synthetic
 from ensemble import Network
-from methods import METHODS
-from readings_report import MEASURES, correlation, text, typical
+from readings_report import MEASURES, correlation
 from scipy import stats
 from training import Course, Setting
 
@@ -101,24 +100,6 @@ def test_a_rank_correlation() -> None:
     assert correlation([*x, math.nan], [*y, 1.0]) == found
 
 
-def test_a_partial_rank_correlation() -> None:
-    drawn = random.Random(1)
-    given = [drawn.random() for _ in range(60)]
-    x = [value + drawn.random() for value in given]
-    y = [value + drawn.random() for value in given]
-    a, b, c = (stats.spearmanr(*pair).statistic for pair in ((x, y), (x, given), (y, given)))
-    expected = (a - b * c) / math.sqrt((1 - b * b) * (1 - c * c))
-    assert correlation(x, y, given).value == pytest.approx(expected)
-    assert correlation(x, y, [1.0] * 60).value == pytest.approx(a)
-    assert math.isnan(correlation(given, y, given).value)
-
-
-def test_what_is_typical_of_a_network() -> None:
-    run = {"scale_cv": [[1.0, 5.0, 2.0], [None, 4.0, None], [None, None, None]]}
-    assert typical(run, "scale_cv") == 3
-    assert math.isnan(typical({"scale_cv": [[None]]}, "scale_cv"))
-
-
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
@@ -144,28 +125,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("--resume") == found and trained == []
     with pytest.raises(SystemExit):
         command()
-
-
-def test_scales_that_differ_by_rounding_are_ties() -> None:
-    """A map that makes all scales equal leaves rounding, which has no order."""
-    runs = [
-        {
-            "method": method,
-            "activation": "tanh",
-            "seed": 0,
-            "batch_size": 8,
-            "width": 4,
-            "learning_rate": 0.1,
-            "data": "",
-            "pixels": "unit",
-            "optimizer": "adam",
-            "epoch": [1],
-            "test_accuracy": [10.0 * place],
-            "step": [0],
-            **{measure: [[0.1 * place]] for measure in MEASURES},
-            "scale_cv": [[1e-7 * place]],
-        }
-        for place, method in enumerate(list(METHODS)[:6])
-    ]
-    cells = {row.split(" | ")[0]: row.split(" | ")[2] for row in text(runs).splitlines()[-10:-2]}
-    assert cells["| scale_cv"] == "" and cells["| update_cosine"].startswith("+1.00")

@@ -14,18 +14,12 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 import experiment
-import table
 import table1
 import training
 from slopes import (
     BY_BATCH,
     Arm,
-    arms,
-    at_the_end,
-    at_updates,
     holm,
-    mean_and_error,
-    with_both_tests,
 )
 from training import Setting
 
@@ -60,78 +54,11 @@ def test_a_line_and_its_errors() -> None:
     assert line.chance(1) == pytest.approx(0.75)
 
 
-def test_a_line_of_one_seed_has_no_error() -> None:
-    line = Arm("standard", "tanh", 1e-3, {0: {0: 51}, 1: {0: 47.5}, 2: {0: 50}}).line()
-    assert line is not None
-    assert (line.intercept, line.slope) == pytest.approx((50, -0.5))
-    assert line.correlation == pytest.approx(-1 / 13**0.5)  # −1 / √(2 · 6.5)
-    assert math.isnan(line.slope_error) and math.isnan(line.chance(1))
-
-
 def test_p_values_are_corrected_for_their_number() -> None:
     # Of 0.01, 0.04, 0.03: 3 · 0.01; 2 · 0.03; and 0.04 is not less than the one before it.
     corrected = holm([0.01, math.nan, 0.04, 0.03])
     assert corrected[0] == pytest.approx(0.03) and math.isnan(corrected[1])
     assert corrected[2:] == pytest.approx([0.06, 0.06])
-
-
-def test_no_line_through_one_batch_size() -> None:
-    assert Arm("standard", "tanh", 1e-3, {8: {0: 40.0, 1: 41.0, 2: 42.0}}).line() is None
-
-
-def test_the_last_tenth_of_epochs() -> None:
-    assert at_the_end(run([3.0])) == 3
-    assert at_the_end(run([0.0] * 18 + [1.0, 2.0])) == 1.5
-
-
-def test_equal_updates() -> None:
-    accuracies = [float(i) for i in range(1, 21)]
-    read = at_updates(200)
-    assert read(run(accuracies, batch_size=8)) == 2  # 100 an epoch
-    assert read(run(accuracies, batch_size=80)) == 19.5  # 10 an epoch: the 19th and 20th
-    assert read(run(accuracies[:10], batch_size=80)) is None  # has made half of them
-    assert read(run(accuracies, batch_size=2)) is None  # the first epoch makes twice as many
-    assert at_updates(460)(run(accuracies, batch_size=8)) == 5  # none ends in the last tenth
-
-
-def test_arms_gather_seeds_and_batch_sizes() -> None:
-    found = [run([1.0], 8), run([3.0], 8, seed=1), run([5.0], 16), run([9.0], activation="leaky")]
-    tanh, leaky = arms(found, at_the_end)
-    assert tanh.accuracies == {8: {0: 1, 1: 3}, 16: {0: 5}}
-    assert tanh.at(8) == (2, pytest.approx(1))
-    assert leaky.accuracies == {8: {0: 9}}
-    assert mean_and_error([1.0, 2.0, 6.0]) == (3, pytest.approx((7 / 3) ** 0.5))
-
-
-def test_batch_normalisation_is_shown_under_both_tests() -> None:
-    (plain, by_batch) = with_both_tests([run([1.0], method="batchnorm", **{BY_BATCH: [2.0]})])
-    assert at_the_end(plain) == 1 and at_the_end(by_batch) == 2
-    assert by_batch["method"] != "batchnorm"
-
-
-def test_the_page_compares_seed_by_seed() -> None:
-    shared = {"data": "x", "pixels": "unit", "width": 2, "depth": 1}
-    found = [
-        run([base + 10 * seed + less], b, seed=seed, method=method, train_accuracy=[0.0], **shared)
-        for method, less in (("affine-like", 0), ("constant-scale", 3))
-        for b, base in ((8, 50), (16, 40))
-        for seed in (0, 1)
-    ]
-    page = table.text(found)
-    assert "| constant-scale | +3.00 ± 0.00 | +3.00 ± 0.00 | +3.00 |" in page
-    assert "Slopes with the stated sign: 1 of 1." in page
-    assert "seeds: 2. " in page
-    few = table.text(found[:-1])  # without a seed of constant-scale at one batch size
-    assert "seeds: 2 (1 of constant-scale at B = 16). " in few
-
-
-def test_a_line_through_fewer_batch_sizes_is_not_shown() -> None:
-    shared = {"data": "x", "pixels": "unit", "width": 2, "depth": 1, "train_accuracy": [0.0]}
-    found = [run([float(b)], b, method="standard", **shared) for b in (8, 16, 32)]
-    found += [run([float(b)], b, method="isotropic-tanh", **shared) for b in (8, 16)]
-    page = table.text(found)
-    assert "| isotropic-tanh | 8.00 | 16.00 |  |  |  |  |  |" in page
-    assert "| standard | 8.00 | 16.00 | 32.00 | 18.67 | 0.00 |" in page
 
 
 class Command:
@@ -204,37 +131,3 @@ def test_the_command_goes_on_from_its_results_alone(command: Command) -> None:
     assert len(whole) == 2 * 2 * 3  # methods, batch sizes, seeds
     at_once = Command(command.out / "at-once", command.monkeypatch)
     assert [run["seed"] for run in at_once(*sizes, "--seeds", "3")] == [r["seed"] for r in whole]
-
-
-@pytest.mark.slow
-def test_the_command_does_not_write_over_results(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command("--batch-sizes", "128", "--seeds", "1")
-    for left in ("runs", "table1.json"):
-        with pytest.raises(SystemExit):
-            command()
-        assert f"{left} exists: --resume" in capsys.readouterr().err
-        if left == "runs":
-            shutil.rmtree(command.out / "runs")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("known_by", ["images", "data"])
-def test_the_command_does_not_go_on_with_other_data(
-    known_by: str, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = command("--batch-sizes", "128", "--seeds", "1")
-    shutil.rmtree(command.out / "runs")
-    if known_by == "data":  # runs before there were hashes
-        for run in found:
-            del run["images"]
-        (command.out / "table1.json").write_text(json.dumps(found))
-    assert len(command("--resume", "--batch-sizes", "128", "--seeds", "2")) == 4
-    shutil.rmtree(command.out / "runs")
-    found[0][known_by] = "others"
-    (command.out / "table1.json").write_text(json.dumps(found))
-    with pytest.raises(SystemExit):
-        command("--resume")
-    assert "other images" in capsys.readouterr().err
-    assert json.loads((command.out / "table1.json").read_text()) == found

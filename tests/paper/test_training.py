@@ -9,9 +9,9 @@ import pytest
 import torch
 import training
 from cifar import Data, synthetic
-from ensemble import Moments, Network, by_rate
+from ensemble import Network
 from methods import METHODS
-from training import Course, Setting, longest, runs, train
+from training import Course, Setting, runs, train
 
 NETWORKS = tuple(starmap(Network, product(METHODS, ["tanh", "leaky"], [0, 1], [1e-3])))
 SETTING = Setting(16, 4, 2, "unit", NETWORKS)
@@ -67,13 +67,6 @@ def test_results_do_not_depend_on_a_kill(
     assert states[0]["steps"] == states[1]["steps"] == EPOCHS * 5
 
 
-def test_more_epochs_continue_fewer(data: Data, tmp_path: Path) -> None:
-    train(SETTING, data, tmp_path / "whole", EPOCHS)
-    train(SETTING, data, tmp_path / "longer", 3)
-    train(SETTING, data, tmp_path / "longer", EPOCHS)
-    assert without_times(tmp_path / "longer") == without_times(tmp_path / "whole")
-
-
 def test_other_networks_or_images_do_not_go_on(data: Data, tmp_path: Path) -> None:
     train(SETTING, data, tmp_path, 1)
     with pytest.raises(ValueError, match="other networks"):
@@ -105,32 +98,6 @@ def test_networks_do_not_depend_on_those_beside_them(data: Data) -> None:
                 assert all(theirs[name][i] == found[name][place] for name in found)
 
 
-def test_what_is_left_to_train(data: Data, tmp_path: Path) -> None:
-    first = SETTING._replace(networks=NETWORKS[::2])  # of seed 0
-    train(first, data, tmp_path / first.name, 2)
-    found = runs(tmp_path)
-    left = SETTING.without(found, 2)
-    assert left.networks == NETWORKS[1::2]
-    assert left.name != first.name and left.name != SETTING.name
-    assert first.without(found, 2).networks == ()
-    assert SETTING.without(found, 3) == SETTING  # epochs are missing
-    assert SETTING._replace(width=5).without(found, 2).networks == NETWORKS
-    assert SETTING._replace(batch_size=8).without(found, 2).networks == NETWORKS
-
-
-def test_the_folder_is_that_of_the_networks_whatever_their_order() -> None:
-    assert SETTING._replace(networks=NETWORKS[::-1]).name == SETTING.name
-
-
-def test_the_longest_run_of_a_network_counts(data: Data, tmp_path: Path) -> None:
-    train(SETTING, data, tmp_path / "a", 1)
-    short = runs(tmp_path)
-    train(SETTING, data, tmp_path / "a", 2)
-    long = runs(tmp_path)
-    assert longest([*short, *long]) == longest([*long, *short]) == long
-    assert longest([*short, *long[:3]]) == [*long[:3], *short[3:]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_step_through_a_compiler_is_the_same(data: Data, optimizer: str) -> None:
@@ -145,21 +112,3 @@ def test_a_step_through_a_compiler_is_the_same(data: Data, optimizer: str) -> No
         fused.take(rows, compiled)
     mine, theirs = (course.ensemble.state()["tensors"] for course in (fused, plain))
     torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-
-
-def test_banks_of_a_learning_rate_are_updated_together() -> None:
-    updates = [
-        (
-            Moments(rate, [torch.tensor(i)], [torch.tensor(-i)], [torch.tensor(10 * i)]),
-            torch.ones(i),
-        )
-        for i, rate in enumerate([0.1, 0.2, 0.1, 0.1])
-    ]
-    found = [
-        ([*map(int, [*m.values, *m.means, *m.squares])], [len(g) for g in gradients], m.rate)
-        for m, gradients in by_rate(updates)
-    ]
-    assert found == [
-        ([0, 2, 3, 0, -2, -3, 0, 20, 30], [0, 2, 3], 0.1),
-        ([1, -1, 10], [1], 0.2),
-    ]

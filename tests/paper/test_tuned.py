@@ -1,7 +1,6 @@
 """Open questions: what is tuned and resumed, what is claimed of runs, and every command, small."""
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -22,9 +21,7 @@ import text
 import transformer
 import tuned
 from cifar import synthetic
-from torch import nn
-from tuned_report import Claim, Question, above, best, best_rate, more
-from tuned_report import text as page
+from tuned_report import best_rate
 
 KNOWN = {"data": "none", "steps": 7}
 
@@ -78,40 +75,6 @@ def test_every_arm_is_tuned_and_its_best_trained_with_more_seeds(tmp_path: Path)
         tuned.Tuning(file, grids, {**KNOWN, "data": "other"}, train).check(parser, resume=True)
 
 
-def test_what_the_page_says() -> None:
-    runs = [
-        run(arm, r, s, r * w) for arm, w in (("a", 1), ("b", 3)) for r in (1, 2) for s in (0, 1)
-    ]
-    runs[3]["result"] = 7.0  # of a, at rate 2, with seed 1
-    found = best(runs)
-    assert [r["result"] for r in found["a"]] == [2, 7]
-    difference, error = more(found, "b", "a")
-    assert difference == pytest.approx((4 + 0) / 2)
-    assert error == pytest.approx(2)
-    claims = (
-        Claim("it holds", lambda found: (True, "1 of 1")),
-        Claim("it does not", lambda found: (False, "0 of 1")),
-    )
-    written = page(Question("Why?", "Small.", "points", ("scale_cv",), (), claims), runs)
-    assert "Data: none. Small. Steps: 7; seeds: 2." in written
-    assert "| it holds | held | 1 of 1 |" in written
-    assert "| it does not | **failed** | 0 of 1 |" in written
-    assert "| a | 2 | 4.50 ± 2.50 | 2.5 |" in written  # medians 1 and 4
-    assert "| a | 1: 1, **2: 2** |" in written
-
-
-def test_text_as_numbers() -> None:
-    found = text.split("a\nb~ ü" * 20, 100, "twenty times")
-    assert torch.cat(found[:3]).tolist() == [66, 0, 67, 95, 1] * 20
-    assert [len(part) for part in found[:3]] == [90, 5, 5]
-    with pytest.raises(ValueError, match="got 100 characters"):
-        text.split("a\nb~ ü" * 20, 101, "twenty times")
-    pieces = text.batch(found.train, 7, 10, torch.Generator().manual_seed(0))
-    assert pieces.shape == (7, 11)
-    follows = {66: 0, 0: 67, 67: 95, 95: 1, 1: 66}
-    assert all(follows[a] == b for row in pieces.tolist() for a, b in itertools.pairwise(row))
-
-
 @pytest.mark.parametrize("arm", transformer.GRIDS)
 def test_a_transformer_sees_no_later_characters(arm: str) -> None:
     alone = transformer.model(arm, 0)
@@ -121,21 +84,6 @@ def test_a_transformer_sees_no_later_characters(arm: str) -> None:
     after = alone(pieces)
     torch.testing.assert_close(after[:, :30], before[:, :30])
     assert not torch.allclose(after[:, 30:], before[:, 30:])
-
-
-@pytest.mark.parametrize("kind", depth.KINDS)
-def test_depth_is_the_number_of_hidden_layers(kind: str) -> None:
-    alone = depth.model(kind, 5, 0)
-    layers = [layer for layer in alone.modules() if isinstance(layer, nn.Linear)]
-    assert len(layers) == 6
-    assert alone(torch.randn(3, 3072)).shape == (3, 10)
-
-
-def test_a_gradient_only_network_computes_what_the_plain_one_does() -> None:
-    x = torch.rand(2, 3072)
-    torch.testing.assert_close(
-        patches.network("gradient-only", 1)(x), patches.network("none", 1)(x)
-    )
 
 
 @pytest.mark.slow
@@ -171,9 +119,3 @@ def test_the_commands(
     assert command("--resume") == found
     with pytest.raises(SystemExit):
         command()
-
-
-def test_a_claim_needs_two_standard_errors() -> None:
-    assert above(1.0, 0.4, 0.0) is True and above(-1.0, 0.4, 0.0) is False
-    assert above(1.0, 0.6, 0.0) is None and above(1.0, 0.1, 0.9) is None
-    assert above(0.6, 0.1, 0.9) is False

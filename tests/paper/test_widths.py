@@ -1,6 +1,5 @@
 """Figs 2 to 5: which networks they need, and the command as small as it can be."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,35 +13,6 @@ pytest.importorskip("matplotlib")
 import widths
 from cifar import synthetic
 from widths_report import accuracies, text
-
-
-def needed(figures: list[int]) -> dict[tuple[int, int], set[str]]:
-    given = argparse.Namespace(
-        figures=figures,
-        sweep=[1, 16],
-        widths=[16, 64],
-        depth=1,
-        methods=["standard"],
-        seeds=2,
-        lr=0.001,
-        batch_size=32,
-    )
-    found = list(widths.settings(given))
-    assert all(setting.optimizer == "adam" and setting.batch_size == 32 for setting in found)
-    assert all({n.seed for n in setting.networks} == {0, 1} for setting in found)
-    return {(s.width, s.depth): {n.activation for n in s.networks} for s in found}
-
-
-def test_each_network_is_trained_once_for_all_figures() -> None:
-    assert needed([2]) == {(w, d): {"tanh"} for w in (16, 64) for d in (1, 3)}
-    assert needed([4]) == {(1, 1): {"tanh", "leaky"}, (16, 1): {"tanh", "leaky"}}
-    assert needed([2, 4, 5]) == {
-        (1, 1): {"tanh", "leaky"},
-        (16, 1): {"tanh", "leaky", "none"},
-        (16, 3): {"tanh", "none"},
-        (64, 1): {"tanh", "none"},
-        (64, 3): {"tanh", "none"},
-    }
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ class RepeatedLoss:
         self._fork = fork
         own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
         self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
-        random = Randomness(devices_of(self._modules), self._modules)
+        random = Randomness(devices_of(self._modules), others=True)
         self._begin = Surroundings(random, self._modules)
 
     def of(self, batch: Any, backward: bool = False) -> float:

@@ -1,8 +1,8 @@
 """The pieces of parameters that a layer trains, and how its weight is computed from them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from operator import itemgetter
 
@@ -21,17 +21,25 @@ Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a chang
 
 @dataclass(frozen=True)
 class Strides:
-    """The position of a view in its parameter's memory."""
+    """The position of a view in the memory of another tensor.
+
+    Attributes:
+        size: the size of the view.
+        stride: its strides.
+        offset: where it begins.
+        within: the strides of the other tensor.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    within: tuple[int, ...]
 
     @classmethod
     def between(cls, view: Tensor, whole: Tensor) -> "Strides":
         """Return the position of a view in the memory of the tensor that it views."""
         offset = int(view.storage_offset()) - int(whole.storage_offset())
-        return cls(tuple(view.shape), view.stride(), offset)
+        return cls(tuple(view.shape), view.stride(), offset, whole.stride())
 
     @property
     def repeats(self) -> bool:
@@ -48,11 +56,11 @@ class Strides:
             expected *= size
         return self.offset, self.offset + prod(self.size)
 
-    def of(self, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-        """Return the same view of another tensor, laid out with these strides as the viewed one."""
-        if tensor.stride() != stride:
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the same view of a tensor that is shaped like the viewed one."""
+        if tensor.stride() != self.within:
             like = torch.empty_strided(
-                tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+                tensor.shape, self.within, dtype=tensor.dtype, device=tensor.device
             )
             tensor = like.copy_(tensor)
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
@@ -85,7 +93,7 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the piece of a tensor that is shaped like the parameter."""
-        return tensor if self.view is None else self.view.of(tensor, self.parameter.stride())
+        return tensor if self.view is None else self.view.of(tensor)
 
     @property
     def contiguous_range(self) -> tuple[int, int] | None:
@@ -102,98 +110,104 @@ class Piece:
         if self.view is None:
             return part
         if not is_shard(self.parameter):
-            return self.of(part)
+            return self.view.of(part)
         assert self.contiguous_range is not None
         first, last = self.contiguous_range
         return part.reshape(-1)[first:last]
 
     def value(self) -> Tensor:
         """Return the current value of the piece, as far as this rank holds it."""
-        part = part_of(self.parameter)
-        return part if self.view is None else self.own(part)
+        if self.view is None and type(self.parameter) is nn.Parameter:  # nearly always
+            return self.parameter.detach()
+        return self.own(part_of(self.parameter))
 
     def gradient(self) -> Tensor:
         """Return ∂L/∂θ of the piece from `.grad`, or zeros if there is none. See `value`."""
         return self.own(gradient(self.parameter))
 
 
+# What is done to a tensor: a view of it; another shape, in which it may be repeated; another dtype;
+# a product with a constant.
+Form = Strides | torch.Size | torch.dtype
+Step = Form | Tensor | float
+
+
+def _stepped(tensor: Tensor, step: Step) -> Tensor:
+    if isinstance(step, Strides):
+        return step.of(tensor)
+    if isinstance(step, torch.Size):
+        same = tensor.numel() == step.numel()
+        return tensor.reshape(step) if same else tensor.expand(step)
+    return tensor.to(step) if isinstance(step, torch.dtype) else tensor * step
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
-    """How a function's argument is computed from pieces of parameters.
+    """How a function's argument is computed from pieces of parameters, up to a constant.
 
     Attributes:
         pieces: the pieces.
-        identity: equal for tensors that are computed alike from the same pieces.
-        of: returns its first-order change for changes of the pieces.
+        steps: what is done to the piece, or to what `by` computes.
         is_view: whether each entry is one of a piece, plus a constant, so that it has its gradient.
-        constants: the values on which the change depends.
+        by: the module that computes a tensor from the pieces; None: there is one piece.
+        made: returns the first-order change of that tensor for changes of the pieces.
         through: the module through which the pieces are measured; None: functions use them.
     """
 
     pieces: Sequence[Piece]
-    identity: object
-    of: Callable[[Parts], Tensor]
+    steps: tuple[Step, ...] = ()
     is_view: bool = True
-    constants: Sequence[object] = ()
+    by: nn.Module | None = None
+    made: Callable[[Sequence[Tensor]], Tensor] | None = None
     through: nn.Module | None = None
 
-    def is_as(self, other: "Source | None") -> bool:
-        """Return whether it changes like another source of the same identity."""
-        if other is None or len(other.constants) != len(self.constants):
-            return False
-        return all(map(_same, self.constants, other.constants))
+    def of(self, parts: Parts) -> Tensor:
+        """Return its first-order change for changes of the pieces."""
+        change = parts[self.pieces[0].key]
+        if self.made is not None:
+            change = self.made([parts[piece.key] for piece in self.pieces])
+        for step in self.steps:
+            change = _stepped(change, step)
+        return change
 
-    def then(
-        self,
-        form: object,
-        moved: Callable[[Tensor], Tensor],
-        *,
-        is_view: bool = True,
-        constants: Sequence[object] = (),
-    ) -> "Source":
+    def then(self, *steps: Step, is_view: bool = True) -> "Source":
         """Return the source of a tensor that is computed from this one.
 
         Args:
-            form: equal for tensors that are computed alike.
-            moved: returns its change for the change of this one.
+            steps: what is done to this one.
             is_view: whether each entry is one of this tensor, plus a constant.
-            constants: the values on which the change depends.
         """
-        of, identity = self.of, (form, self.identity)
-        constants = [*constants, *self.constants]
-        is_view &= self.is_view
-        return Source(self.pieces, identity, lambda parts: moved(of(parts)), is_view, constants)
+        return replace(self, steps=(*self.steps, *steps), is_view=self.is_view and is_view)
+
+    @property
+    def constants(self) -> list[Tensor | float]:
+        """The factors, on whose values the change depends."""
+        return [step for step in self.steps if not isinstance(step, Form)]
+
+    @cached_property
+    def identity(self) -> object:
+        """Equal for tensors that are computed alike from the same pieces, but for constants."""
+        steps = [step if isinstance(step, Form) else None for step in self.steps]
+        return self.by, *(piece.key for piece in self.pieces), *steps
+
+    def is_as(self, other: "Source | None") -> bool:
+        """Return whether it changes like another source of the same identity."""
+        return other is not None and all(map(_same, self.constants, other.constants))
 
 
-def _same(one: object, other: object) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other or (type(one) is type(other) and one == other)
-    return one is other or (one.device == other.device and torch.equal(one, other))
-
-
-def view_of(piece: Piece, strides: Strides | None = None) -> Source:
-    """Return the source of a piece, or of all of it in another shape.
-
-    Args:
-        piece: the piece.
-        strides: the position in the piece's memory; None: as the piece itself.
-    """
-    return Source((piece,), (piece.key, strides), partial(_viewed, piece, strides))
-
-
-def _viewed(piece: Piece, strides: Strides | None, parts: Parts) -> Tensor:
-    part = parts[piece.key]
-    return part if strides is None else strides.of(part, piece.parameter.stride())
+def _same(one: Tensor | float, other: Tensor | float) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.device == other.device and torch.equal(one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def together(pieces: Sequence[Piece], module: nn.Module) -> Source:
     """Return the source of a vector (P,) of several pieces that are measured through a module."""
-    change = partial(_concatenated, [piece.key for piece in pieces])
-    return Source(pieces, (module, *(piece.key for piece in pieces)), change, through=module)
+    return Source(pieces, by=module, made=_concatenated, through=module)
 
 
-def _concatenated(keys: Sequence[int], parts: Parts) -> Tensor:
-    return torch.cat([parts[key].reshape(-1) for key in keys])
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 class Pieces:
@@ -210,30 +224,19 @@ class Pieces:
             self._pieces[key] = Piece(parameter, len(self._pieces), view)
         return self._pieces[key]
 
-    def source(self, tensor: Tensor, parameter: nn.Parameter, whole: Tensor) -> Source | None:
-        """Return the source of a parameter or of a view of it; None for views that repeat entries.
-
-        Args:
-            tensor: the parameter or the view.
-            parameter: the parameter.
-            whole: the parameter, or the unsharded one in its place while its module runs.
-        """
-        if tensor is whole:
-            return self.whole(parameter)
-        strides = Strides.between(tensor, whole)
-        return None if strides.repeats else self.view(parameter, strides)
-
     def whole(self, parameter: nn.Parameter) -> Source:
         """Return a parameter as a source without changes."""
         if id(parameter) not in self._whole:
-            self._whole[id(parameter)] = view_of(self.of(parameter))
+            self._whole[id(parameter)] = Source((self.of(parameter),))
         return self._whole[id(parameter)]
 
     def view(self, parameter: nn.Parameter, strides: Strides) -> Source:
         """Return a view of a parameter; if it shows only a part, that part is the piece."""
+        if strides.repeats:
+            return self.whole(parameter).then(strides, is_view=False)
         if prod(strides.size) == parameter.numel():
-            return view_of(self.of(parameter), strides)
-        return view_of(self.of(parameter, strides))
+            return self.whole(parameter).then(strides)
+        return Source((self.of(parameter, strides),))
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -243,17 +246,16 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 def gradient(parameter: nn.Parameter) -> Tensor:
     """Return ∂L/∂θ from `.grad`, or this rank's part; zeros if there is none."""
-    if parameter.grad is None:
+    found = parameter.grad
+    if found is None:
         return torch.zeros_like(part_of(parameter))
-    return gradient_part(parameter.grad, parameter)
+    return found.detach() if type(found) is Tensor else gradient_part(found, parameter)
 
 
 def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:
     """Return how many entries of the parameter lie in at least one of the pieces."""
-    views = {piece.view for piece in pieces}
-    if None in views:
-        return parameter.numel()
-    return _covered(parameter, [view for view in views if view is not None])
+    views = [piece.view for piece in pieces if piece.view is not None]
+    return parameter.numel() if len(views) < len(pieces) else _covered(parameter, views)
 
 
 def overlap(parameter: nn.Parameter, pieces: Sequence[Piece]) -> bool:
@@ -267,13 +269,6 @@ def overlap(parameter: nn.Parameter, pieces: Sequence[Piece]) -> bool:
 
 
 def _covered(parameter: Tensor, views: Sequence[Strides]) -> int:
-    ranges = [view.contiguous_range for view in views]
-    if None not in ranges:
-        end = count = 0
-        for first, last in sorted(s for s in ranges if s is not None):
-            count += max(last - max(first, end), 0)
-            end = max(end, last)
-        return count
     marked = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.bool).zero_()
     for view in views:
         marked.as_strided(view.size, view.stride, view.offset).fill_(True)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.computed import NotFollowed, computed, parametrized
-from adiv_monitor.capture.weights.computed import part_of as computed_part
-from adiv_monitor.capture.weights.pieces import Pieces, Source, whole_of
+from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides, whole_of
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
@@ -18,40 +17,20 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.twin import Twin
 
 
-class _Made(NamedTuple):
-    """A tensor that was computed from the model alone.
+class _Known(NamedTuple):
+    """What is known of a tensor. Views that are not data are known by what they view.
 
     Attributes:
         tensor: the tensor.
-        keys: ids of the parameters to measure that it depends on.
+        keys: ids of the parameters to measure that it depends on; None: it is data.
         source: how it changes with these; None: not known.
-        version: the version of its memory when it was made.
+        version: the version of its memory when it was made; None: the model holds it.
     """
 
     tensor: weakref.ref[Tensor]
-    keys: frozenset[int] = frozenset()
+    keys: frozenset[int] | None = frozenset()
     source: Source | None = None
-    version: int = 0
-
-
-class _Held:
-    """The tensors that a model holds at one time.
-
-    Attributes:
-        standing: finds unsharded parameters that stand in for sharded ones.
-        tensors: its parameters and buffers, and such stand-ins, by id.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        # Equals `model.parameters()` and `model.buffers()` in one traversal of the modules.
-        held: dict[int, nn.Parameter] = {}
-        buffers: dict[int, Tensor] = {}
-        for module in model.modules():
-            held.update((id(p), p) for p in module._parameters.values() if p is not None)
-            buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
-        self.standing = Standing(model)
-        own = {key: p for key, p in held.items() if self.standing.of(p) is None}
-        self.tensors: dict[int, Tensor] = {**own, **buffers}
+    version: int | None = None
 
 
 class Provenance:
@@ -77,79 +56,79 @@ class Provenance:
     ) -> None:
         self._model = model
         self._is_asked = is_asked
-        self._trained = {id(p): p for p in trained}
+        trained = [*trained]
+        self._trained = dict(zip(map(id, trained), trained, strict=True))
         self.pieces = Pieces() if pieces is None else pieces
         self.start()
 
     def start(self) -> None:
         """Reset to the tensors that the model holds now."""
-        self._made: dict[int, _Made] = {}
         self._own: dict[int, Tensor] = {}  # copies of parameters, see `Twin`
         self._makers: dict[nn.Module, Source] = {}  # the weights of parametrizations
-        self._spent: dict[int, weakref.ref[Tensor]] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}
-        vars(self).pop("_held", None)
+        for name in ("_standing", "_known"):
+            vars(self).pop(name, None)
         if self._is_asked:  # in a forward pass, other tensors may take the places of these
-            _ = self._held
+            _ = self._known
 
     @cached_property
-    def _held(self) -> _Held:
-        """The tensors of the model."""
-        return _Held(self._model)
+    def _standing(self) -> Standing:
+        return Standing(self._model)
+
+    @cached_property
+    def _known(self) -> dict[int, _Known]:
+        """What is known, by id of the tensor."""
+        known: dict[int, _Known] = {}
+        for module in self._model.modules():
+            for held in (*module._parameters.values(), *module._buffers.values()):
+                if held is not None:
+                    known[id(held)] = self._held(held)
+        return known
+
+    def _held(self, tensor: Tensor) -> _Known:
+        """Return what is known of a tensor that the model holds now."""
+        stood_for = self._standing.of(tensor)
+        key = id(tensor if stood_for is None else stood_for)
+        parameter = self._trained.get(key)
+        if parameter is None:
+            return _Known(weakref.ref(tensor))
+        if stood_for is not None:
+            assert isinstance(tensor, nn.Parameter)
+            self._stand_ins[key] = tensor
+        source = self.pieces.whole(parameter)
+        return _Known(weakref.ref(tensor), frozenset((key,)), source)
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the unsharded parameter used in place of a sharded one; None if it has none."""
-        return self._stand_ins.get(id(parameter))
+        return self._stand_ins.get(id(parameter)) if self._stand_ins else None
 
     def waiting(self, parameter: nn.Parameter) -> Callable[[], bool]:
         """Return a check for gradients that are pending; see `shards.waiting`."""
         return waiting(self._model, parameter)
 
+    def _look_up(self, value: Tensor) -> _Known | None:
+        """Return what is known of a tensor, or of the tensor that it is a view of."""
+        known = self._known.get(id(value))
+        if known is not None and known.tensor() is value:
+            return known
+        if value._base is not None:
+            return self._look_up(value._base)
+        if isinstance(value, nn.Parameter) and self._standing.of(value) is not None:
+            known = self._known[id(value)] = self._held(value)
+            return known
+        return None
+
     def of_model(self, value: object) -> bool:
         """Return whether a value is no data: it depends on the model and constants alone."""
-        if id(value) in self._held.tensors or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             return True
-        if self._made_as(value) is not None:
-            return True
-        base = value._base
-        if base is None:
-            return self._stands_in(value)
-        return not self._is_spent(value) and self.of_model(base)
-
-    def _made_as(self, value: Tensor) -> _Made | None:
-        made = self._made.get(id(value))
-        return made if made is not None and made.tensor() is value else None
-
-    def _stands_in(self, value: Tensor) -> bool:
-        """Return whether it is used in place of a sharded parameter, and remember it if so."""
-        parameter = self._held.standing.of(value)
-        if parameter is None:
-            return False
-        self._held.tensors[id(value)] = value
-        if id(parameter) in self._trained:
-            assert isinstance(value, nn.Parameter)
-            self._trained[id(value)] = parameter
-            self._stand_ins[id(parameter)] = value
-        return True
+        known = self._look_up(value)
+        return known is not None and known.keys is not None
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Return ids of the parameters to measure that it depends on, if it depends on no data."""
-        if not value.requires_grad:
-            return ()
-        if self._trained.get(id(value)) is value:
-            return (id(value),)
-        if isinstance(value, nn.Parameter) and id(value) not in self._held.tensors:
-            self._stands_in(value)
-        if id(value) in self._trained:
-            return (id(self._trained[id(value)]),)
-        if self._is_spent(value):
-            return ()
-        whole = whole_of(value)
-        known = self._trained.get(id(whole))
-        if known is not None:
-            return (id(known),)
-        made = self._made_as(value) or self._made_as(whole)
-        return () if made is None else made.keys
+        known = self._look_up(value) if value.requires_grad else None
+        return () if known is None or known.keys is None else known.keys
 
     def source(self, value: object) -> Source | None:
         """Return how a tensor is computed from measured parameters; None if it is not.
@@ -158,18 +137,8 @@ class Provenance:
             Refused: its memory is read as another dtype, or it is not a contiguous part of a
                 sharded parameter.
         """
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not self.parameters_of(value):
             return None
-        parameter = self._trained.get(id(value))
-        if parameter is not None and parameter is value and value.requires_grad:  # most are
-            return self.pieces.whole(parameter)
-        if not self.parameters_of(value):
-            return None
-        if is_shard(value) and id(value) not in self._trained:
-            raise Refused(
-                "its weight is computed from a parameter of which each rank holds a part (tensor "
-                "parallelism): only a parameter itself can be all-gathered"
-            )
         source = self._followed(value)
         if source is None:
             raise NotFollowed(
@@ -188,19 +157,17 @@ class Provenance:
     def _followed(self, value: Tensor) -> Source | None:
         """Return how a tensor changes with the parameters that it depends on; None: not known."""
         whole = whole_of(value)
-        parameter = self._trained.get(id(whole))
-        if value.dtype != whole.dtype:
+        known = self._look_up(whole)
+        if known is None or known.source is None or value.dtype != whole.dtype:
             return None
-        if parameter is not None:
-            found = self.pieces.source(value, parameter, whole)
-            return found or computed_part(self.pieces.whole(parameter), value, whole)
-        for tensor in (value, whole):
-            made = self._made_as(tensor)
-            if made is not None and made.source is not None:
-                if made.version != tensor._version:
-                    return None
-                return made.source if tensor is value else computed_part(made.source, value, whole)
-        return None
+        if known.version not in (None, whole._version):
+            return None
+        if value is whole:
+            return known.source
+        strides = Strides.between(value, whole)
+        if known.version is None:
+            return self.pieces.view(known.source.pieces[0].parameter, strides)
+        return known.source.then(strides, is_view=not strides.repeats)
 
     def remember(
         self, result: object, keys: frozenset[int] = frozenset(), source: Source | None = None
@@ -213,15 +180,13 @@ class Provenance:
             source: how it changes with these, if it is a tensor for which that is known.
         """
         for tensor in tensors_in(result):
-            of = keys if tensor.requires_grad else frozenset[int]()
             whole = whole_of(tensor)
-            made = self._made_as(whole)
-            if made is not None and whole is not tensor:
-                self._made[id(whole)] = made._replace(keys=made.keys | of)
-            elif id(whole) not in self._held.tensors:
-                self._made[id(whole)] = _Made(weakref.ref(whole), of)
-            if id(tensor) not in self._held.tensors:
-                self._made[id(tensor)] = _Made(weakref.ref(tensor), of, source, tensor._version)
+            known, of = self._look_up(whole), keys if tensor.requires_grad else frozenset[int]()
+            if known is None or (whole is tensor and known.version is not None):
+                how = source if whole is tensor else None
+                self._known[id(whole)] = _Known(weakref.ref(whole), of, how, whole._version)
+            elif known.version is not None:  # it was written to
+                self._known[id(whole)] = known._replace(keys=of.union(known.keys or ()))
 
     def computes(
         self,
@@ -240,23 +205,22 @@ class Provenance:
         self.remember(result, keys, source)
 
     def parametrized(self, maker: nn.Module, made: Tensor, random: Randomness) -> None:
-        """Remember the weight that a parametrization of torch computed.
+        """Remember the weight that a parametrization of torch computed; not if it draws numbers.
 
         Args:
             maker: the parametrization, whose forward has just run.
             made: the weight.
             random: the state of the random numbers when it began.
         """
-        held = [self._trained.get(id(p)) for p in maker.parameters() if p.requires_grad]
-        pieces = [self.pieces.of(p) for p in held if p is not None]
+        trained = [self._trained.get(id(p)) for p in maker.parameters() if p.requires_grad]
+        pieces = [self.pieces.of(p) for p in trained if p is not None]
         if not pieces or not self.of_model(made) or self._followed(made) is not None:
             return
-        source, draws = self._makers.get(maker), not random.is_still(random.now())
-        if source is None or draws:
+        if maker not in self._makers and random.is_still(random.now()):
             twin = Twin(maker, ((), {}), random, self._own)
-            source = parametrized(maker, pieces, made, twin, draws=draws)
-        self._makers[maker] = source
-        self.remember(made, frozenset(id(piece.parameter) for piece in pieces), source)
+            self._makers[maker] = parametrized(maker, pieces, twin)
+        keys = frozenset(id(piece.parameter) for piece in pieces)
+        self.remember(made, keys, self._makers.get(maker))
 
     def spend(self, result: object, *, written: bool) -> None:
         """Count the result as data from here on: an input was data, or its use is already recorded.
@@ -266,15 +230,16 @@ class Provenance:
             written: whether the result is an argument that the function wrote to.
         """
         for tensor in tensors_in(result):
-            if written:  # buffers stay unless they lead to parameters
-                for known in (tensor, whole_of(tensor)):
-                    self._made.pop(id(known), None)
-                    if known.requires_grad and not isinstance(known, nn.Parameter):
-                        self._held.tensors.pop(id(known), None)
+            if written:  # what the model holds stays, unless it leads to parameters
+                for each in (tensor, whole_of(tensor)):
+                    known = self._known.get(id(each))
+                    if known is None or known.keys is None:
+                        continue
+                    if known.version is not None or _is_made(each):
+                        del self._known[id(each)]
             elif tensor._base is not None:  # a parameter that was expanded, or a view of that
-                self._spent[id(tensor)] = weakref.ref(tensor)
+                self._known[id(tensor)] = _Known(weakref.ref(tensor), None, None, tensor._version)
 
-    def _is_spent(self, view: Tensor) -> bool:
-        """Return whether it is an expanded parameter, or a view of one."""
-        spent = self._spent.get(id(view))
-        return spent is not None and spent() is view
+
+def _is_made(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)

@@ -50,8 +50,6 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
 
 def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, with the parameter's placement where possible."""
-    if type(gradient) in _WHOLE:
-        return gradient.detach()
     if is_shard(gradient) and is_shard(parameter):
         placements = parameter.placements  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
@@ -68,7 +66,7 @@ def is_parallel(model: nn.Module) -> bool:
     names = "_unsharded_dtensor_spec", "_tp_spec"  # the second before torch 2.14
     if any(getattr(held, name, None) is not None for _, held in _managed(model) for name in names):
         return True
-    at_times = managed(model)
+    at_times = {id(held.sharded_param) for _, held in _managed(model)}
     return any(is_shard(p) and id(p) not in at_times for p in model.parameters())
 
 
@@ -138,25 +136,14 @@ def waiting(model: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
 
 def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield torch's FSDP records of a model's sharded parameters: of the group and of each."""
-    for module in _giving_back(model):
+    for module in model.modules() if _together() else ():
+        if not gives_back(module):
+            continue
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
         groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
         for group in (state._fsdp_param_group,) if groups is None else groups:
             for held in () if group is None else group.fsdp_params:
                 yield group, held
-
-
-def _giving_back(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that unshard parameters temporarily; none without a process group."""
-    if not _together():
-        return []
-    return [module for module in model.modules() if gives_back(module)]
-
-
-def managed(model: nn.Module) -> set[int]:
-    """Return ids of the sharded parameters that a model's modules unshard when they run."""
-    shards = {id(p) for module in _giving_back(model) for p in module.parameters() if is_shard(p)}
-    return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
 def why_unusable(parameter: Tensor) -> str | None:
@@ -175,19 +162,12 @@ class Standing:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        held, whole_at_times = held_in_place_of(model), managed(model)
-        self._places = [
-            (module, name, parameter)
-            for module in (model.modules() if whole_at_times else ())
-            for name, now in module._parameters.items()
-            if now is not None and id(parameter := held.get(id(now), now)) in whole_at_times
-        ]
+        self._records = [held for _, held in _managed(model)]
 
-    def of(self, tensor: object) -> nn.Parameter | None:
+    def of(self, tensor: Tensor) -> nn.Parameter | None:
         """Return the sharded parameter that an unsharded one replaces, or None."""
-        if not self._places or not isinstance(tensor, nn.Parameter):
-            return None
-        for module, name, parameter in self._places:
-            if module._parameters.get(name) is tensor:
-                return None if tensor is parameter else parameter
+        for held in self._records:
+            if getattr(held, "_unsharded_param", None) is tensor:
+                stood_for: nn.Parameter = held.sharded_param
+                return stood_for
         return None

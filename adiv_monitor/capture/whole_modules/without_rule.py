@@ -1,22 +1,16 @@
 """Parameters without a rule, and the modules through which they are measured."""
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.forwards import Forward
-from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import on_gradient
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.capture.whole_modules.graph import leaves_of
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import JacobianFeatures
@@ -37,15 +31,14 @@ class ParametersWithoutRule:
 
     Args:
         selection: the parameters to measure.
-        guard: wraps the hooks.
+
+    Attributes:
+        unmeasured: id of a parameter → the reason why its use can't be measured.
     """
 
-    def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
-        self._guard = guard
-        # By id of a parameter, the first function without a rule whose result a gradient reached.
-        self._reached: dict[int, str] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._refused: dict[int, str] = {}  # → the reason why it can't be measured through a module
+    def __init__(self, selection: Selection) -> None:
+        self.unmeasured: dict[int, str] = {}
+        self._functions: dict[int, str] = {}  # by id of a parameter, the last one without a rule
         self._accounted: set[int] = set()
         for module in selection.rules:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
@@ -57,42 +50,22 @@ class ParametersWithoutRule:
         """Record that a rule accounts for a use of the parameters with these ids."""
         self._accounted.update(keys)
 
-    def leave(self, keys: Collection[int], function: str, made: Iterable[Tensor]) -> None:
-        """Record that a function without a rule took parameters.
-
-        Args:
-            keys: ids of the parameters.
-            function: the function.
-            made: its result. Tensors without a gradient, such as indices, are ignored.
-        """
-        arrive = partial(self._guard, self._arrive, keys, function)
-        self._hooks += [on_gradient(x, arrive) for x in made if x.grad_fn is not None]
-
-    def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
-        """Record that a gradient reached the result of a function without a rule."""
-        for key in keys:
-            if key not in self._claims:
-                self._reached.setdefault(key, function)
+    def leave(self, keys: Iterable[int], function: str) -> None:
+        """Record that a function without a rule took the parameters with these ids."""
+        self._functions |= dict.fromkeys(keys, function)
 
     def release(self) -> None:
-        """Release graphs and copies of parameters, which are not needed after the step."""
-        call_all(*(hook.remove for hook in self._hooks))
-        self._hooks.clear()
+        """Release copies of parameters, which are not needed after the step."""
         self._before = {}
-
-    @property
-    def unmeasured(self) -> set[int]:
-        """Ids of the parameters with a use that a gradient reached and that is not measured."""
-        return self._reached.keys() | self._refused.keys()
 
     def why(self, key: int) -> str | None:
         """Return the reason why a parameter is not measured; None if it is or was not seen."""
-        if key not in self._refused and key in self._reached:
-            return (
-                f"it is used by {self._reached[key]}, for which there is no rule, and no module "
-                "that holds it returns the result as rows"
+        if key in self._functions and key not in self._accounted:
+            return self.unmeasured.get(key) or (
+                f"it is used by torch's {self._functions[key]}, for which there is no rule, and no "
+                "module that holds it returns the result as rows"
             )
-        return self._refused.get(key)
+        return self.unmeasured.get(key)
 
     def may_be_in(self, module: nn.Module) -> bool:
         """Return whether the module may hold parameters without a rule at any depth."""
@@ -102,18 +75,18 @@ class ParametersWithoutRule:
         self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[str]:
         """Return the names, in the module, of the parameters to be measured through it."""
-        left = self._held[module] - self._refused.keys() - self._accounted
+        left = self._held[module] - self.unmeasured.keys() - self._accounted
         if not self._claims.keys().isdisjoint(left):  # claimed by modules inside this one
             below = set(module.modules()) - {module}
             left = {key for key in left if below.isdisjoint(self._claims.get(key, ()))}
-        found = left & leaves_of(outputs, inputs) if left else left
+        found = left & _leaves_of(outputs, inputs) if left else left
         for key in found:
             self._claims[key].add(module)
         return [name for name, p in module.named_parameters() if id(p) in found] if found else []
 
     def refuse(self, parameters: Iterable[Tensor], reason: str) -> None:
         """Record why parameters can't be measured through a module."""
-        self._refused |= dict.fromkeys(map(id, parameters), reason)
+        self.unmeasured |= dict.fromkeys(map(id, parameters), reason)
 
     def features(
         self,
@@ -139,58 +112,54 @@ class ParametersWithoutRule:
         Raises:
             Refused: the forward can't be repeated, or has no derivatives.
         """
-        size = sum(module.get_parameter(name).numel() for name in names)
-        tried = pattern(torch.empty(size, dtype=compute_dtype(expected), device=expected.device))
-        length = float(torch.linalg.vector_norm(expected))
-        if not math.isfinite(length):
-            raise Refused("its output is not finite")
         if world_size() > 1:
             raise Refused(
                 "no rule describes what it computes, and with several ranks it is not run again, "
                 f"because it may wait for the other ranks; {_ADVICE}"
             )
+        moving = {name: module.get_parameter(name).detach() for name in names}
+        sizes = [p.numel() for p in moving.values()]
+        tried = pattern(expected.new_empty(sum(sizes), dtype=compute_dtype(expected)))
+        length = float(torch.linalg.vector_norm(expected))
+
+        def run(vector: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the rows of z and their J_Θ(z) ΔΘ for ΔΘ as one vector."""
+            unit = vector.abs().amax()  # half precision cannot represent small changes
+            unit = torch.where(unit == 0, 1, unit)
+            parts = zip(moving.items(), torch.split(vector / unit, sizes), strict=True)
+            tangents = {name: part.view_as(p) for (name, p), part in parts}
+            z, moved = (to_compute_dtype(outputs.rows(x)) for x in twin.jvp(tangents, outputs.of))
+            return rows.take(z), rows.take(moved) * unit
+
         try:
-            held = tree_map(_copied, arguments)
-            twin = Twin(module, held, began.random, self._before)
-            run = partial(_run, twin, names, outputs, rows)
+            twin = Twin(module, tree_map(_copied, arguments), began.random, self._before)
             again, _ = run(tried)
+            away = float(torch.linalg.vector_norm(again - expected))
+            if not away <= tolerance(max(twin.precision, outputs.precision)) * length:
+                raise RuntimeError(
+                    f"it returned another output (off by {away:.2g} of {length:.2g}): a hook "
+                    "changes it, or it changes its input, a buffer, a frozen parameter or another "
+                    "state, or draws random numbers from other generators than torch's"
+                )
         except Exception as error:
             first_line = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
             raise Refused(f"{first_line}; {_ADVICE}") from error
-        away = float(torch.linalg.vector_norm(again - expected))
-        if not away <= tolerance(max(twin.precision, outputs.precision)) * length:
-            raise Refused(
-                f"its forward, run again, returned another output (off by {away:.2g} of "
-                f"{length:.2g}): a hook changes it, or it changes its input, a buffer, a frozen "
-                "parameter or another state, or draws random numbers from other generators than "
-                f"torch's; {_ADVICE}"
-            )
-        return JacobianFeatures(partial(_moved, run))
+        return JacobianFeatures(lambda vector: run(vector)[1])
 
 
-def _run(
-    twin: Twin, names: Sequence[str], outputs: Outputs, rows: Rows, vector: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the rows of z and their J_Θ(z) ΔΘ for a change of the parameters as one vector."""
-    unit = vector.abs().amax()  # half precision cannot represent small changes
-    unit = torch.where(unit == 0, 1, unit)
-    moving = {name: twin.parameters[name] for name in names}
-    parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
-    tangents = {n: part.view_as(moving[n]) for n, part in zip(names, parts, strict=True)}
-    z, moved = (to_compute_dtype(outputs.rows(x)) for x in twin.jvp(tangents, outputs.of))
-    return rows.take(z), rows.take(moved) * unit
-
-
-def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Tensor:
-    return run(vector)[1]
+def _leaves_of(tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> set[int]:
+    """Return ids of the leaves that tensors are computed from other than through the inputs."""
+    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    leaves = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [above for above, _ in node.next_functions]
+            leaves.add(id(getattr(node, "variable", None)))
+    return leaves
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise TypeError(
-            f"its forward received a {type(value).__name__}, of which no copy can be made"
-        ) from error
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -90,11 +90,7 @@ class BagFeatures(Features):
     def scale(self) -> Float[Tensor, "rows 1"]:
         """Return Σ (Σ share)² over the distinct tokens of every bag."""
         every = torch.ones(self.phi.shape[1], 1, dtype=self.phi.dtype, device=self.phi.device)
-        return self.squared().phi @ every
-
-    def squared(self) -> "BagFeatures":
-        """Return features with φ² in place of φ."""
-        return BagFeatures(self.phi.coalesce().pow(2))
+        return self.phi.coalesce().pow(2) @ every
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
         """Return the weighted sum of the weight's rows for every bag."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 from torch.optim import LBFGS, Optimizer
 
@@ -13,8 +13,7 @@ from adiv_monitor.max_lr.optimizers import couples_decay
 Group = dict[str, Any]
 _OURS = ("params", "lr", "weight_decay")
 
-# The object that scales an optimizer's steps, by the optimizer's id, until it is closed or deleted.
-_scaling: "WeakValueDictionary[int, ScaledSteps]" = WeakValueDictionary()
+_scaled: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps are scaled
 
 
 class ScaledSteps:
@@ -61,22 +60,21 @@ class ScaledSteps:
                 "MaxLRScheduler(optimizer=…): got LBFGS, which has one group only, expected an "
                 "optimizer whose groups have learning rates of their own, or mode='monitor'"
             )
-        if id(self._optimizer) in _scaling:
+        if self._optimizer in _scaled:
             raise ValueError(
                 f"MaxLRScheduler: another one scales the steps of this "
                 f"{type(self._optimizer).__name__} already, and their factors would multiply: "
                 "expected close() of that one first, or mode='monitor'"
             )
-        _scaling[id(self._optimizer)] = self
+        _scaled.add(self._optimizer)
         self._optimizer.step = self._restoring  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Stop scaling steps; a second call does nothing."""
         self.end()
-        if _scaling.get(id(self._optimizer)) is self:
-            del _scaling[id(self._optimizer)]
         if vars(self._optimizer).get("step") is self._restoring:
             self._optimizer.step = self._step  # type: ignore[method-assign]
+            _scaled.discard(self._optimizer)
 
     def begin(self, gains: Mapping[str, float]) -> None:
         """Apply these factors of the rates to the step that begins."""

@@ -27,7 +27,7 @@ ROOMS = (
     *("alarms.py", "monitor.py"),
 )
 ELSEWHERE = {
-    *("merge_ranks.py", "merge_rows.py", "ranks.py", "unsharded.py"),
+    *("merge_ranks.py", "merge_sums.py", "ranks.py", "unsharded.py"),
     "messages.py",
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions
@@ -43,9 +43,9 @@ FILES = sorted(
 # Code that catches faults cannot fail itself: it is short, and calls no other code.
 GUARDS = {
     "capture/forwards.py": {
-        *("__torch_function__", "__call__", "_guarded", "_never", "_before", "_after", "_counts"),
+        *("__torch_function__", "__call__", "_guarded", "_never", "_before", "_after", "_counts")
     },
-    "capture/backward_hooks.py": {"_guarded"},
+    "capture/catch.py": {"_reached"},
     # They pass their arguments to a guarded function.
     "capture/hook.py": {"__call__", "<lambda>", "hook"},
     "probe/batch.py": {"_guarded"},
@@ -55,7 +55,7 @@ GUARDS = {
     "rerun/eager.py": {"__exit__"},
     "rerun/surroundings.py": {"reruns"},
     "capture/loss_hook.py": {"_guarded"},
-    "step/controller.py": {"release", "closure_then_read"},
+    "step/controller.py": {"leave", "release", "closure_then_read"},
     "step/armed.py": {"_ran"},
     "step/others.py": {"hook"},
     "monitor.py": {

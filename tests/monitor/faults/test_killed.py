@@ -33,10 +33,7 @@ def work(rank: int, victim: int, folder: str) -> None:
     assembly.PATIENCE, assembly._FAREWELL = 0.5, 0.5
     torch.manual_seed(0)
     shared = DistributedDataParallel(mlp().double())
-    found = {
-        "alone": goes_on(rank == victim, shared),
-        "plain": goes_on(False, None),
-    }
+    found = {"alone": goes_on(rank == victim, shared), "plain": goes_on(False, None)}
     torch.save(found, Path(folder) / "found.pt")
     os._exit(0)  # the group's threads wait for the other rank
 

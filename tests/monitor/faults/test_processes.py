@@ -27,17 +27,14 @@ TALKING = ("step/assembly.py", "step/ranks.py")
 # These merge tensors of the ranks of one group, or of all ranks.
 JOINING = ("step/unsharded.py", "capture/weights/shards.py")
 # Functions that only compute fail alike everywhere, so every eighth of them is tried.
-COMPUTING = ("step/merge_ranks.py", "step/merge_rows.py")
+COMPUTING = ("step/merge_ranks.py", "step/merge_sums.py")
 # Two kinds of errors are handled differently: RuntimeError, which the store raises when it is gone,
 # and all others. Without `--whole` one fault in `ONE_IN` is tried, a number coprime to that of the
 # kinds.
 ONE_IN = 9
 # Always tried: what a rank calls at a point after which the others may count on it.
 AGREEING = ("present", "_clear", "_value")
-ERRORS: tuple[Callable[[], Exception], ...] = (
-    lambda: Fault(REASON),
-    lambda: RuntimeError(REASON),
-)
+ERRORS: tuple[Callable[[], Exception], ...] = (lambda: Fault(REASON), lambda: RuntimeError(REASON))
 
 
 def replicas(model: nn.Module) -> nn.Module:

@@ -1,0 +1,364 @@
+"""Catches sampled rows of each use: features, outputs and, in the backward pass, gradients.
+
+A hook on a layer's output tensor receives its gradient. In-place activations, modules that are
+called several times and checkpointing therefore all work:
+
+- several calls and micro-batches: every call is kept with its own gradient;
+- re-entrant checkpointing: the first pass has no gradient graph and is skipped;
+- other checkpointing: the recomputed output never receives a gradient and is dropped;
+- gradients that are zeroed before a step (a skipped AMP step): their rows are dropped too;
+- recurrent functions, which hide their rows: a replay in the backward pass computes the rows;
+- parameters without a rule: measured through the output of the module that holds them.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from adiv_layers.autocast import without_autocast
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.capture.check import Equations, of_gradient
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import has_data, on_gradient, trains
+from adiv_monitor.capture.late_rows import LateRows
+from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows, Pass, versions
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.weights.pieces import gradient as gradient_of
+from adiv_monitor.capture.weights.shards import is_shard
+from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.functions.linear import affine
+from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, uses_of
+from adiv_monitor.features.rows import Rows, behind_view, norms
+from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
+from adiv_monitor.maths import ceiling
+from adiv_monitor.rerun.nested import tensors_in
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.thread import is_seen, run_apart
+from adiv_monitor.rerun.twin import Arguments
+
+Layout = Callable[[Tensor], Tensor]
+
+_PRECISION = {
+    dtype: torch.finfo(dtype).eps
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+
+
+class _Running(threading.local):
+    """The backward pass that runs in a thread.
+
+    Attributes:
+        task: the number of its graph task.
+        trains: whether it belongs to a training step.
+        gradients: whether its gradients get a graph of their own.
+        autocast: whether autocast is on.
+        is_seen: whether it does, and modes or hooks of the training would see what is computed.
+        steps: the number of optimizer steps that have begun.
+    """
+
+    task = -1
+    trains = gradients = autocast = is_seen = False
+    steps = 0
+
+
+class Catch:
+    """Chooses rows of uses and puts hooks on their outputs. See `Takes`.
+
+    Args:
+        layers: the layers.
+        forwards: the running forward calls.
+        without_rule: measures modules as a whole.
+    """
+
+    def __init__(
+        self, layers: Layers, forwards: Forwards, without_rule: ParametersWithoutRule
+    ) -> None:
+        self._layers = layers
+        self._rows = layers.rows
+        self._context = layers.context
+        self._guard, self._passes = layers.context.guard, layers.context.passes
+        self._forwards = forwards
+        self._without_rule = without_rule
+        self._provenance = layers.provenance
+        self._running = _Running()
+        self._nodes: dict[int, Any] = {}  # that accumulate gradients, by id of the parameter
+        self._hooks: list[RemovableHandle] = []  # on nodes of the graph
+        self._late: WeakSet[LateRows] = WeakSet()
+        self._active = True  # hooks in graphs that are already built outlive their removal
+
+    def detach(self) -> None:
+        """Remove the hooks: a tensor that outlives its graph would keep the calls alive."""
+        self._active = False
+        self._nodes.clear()
+        call_all(
+            *[hook.remove for hook in self._hooks],
+            *[late.remove for late in self._late],
+        )
+        self._hooks.clear()
+
+    # --- the forward pass ------------------------------------------------------------------------
+
+    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> Call | None:
+        """Catch rows of a use, and put a hook on its output."""
+        layer = self._layers.of(use, known)
+        rows = None if layer is None else self._rows.get(layer.path)
+        if rows is None:
+            return None
+        z = use.layout(output)
+        call = rows.new_call(tuple(z.shape[:-1]), z.device)
+        features = self._look(call, use, z)
+        if isinstance(known, str) and known not in self._context.checked and len(call.z):
+            rows.linear = reproduces(use, features, call.z)
+        tensor, layout = at_gradient(output, use.layout)
+        arrive = partial(self._reached, (rows.layer.path,), self._arrives, call, layout)
+        self._hooks.append(on_gradient(tensor, arrive))
+        return call
+
+    def maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], random: Randomness | None
+    ) -> list[Tensor]:
+        """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
+        if made.refusal is not None:
+            raise Refused(made.refusal)
+        calls: dict[str, Call] = {}
+        used: list[Tensor] = []
+        for use in uses_of(made):
+            used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
+            layer = self._layers.of(use)
+            if layer is not None and layer.path in self._rows:
+                rows = self._rows[layer.path]
+                calls[use.part] = call = rows.new_call((made.rows,), made.input.device)
+                call.precision = made.precision
+        if calls:
+            returned = Returned.of(made, outputs)
+            late = LateRows(made, returned, random, calls, self._replayed)
+            paths = [call.layer.path for call in calls.values()]
+            late.watch(outputs, used, partial(partial, self._reached, paths))
+            self._late.add(late)
+        return used
+
+    def whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """Catch rows of a module that is measured as a whole, and hook its output."""
+        if not any(x.numel() for x in tensors):  # of an empty batch
+            return
+        left = [module.get_parameter(name) for name in names]
+        given = tensors_in(*arguments[0], *arguments[1].values())
+        if any(x.is_nested for x in (*tensors, *given)):
+            self._without_rule.refuse(left, NESTED)
+            return
+        layer = self._layers.of_whole(module, left)
+        if layer is None or layer.path not in self._rows:
+            return
+        rows, z = self._rows[layer.path], outputs.rows(tensors)
+        call = rows.new_call(tuple(z.shape[:-1]), z.device)
+        call.z = call.rows.take(z)
+        try:
+            call.features = self._without_rule.features(
+                module, names, arguments, outputs, call.z, self._forwards.forward, call.rows
+            )
+            if any(other.z.shape[1] != call.z.shape[1] for other in rows.alive()):
+                raise Refused("the rows of its output have another length at every call")
+        except Refused as refusal:
+            self._without_rule.refuse(left, str(refusal))
+            self._layers.forget(layer.path)
+            return
+        arrive = partial(self._reached, (layer.path,), self._arrives, call, as_it_is)
+        outputs.hook(tensors, arrive, self._guard)
+
+    def _look(self, call: Call, use: Use, z: Tensor) -> Features:
+        """Take the rows of a call, and return their features, untrained ones included."""
+        layer, rows, check = call.layer, call.rows, self._context.check
+        features = use.features(rows)
+        call.features = features.restrict(**layer.trained)
+        call.z = rows.take(z)
+        if layer.has_scales:
+            whole = use.whole()
+            call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
+        if rows.total:
+            if check is not None and check.only in (None, layer.path):
+                call.products = check.products(layer, use, features, rows)
+            if self._context.attainable and isinstance(features, ceiling.KNOWN):
+                every = Rows(rows.shape, None, rows.device)
+                call.every_row = use.features(every).restrict(**layer.trained)
+        return features
+
+    # --- the backward pass -----------------------------------------------------------------------
+
+    def _reached(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
+        """Run the body of a hook, and keep its failures away from the backward pass.
+
+        The last argument is None where the loss does not depend on this output of a function.
+        """
+        if not self._active or args[-1] is None or self._guard.broken:
+            return
+        running, task = self._running, torch._C._current_graph_task_id()
+        try:
+            if task < 0 or task != running.task:
+                self._begins(task)
+            if running.gradients:
+                torch._C._set_grad_enabled(False)
+            if running.is_seen:
+                run_apart(self._run, paths, function, *args)
+            elif running.trains:
+                self._run(paths, function, *args)
+        except Exception as error:
+            self._guard.failed(error)
+        except BaseException:
+            self._guard.broken = True
+            raise
+        finally:
+            if running.gradients:
+                torch._C._set_grad_enabled(True)
+
+    def _begins(self, task: int) -> None:
+        """Read what holds for a whole backward pass."""
+        running = self._running
+        running.trains = running.is_seen = False
+        running.task, running.gradients = task, torch.is_grad_enabled()
+        running.autocast = torch._C._is_any_autocast_enabled()
+        running.steps = self._passes.steps()
+        running.trains = trains(None)
+        running.is_seen = running.trains and is_seen()
+
+    def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
+        """Call a function for layers. If it fails, they are not watched any more."""
+        for path in paths:
+            if path in self._rows:
+                break
+        else:
+            return
+        if not has_data(args[-1]):
+            return
+        try:
+            with torch._C.DisableTorchFunction():
+                if self._running.autocast:
+                    with without_autocast(self._rows[path].layer.parameters[0]):
+                        function(*args)
+                else:
+                    function(*args)
+        except Exception as error:
+            for path in paths:
+                if path in self._rows:
+                    self._layers.failed(path, error)
+
+    def _arrives(self, call: Call, layout: Layout, gradient: Tensor) -> None:
+        """Take the gradient of a call's output."""
+        gradient, rows, task = layout(gradient), self._rows[call.layer.path], self._running.task
+        if task not in rows.tasks:
+            self._begins_at(rows, call, task)
+        sums = None if call.products is None else call.products.contracted(gradient)
+        if _PRECISION[gradient.dtype] > call.precision:
+            call.precision = _PRECISION[gradient.dtype]
+        found = Arrived(call.rows.take(gradient), norms(gradient).flatten(), sums)
+        rows.arrive(call, task, found)
+        if call.every_row is not None and rows.tasks[task].counts:
+            rows.add_to_ceiling(call, task, Rows(call.rows.shape).take(gradient))
+
+    def _begins_at(self, rows: LayerRows, call: Call, task: int) -> None:
+        """Begin a backward pass at a layer: what earlier passes left may have been zeroed."""
+        lead, passes = rows.layer.parameters[0], self._passes
+        stand_in = self._provenance.stand_in(lead)
+        counts = self._accumulates(lead if stand_in is None else stand_in)
+        before = [*rows.tasks]
+        counted = [task for task in before if rows.tasks[task].counts] if before else before
+        rows.versions = versions(rows.layer)
+        rows.tasks[task] = Pass(counts, (rows.versions[0], self._running.steps))
+        is_zeroed = lead.grad is None
+        if is_zeroed and stand_in is not None:  # a gradient may not have reached its shard yet
+            is_zeroed = stand_in.grad is None and not self._provenance.waiting(lead)()
+        if is_zeroed and before:
+            rows.zeroed(counted, passes)
+            rows.forget(before)
+            rows.earlier = None
+        elif not is_zeroed and counts and not counted:
+            rows.earlier = _earlier(call)
+        if counts and task not in passes.accumulated[-1:]:
+            passes.accumulated.append(task)
+
+    def _accumulates(self, parameter: nn.Parameter) -> bool:
+        """Return whether the running backward pass accumulates the gradient of a parameter.
+
+        `torch.autograd.grad` and passes from another graph do not.
+        """
+        key = id(parameter)
+        if key not in self._nodes:
+            if not parameter.requires_grad:
+                return False
+            torch._C._set_grad_enabled(True)
+            viewed: Any = parameter.view_as(parameter).grad_fn
+            torch._C._set_grad_enabled(False)
+            self._nodes[key] = viewed.next_functions[0][0]
+        try:
+            return bool(torch._C._will_engine_execute_node(self._nodes[key]))
+        except RuntimeError:  # `autograd.grad` of this very parameter
+            return False
+
+    def _replayed(self, call: Call, linear: Map, error: Tensor) -> None:
+        """Take the rows that a replay computed for one layer of a recurrent call."""
+        path = call.layer.path
+        if path not in self._rows:
+            return
+        try:
+            if not call.arrived:
+                of_rows = affine(linear.inputs, linear.use.weight, linear.use.bias)
+                self._look(call, of_rows, linear.z)
+            self._arrives(call, as_it_is, linear.gradient)
+        except Exception as failure:
+            self._layers.failed(path, failure)
+        call.replay_error = error
+
+
+def _earlier(call: Call) -> Equations | None:
+    """Return γv of the gradient that is there before the layer's first pass."""
+    layer = call.layer
+    if any(map(is_shard, layer.parameters)) or call.products is None:
+        return None
+    parts = {piece.key: piece.own(gradient_of(piece.parameter)) for piece in layer.pieces}
+    return of_gradient(call.features, *layer.change(parts), call.products.v)
+
+
+def at_gradient(output: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """Return where an output's gradient arrives, and what turns that into the gradient of z."""
+    viewed = behind_view(output)
+    if viewed is output:
+        return output, layout
+    return viewed, partial(_as_view, layout, output.shape, output.stride())
+
+
+def _as_view(
+    layout: Layout, shape: Sequence[int], stride: Sequence[int], gradient: Tensor
+) -> Tensor:
+    """Return the gradient of a contiguous tensor in the layout of a view of its entries.
+
+    It is copied only if its own memory order does not allow the view.
+    """
+    outermost_first = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    as_in_memory = gradient.reshape([shape[dim] for dim in outermost_first])
+    return layout(as_in_memory.permute([outermost_first.index(dim) for dim in range(len(shape))]))
+
+
+def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
+    """Return ‖Θφ − z‖ / ‖z‖ on the rows, which is 0 up to rounding if the rule is right."""
+    rest = z
+    if use.weight is not None and (part := features.by_weight(use.shaped(use.weight))) is not None:
+        rest = rest - part
+    if use.bias is not None and (part := features.by_bias(use.bias)) is not None:
+        rest = rest - part
+    error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
+    return error

@@ -1,0 +1,184 @@
+"""What a report covers of the trained parameters, and why it does not cover the rest."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.selection import Layer, Selection, elements, listed
+from adiv_monitor.capture.weights.pieces import covered
+from adiv_monitor.report.wording import NO_GRADIENT
+
+# Why a frozen parameter counts as trained and has no reading.
+FROZEN = (
+    "it is frozen, but it has a gradient (zero, perhaps), so the optimizer may still move it by "
+    "momentum or weight decay: `zero_grad(set_to_none=True)` prevents that"
+)
+_NOT_NOW = (
+    "it has a gradient, but it was not used where earlier steps used it (the gradient is zero, or "
+    "of an earlier step?): at the next measured step all functions are watched again"
+)
+_UNSEEN = (
+    "it has a gradient, but no function was seen to use it inside the forward pass of a module: it "
+    "is used by compiled or scripted code, by a copy of the module (nn.DataParallel?), through "
+    "torch.func, under re-entrant checkpointing (`use_reentrant=False` is seen) or outside of "
+    "`forward`, or its gradient is zero, set by hand or of an earlier step"
+)
+
+
+class Coverage(NamedTuple):
+    """What a report covers.
+
+    Attributes:
+        elements: the number of elements of all trained parameters that are due in this step.
+        share: the share of these that lie in the measured layers, 0 to 1.
+        unmeasured: by name of a requested parameter, its elements that lie in none of them.
+        unsupported: by path of a module or layer, or name of a parameter, why it has no result.
+    """
+
+    elements: int
+    share: float
+    unmeasured: dict[str, int]
+    unsupported: dict[str, str]
+
+
+def coverage_of(
+    measured: Collection[str],
+    selection: Selection,
+    capture: Capture,
+    told: Mapping[str, str],
+    off: Mapping[str, str],
+    *,
+    is_measured: bool,
+) -> Coverage:
+    """Return what a report covers.
+
+    Args:
+        measured: paths of the measured layers.
+        selection: the parameters to measure, as the step left them.
+        capture: the capture of the step.
+        told: by path, why layers have no result.
+        off: by path, why layers, or parameters, are not watched any more.
+        is_measured: whether the step was measured.
+    """
+    seen = capture.layers.found
+    watched = {path for path, layer in seen.items() if off and selection.is_due(layer)}
+    known = {**told, **{path: why for path, why in off.items() if path in watched}}
+    selection = _accountable(selection, seen.values())
+    sizes, due = selection.sizes, selection.due
+    trained = [p for p in selection.trained if due is None or id(p) in due]
+    missing = _missing(trained, [seen[path] for path in seen if path in measured])
+    lacking = missing
+    if known:
+        lacking = _missing(trained, [seen[p] for p in seen if p in measured or p in known])
+
+    def why(parameter: nn.Parameter) -> str:
+        if not is_measured:
+            return "the step was not measured, as a note says"
+        return _why_off(parameter, selection, off) or _why(parameter, capture)
+
+    frozen = [p for p in trained if not p.requires_grad and id(p) not in selection.places]
+    names, total = selection.names, sum([sizes[id(p)] for p in trained])
+    return Coverage(
+        elements=total,
+        share=(total - sum(missing.values())) / total if total else 0.0,
+        unmeasured={names[key]: count for key, count in missing.items() if key in names},
+        unsupported={
+            **selection.unsupported,
+            **{names[id(p)]: FROZEN for p in frozen if id(p) in names},
+            **_unexplained(selection, lacking, known, why),
+            **known,
+        },
+    )
+
+
+def _accountable(selection: Selection, layers: Iterable[Layer]) -> Selection:
+    """Return a selection in which all parameters of a layer are due with the first one."""
+    if selection.due is None:
+        return selection
+    ids = {True: set[int](), False: set[int]()}
+    for layer in layers:
+        ids[selection.is_due(layer)].update(map(id, layer.parameters))
+    return replace(selection, due=(set(selection.due) - ids[False]) | ids[True])
+
+
+def _missing(trained: Iterable[Tensor], layers: Iterable[Layer]) -> dict[int, int]:
+    """Return by parameter id how many trained elements lie in none of these layers."""
+    pieces = [piece for layer in layers for piece in layer.pieces]
+    whole = {id(piece.parameter) for piece in pieces if piece.view is None}
+    found = {}
+    for p in trained:
+        if id(p) not in whole:
+            count = elements(p) - covered(p, [x for x in pieces if x.parameter is p])
+            if count or is_lazy(p):
+                found[id(p)] = count
+    return found
+
+
+def _unexplained(
+    selection: Selection,
+    lacking: Collection[int],
+    known: Collection[str],
+    why: Callable[[nn.Parameter], str],
+) -> dict[str, str]:
+    """Return why modules, or parameters of partly measured modules, lack a result.
+
+    Args:
+        selection: the parameters that are due.
+        lacking: ids of parameters without a result or a known reason.
+        known: paths whose reason is known.
+        why: returns a parameter's reason.
+    """
+    by_module: dict[str, list[nn.Parameter]] = defaultdict(list)
+    for p in selection.due_parameters if lacking else ():
+        by_module[selection.places[id(p)][0].path].append(p)
+    found = {}
+    for path, held in by_module.items():
+        if path in known:
+            continue
+        reasons = {selection.places[id(p)][0].full_name: why(p) for p in held if id(p) in lacking}
+        if path and len(reasons) == len(held) and len({*reasons.values()}) == 1:
+            found[path] = next(iter(reasons.values()))
+        else:
+            found |= {name: reason for name, reason in reasons.items() if name not in known}
+    return found
+
+
+def _why_off(parameter: nn.Parameter, selection: Selection, off: Mapping[str, str]) -> str | None:
+    """Return why the module of a parameter is not watched any more; None if it is."""
+    module = selection.places[id(parameter)][0].path
+    if module in off:
+        return off[module]
+    firsts = [places[0] for places in selection.places.values()] if off else []
+    # A failure before the layer is known is recorded under the module's first parameter.
+    return next((off[x.full_name] for x in firsts if x.path == module and x.full_name in off), None)
+
+
+def _why(parameter: nn.Parameter, capture: Capture) -> str:
+    """Return why a parameter, or a part of it, belongs to no layer with a result."""
+    key, selection = id(parameter), capture.selection
+    place = selection.places[key][0]
+    kind, rule = type(place.module), selection.rules.get(place.module)
+    if key in (capture.without_gradient or ()):
+        return NO_GRADIENT
+    if key in capture.frozen:
+        return FROZEN
+    if key in capture.watching.refused:
+        return capture.watching.refused[key]
+    if rule is not None and place.name not in (rule.weight, rule.bias):
+        reason = (
+            f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "
+            f'register_features({kind.__name__}, weight="…", bias="…")'
+        )
+    elif (found := capture.without_rule.why(key)) is not None:
+        reason = found
+    elif parts := capture.layers.of_parts(parameter):
+        return f"only a part of it was seen to be used, as {listed(parts)}"
+    else:
+        is_new = capture.plan is not None and key not in capture.plan.unseen
+        reason = _NOT_NOW if is_new else _UNSEEN
+    return f"{kind.__module__}.{kind.__qualname__}: {reason}"
