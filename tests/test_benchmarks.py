@@ -8,7 +8,6 @@ import covered
 import host
 import larger_faults
 import launches
-import least_work
 import monitor
 import peers
 import pictures
@@ -17,7 +16,7 @@ import rows
 import scale
 import torch
 import transfer
-from models import TASKS, Trainer, images, mlp
+from models import TASKS, Trainer
 
 
 @pytest.mark.parametrize(
@@ -84,25 +83,6 @@ def test_counts_what_moves_data() -> None:
     assert counted.copies == {}
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool(x.sum() > 0),
-        lambda x: (x * 2).tolist(),
-        lambda x: x.flatten().cpu().numpy(),
-        lambda x: x.sum().to("cpu"),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-    ],
-    ids=["item", "bool", "tolist", "cpu-numpy", "to", "mask", "nonzero"],
-)
-def test_counts_a_copy_to_the_host_once(wait: object) -> None:
-    x = torch.randn(4)
-    assert launches.count(lambda: wait(x), [x]).copies == {"": 1}
-    assert launches.count(lambda: wait(x)).copies == {}, "it was on the host already"
-
-
 def test_one_copy_to_the_host_per_report() -> None:
     task = launches.TASKS["mlp"]
     plain, none = launches.count_task(task)
@@ -111,22 +91,6 @@ def test_one_copy_to_the_host_per_report() -> None:
     assert plain.copies == {}
     assert measured.copies.total() == 1
     assert measured.places[""] == plain.kernels
-
-
-@pytest.mark.parametrize("max_rows", [4, 8])  # few rows; all rows, by the Gram matrix
-def test_the_least_work_is_the_work(max_rows: int) -> None:
-    trainer = Trainer(launches.Task("", lambda: mlp(20, 30, 10), lambda: images(8, 20)))
-    work = least_work.LeastWork(trainer.model, trainer.optimizer, max_rows=max_rows, stage=2)
-    layer = trainer.model[0]
-    kept: list[torch.Tensor] = []
-    trainer.optimizer.register_step_pre_hook(lambda *_: kept.extend(work.found[:3]))
-    gradients: list[torch.Tensor] = []
-    layer.register_forward_hook(lambda _, __, z: z.register_hook(gradients.append) and None)
-    trainer.step()
-    phi, G = trainer.x[:max_rows], gradients[0][:max_rows]
-    e = phi @ layer.weight.grad.t()
-    for found, expected in zip(kept, (e * G, e * e, G * G), strict=True):
-        torch.testing.assert_close(found[0], expected.sum(1))
 
 
 def test_says_what_is_covered_and_what_is_not(tmp_path: Path) -> None:

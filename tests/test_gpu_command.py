@@ -87,14 +87,6 @@ def test_the_monitor_part(compiled: bool) -> None:
         assert {row["layers"] for row in found if "layers" in row} == {12}
 
 
-@pytest.mark.slow
-def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path: Path) -> None:
-    finished = command(tmp_path, "--only", "calibration")
-    assert finished.returncode != 0
-    section = (tmp_path / "gpu.md").read_text().split("## calibration")[1].split("## rows")[0]
-    assert "failed: RuntimeError: no GPU here" in section and "TB/s" not in section
-
-
 def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
     script, lines = tmp_path / "part.py", tmp_path / "gpu.jsonl"
     script.write_text(
@@ -117,38 +109,6 @@ def test_a_part_whose_time_is_up_is_cut(tmp_path: Path) -> None:
     assert not gpu.run_part("rows", long, 0.01, tmp_path / "gpu.jsonl")
     (end,) = rows(tmp_path)["rows"]
     assert end["end"].startswith("failed: cut, the rest is not measured")
-
-
-def test_the_page_has_the_last_run_of_every_part(tmp_path: Path) -> None:
-    def record(part: str, run: str, **cells: object) -> None:
-        gpu.append(tmp_path / "gpu.jsonl", part=part, run=run, **cells)
-
-    record("rows", "2026-02-01T10:00:00", kernel="copy", share="new")
-    record("rows", "2026-01-01T10:00:00", kernel="copy", share="old")
-    record("rows", "2026-02-01T10:00:00", kernel="gate", share=0.5)
-    record("rows", "2026-02-01T10:00:00", end="finished, 3 s")
-    record("layers", "2026-01-01T10:00:00", end="failed: cut")
-    gpu.main(["--only", "--write", str(tmp_path)])
-    page = (tmp_path / "gpu.md").read_text()
-    table = (
-        "| kernel | share |\n| --- | --- |\n| copy | new |\n| gate | 0.5 |\n\nend: finished, 3 s"
-    )
-    assert table in page and "old" not in page
-    assert "## layers\n\n2026-01-01 10:00 UTC\n\nend: failed: cut\n" in page
-    assert "## monitor\n\nnot measured\n" in page
-
-
-def test_all_parts_fit_into_half_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu.main(["--dry-run"])
-    plan = capsys.readouterr().out
-    for name, seconds in gpu.PARTS.items():
-        assert f"  {name:<18}{seconds:>5} s" in plan
-    assert sum(gpu.PARTS.values()) < 30 * 60
-    for parts in gpu.COMMANDS:  # commands of ten minutes, as in the script's docstring
-        assert sum(parts.values()) < 9.5 * 60
-        assert f"--minutes 9.5 --only {' '.join(parts)}\n" in plan
-        assert f"--minutes 9.5 --only {' '.join(parts)}\n" in gpu.__doc__
-    assert list(gpu.PARTS)[-1] == "layers-graph", "captures come last"
 
 
 def test_the_table_of_what_is_possible_is_that_of_the_code() -> None:

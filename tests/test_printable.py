@@ -21,7 +21,6 @@ from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import printable
 from adiv_monitor.report import Alarm, StepReport
-from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks import HtmlSink, TableSink
 from adiv_monitor.sinks.board import alarms_text, findings_text
 from adiv_monitor.sinks.tensorboard import _bullets, _not_measured
@@ -187,9 +186,3 @@ def test_a_name_is_no_markdown(name: str) -> None:
     for text, harmless in zip(markdowns(name), markdowns("name"), strict=True):
         for render in (markdown_to_safe_html, common):
             assert tags(render(text)) == tags(render(harmless)), (text, render(text))
-
-
-def test_a_plain_name_stays_as_it_is() -> None:
-    assert listed(["block.0.attention.q_proj", "日本語 é [red]"]) == (
-        "block.0.attention.q_proj, 日本語 é [red]"
-    )

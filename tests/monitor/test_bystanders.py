@@ -102,18 +102,6 @@ def test_a_function_over_the_model_is_looked_past(name: str) -> None:
     same(monitor.reports[0], expected)
 
 
-def test_compiling_goes_past_what_waits_for_the_next_forward_pass() -> None:
-    """A model trained eagerly compiles for evaluation while a report is pending."""
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        loss_of(model, batch).backward()
-        optimizer.step()
-        torch.compile(model, backend="eager", fullgraph=True)(batch[0])
-    same(monitor.latest, expected)
-
-
 def test_what_is_traced_is_the_model_alone() -> None:
     model, batch = mlp()
     plain = make_fx(model)(batch[0]).code

@@ -139,34 +139,3 @@ def test_what_overflows_the_stack_leaves_nothing_behind() -> None:
     assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     monitor.close()
     assert not _has_any_global_hook()  # type: ignore[no-untyped-call]
-
-
-class Outermost(Around):
-    """A model with a parameter without a rule at the top: all of it is run again."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__(inner)
-        self.shift = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.atan2(x, self.shift))
-
-
-@pytest.mark.filterwarnings("ignore")  # of what is lost
-def test_where_the_stack_does_not_suffice_a_layer_is_lost_not_the_run() -> None:
-    reasons = []
-    for depth in range(deepest("around") - ROOM, deepest("around") - 1):
-        torch.manual_seed(0)
-        plain, watched = (Outermost(nested(Around, depth)) for _ in range(2))
-        watched.load_state_dict(plain.state_dict())
-        x = torch.randn(2, 3)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, watched)]
-        with Monitor(watched, optimizers[1]) as monitor:
-            for model, optimizer in zip((plain, watched), optimizers, strict=True):
-                for _ in range(2):
-                    model(x).square().sum().backward()
-                    optimizer.step()
-        assert all(map(torch.equal, plain.parameters(), watched.parameters()))
-        if monitor.latest is not None:
-            reasons.extend(monitor.latest.unsupported.values())
-    assert reasons and all("maximum recursion depth exceeded" in reason for reason in reasons)

@@ -9,9 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 pytest.importorskip("pytorch_lightning")
@@ -94,18 +92,6 @@ def test_the_audits_first_advice_is_the_fix_and_pays(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_the_monitors_table_of_both(story: Story) -> None:
-    rows = re.findall(r"^(\w+, \w+) +(\d.*)$", story.text, flags=re.MULTILINE)
-    cells = {name: row.replace("*", "").split() for name, row in rows}
-    names = ("input", "hidden", "output")
-    assert set(cells) == {f"{layer}, {run}" for layer in names for run in ("raw", "standardised")}
-    raw, standardised = (float(cells[f"input, {run}"][-2]) for run in ("raw", "standardised"))
-    assert raw > 1000 * standardised > 0
-    ((said,),) = [re.findall(r"Its mean is, raw, ([\d,]+) in", " ".join(story.text.split()))]
-    assert float(said.replace(",", "")) == pytest.approx(raw, rel=0.05)
-
-
-@pytest.mark.slow
 def test_what_it_leaves(story: Story) -> None:
     assert {path.name for path in story.folder.iterdir()} == {
         *("audit", "raw", "raw.html", "raw.json", "raw.md"),
@@ -140,83 +126,10 @@ def test_the_docs_show_what_the_demo_prints(story: Story) -> None:
     assert table[0].split() == next(x for x in printed if x.lstrip().startswith("update")).split()
 
 
-@pytest.mark.slow
-def test_the_docs_accuracies_are_those_of_five_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "demo.md").read_text()
-    found = accuracies(page)
-    fixed, raw = re.findall(r"([\d.]+) ± [\d.]+ % instead of ([\d.]+) ± ", page)[0]
-    assert (float(raw), float(fixed)) == tuple(map(max, found.values()))
-    demo = loaded()
-    sets = [demo.wine(seed) for seed in range(5)]
-    # Where the raw inputs saturate the network, rounding may change its result.
-    for name, some, error in (
-        ("raw", sets, 10.0),
-        ("standardised", [demo.standardised(data) for data in sets], 2.0),
-    ):
-        best = demo.RATES[found[name].index(max(found[name]))]
-        with monkeypatch.context() as patch:
-            patch.setattr(demo, "RATES", (best,))
-            swept = demo.sweep(some, demo.EPOCHS["wine"], lambda: None)
-        assert 100 * swept.mean(best) == pytest.approx(max(found[name]), abs=error)
-
-
-def test_it_says_so_where_a_learning_rate_does_as_well() -> None:
-    demo = loaded()
-    raw = demo.Sweep({0.1: [0.90, 0.92, 0.91]})
-    for fixed in ([0.90, 0.93, 0.91], [0.80, 0.80, 0.81]):
-        assert "a learning rate does as well" in demo.compared(raw, demo.Sweep({0.1: fixed}))
-    better = demo.Sweep({0.1: [0.97, 0.98, 0.97]})
-    assert demo.compared(raw, better).startswith("None of these learning rates")
-
-
-def test_standardised_by_the_training_data_alone() -> None:
-    demo = loaded()
-    data = demo.wine(0)
-    same = data._replace(test=(data.test[0] * 7, data.test[1]))
-    (inputs, _), (test, _) = demo.standardised(data).train, demo.standardised(data).test
-    assert torch.allclose(inputs.mean(0), torch.zeros(13), atol=1e-4)
-    assert torch.allclose(inputs.std(0), torch.ones(13))
-    assert torch.equal(demo.standardised(same).train[0], inputs)
-    assert not torch.equal(demo.standardised(same).test[0], test)
-    images = demo.standardised(
-        data._replace(train=(100 * torch.rand(8, 3, 4, 4), data.train[1][:8]))
-    ).train[0]
-    assert torch.allclose(images.std((0, 2, 3)), torch.ones(3))
-
-
-def colours(classes: int, per_class: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Write noisy images with one mean brightness per class."""
-    chance = np.random.default_rng(0)
-    labels = np.repeat(np.arange(classes), per_class)
-    noise = chance.integers(0, 50, (len(labels), side, side, 3))
-    return (noise + labels[:, None, None, None] * 200 // classes).astype(np.uint8), labels
-
-
-def assert_coherent(story: Story) -> None:
-    """Assert that the demo's text agrees with its findings."""
-    found = accuracies(story.text)
-    none = "None of these learning rates does" in story.text
-    assert none != ("here a learning rate does as well" in " ".join(story.text.split()))
-    assert not none or max(found["standardised"]) > max(found["raw"])
-    first = story.report.findings[0].advice[0] if story.report.findings else None
-    taken = first is not None and first.fix == "standardise-inputs" and first.trial is not None
-    assert ("first advice, taken" in story.text) == (taken and first.trial.pays)
-
-
 def pictures(root: Path, *classes: str) -> None:
-    images, labels = colours(len(classes), per_class=4, side=40)
-    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
-        folder = root / classes[label]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image[: 40 - index]).save(folder / f"{index}.jpg")
-
-
-@pytest.mark.slow
-def test_image_folder(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        pictures(tmp_path / "pictures" / part, "cat", "dog", "emu")
-    found = told(tmp_path, "--max-epochs", "1", "--dataset", "imagefolder", "--root", "pictures")
-    assert_coherent(found)
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(root / name / "0.jpg")
 
 
 def test_folders_must_hold_the_same_classes(tmp_path: Path) -> None:

@@ -63,11 +63,6 @@ def test_loops(
     assert final_loss(text) < 0.3
 
 
-def test_the_plain_loop_leaves_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    run("plain_loop", capsys)
-    assert len(Path("runs/plain_loop.jsonl").read_text().splitlines()) == 3
-
-
 @pytest.mark.slow
 def test_hugging_face_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     text = run("hugging_face_trainer", capsys)

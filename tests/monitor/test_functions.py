@@ -269,22 +269,6 @@ def test_what_hardly_anybody_trains_with_is_measured_with_its_module(name: str) 
             assert getattr(reading, measure) == pytest.approx(expected[measure], rel=1e-9), measure
 
 
-@pytest.mark.parametrize("name", ["bmm", "embedding", "mul"])
-def test_the_ceiling_of_the_same_call_again_is_that_of_one(name: str) -> None:
-    model, inputs = CASES[name].model(), CASES[name].data()
-    found = []
-    for calls in (1, 3):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with Monitor(model, optimizer, attainable=True, on_error="raise") as monitor:
-            optimizer.zero_grad()
-            for _ in range(calls):
-                loss_of(model(*inputs)).backward()
-            optimizer.step()
-        found.append(monitor.latest.layers["w"].attainable_cosine)
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
-    assert found[0] < 0.999
-
-
 @pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("name", RULED)
 def test_half_precision(name: str) -> None:

@@ -350,9 +350,6 @@ def test_a_measured_step_does_not_wait_for_the_device() -> None:
             own.step()
 
 
-# --- the audit -----------------------------------------------------------------------------------
-
-
 def audited(device: str, *, rate: float) -> list[str]:
     torch.manual_seed(0)
     x = torch.randn(8, 32, 10)
@@ -373,3 +370,6 @@ def audited(device: str, *, rate: float) -> list[str]:
 @pytest.mark.parametrize("rate", [0.1, 300.0, 1e-5])
 def test_an_audit_finds_what_it_finds_on_a_cpu(rate: float) -> None:
     assert audited(GPU, rate=rate) == audited("cpu", rate=rate)
+
+
+# --- the audit -----------------------------------------------------------------------------------

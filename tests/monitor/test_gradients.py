@@ -276,22 +276,6 @@ def test_gradients_set_by_hand() -> None:
         assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
 
 
-@pytest.mark.parametrize("zeroed", [True, False])
-def test_a_forgotten_zero_grad_is_named_as_such(zeroed: bool) -> None:
-    """Gradients that were there when the first backward pass began are not taken for a penalty."""
-    model, batch = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
-            if zeroed:
-                optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    notes = [note for report in monitor.reports for note in report.notes]
-    assert any("was `zero_grad()` forgotten" in note for note in notes) is not zeroed
-    assert not any("a penalty in the loss" in note for note in notes)
-
-
 def _zeroed(passes: int, step: int, *, after: bool = False) -> Monitor:
     """Train with several backward passes per step, gradients zeroed before every `step`-th one."""
     model, batch = mlp()

@@ -64,16 +64,6 @@ def test_a_healthy_run_is_told_nothing(
     assert capsys.readouterr().err == f"{line}{unknown}\n"
 
 
-def test_a_run_that_has_come_to_its_end_does_not_need_a_higher_rate() -> None:
-    """Layers move by different amounts at first; in the end all hardly move."""
-    running = Running()
-    for step in range(0, 100, 10):
-        of = {"a": 0.003, "b": 0.04, "c": 0.01}
-        layers = {p: reading(update_ratio=x * math.exp(-step / 10)) for p, x in of.items()}
-        running.add(StepReport(step, layers, {}, 1.0))
-    assert not running.findings()
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_line_at_the_end_needs_reports_and_no_set_up_logging(
     steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

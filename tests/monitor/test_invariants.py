@@ -39,17 +39,6 @@ def test_plain_sgd_does_what_the_gradient_says(
         assert reading.projection_cosine == pytest.approx(1, **EXACT)
 
 
-def test_one_row_is_only_rescaled() -> None:
-    """For one row the gradient step is steepest descent, scaled by ‖x‖² + 1."""
-    model = nn.Linear(5, 3).double()
-    x = torch.randn(1, 5, dtype=torch.float64)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.25)
-    reading = measured(model, [(x, torch.tensor([1]))], sgd).layers[""]
-    assert reading.gradient_cosine == pytest.approx(1, **EXACT)
-    assert reading.interference_ratio == pytest.approx(0, abs=1e-12)
-    assert reading.effective_lr == pytest.approx(0.25 * float(x.square().sum() + 1), **EXACT)
-
-
 def test_a_long_bias_carries_its_share_in_every_step() -> None:
     """The products of a long bias with the gradient replace those of its difference."""
     model, x = nn.Linear(2, 9000).double(), torch.randn(3, 2, dtype=torch.float64)

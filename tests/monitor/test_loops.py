@@ -189,14 +189,6 @@ def test_fabric_with_a_compiled_model() -> None:
     assert_same(fabric(compiled=True).watched(), plain())
 
 
-def test_patterns_name_layers_as_if_fabric_were_not_there() -> None:
-    model, _ = Fabric(accelerator="cpu", devices=1).setup(*pair())
-    with Monitor(model, None, layers=["3"], on_error="raise") as monitor:
-        loss_of(model, BATCHES[0]).backward()
-        monitor.end_step()
-    assert list(monitor.latest.layers) == ["3"]
-
-
 # Both libraries
 
 

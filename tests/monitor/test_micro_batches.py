@@ -180,22 +180,6 @@ def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
         assert reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)
 
 
-def test_gradients_zeroed_after_others_were_clipped() -> None:
-    """Each pass checks anew whether the gradient was zeroed."""
-    model, batch = mlp()
-    parts = slice(0, 2), slice(2, 4), SECOND
-
-    def in_turn(model: nn.Module) -> None:
-        loss_of_part(model, batch, parts[0]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        loss_of_part(model, batch, parts[1]).backward()
-        model.zero_grad(set_to_none=False)
-        loss_of_part(model, batch, parts[2]).backward()
-
-    alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
-    same(one_step(model, in_turn), alone)
-
-
 def test_the_ceiling_forgets_what_was_zeroed() -> None:
     model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=36)[0]
     first, second = slice(0, 12), slice(12, 36)
@@ -209,15 +193,3 @@ def test_the_ceiling_forgets_what_was_zeroed() -> None:
         copy.deepcopy(model), lambda m: loss_of_part(m, batch, second).backward(), attainable=True
     )
     same(one_step(model, in_turn, attainable=True), expected)
-
-
-def test_what_tied_weights_do_is_told_by_all_their_uses() -> None:
-    """e includes the other layer's rows of the shared weights, which few rows' ΦΦᵀG would miss."""
-    torch.manual_seed(0)
-    first, second = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
-    second.weight = first.weight
-    x = torch.randn(2, 6, dtype=torch.float64)
-    model = nn.Sequential(first, nn.Tanh(), second)
-    found = one_step(model, lambda m: m(x).square().sum().backward())
-    for reading in found.layers.values():  # plain gradient descent
-        assert reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)

@@ -175,20 +175,6 @@ class Outer(Inner):
         super().step()
 
 
-def test_a_step_within_a_step_counts_once() -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    Inner(model.parameters())  # torch hooks a class's step at its first use
-    optimizer = Outer(model.parameters())
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    assert [report.step for report in monitor.reports] == [0, 1, 2]
-    same(monitor.reports[0], expected)
-
-
 class Holding(torch.optim.Optimizer):
     """A wrapper that steps through another optimizer, as Lookahead does."""
 
@@ -198,22 +184,6 @@ class Holding(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.optimizer.step()
-
-
-@pytest.mark.parametrize("followed", ["outer", "inner"])
-def test_an_optimizer_within_another_is_followed_if_asked_for(followed: str) -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    inner = Outer(model.parameters())
-    optimizer = Holding(inner)
-    given = optimizer if followed == "outer" else inner
-    with Monitor(model, given, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    assert [report.step for report in monitor.reports] == [0, 1]
-    same(monitor.reports[0], expected)
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -233,16 +203,31 @@ class Accelerated(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def test_a_wrapper_that_runs_no_hooks_is_seen_through() -> None:
+def around(model: nn.Module) -> dict[str, tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
+    """Return optimizers whose step calls another one's, each as the loop has it and as given."""
+    own = Outer(model.parameters())
+    holding = Holding(own)
+    wrapper = Accelerated(Accelerated(torch.optim.SGD(model.parameters(), lr=0.1)))
+    return {
+        "of its base class": (own, own),
+        "of one that it holds": (holding, holding),
+        "that is held": (holding, own),
+        "of a wrapper without hooks": (wrapper, wrapper),
+    }
+
+
+@pytest.mark.parametrize("name", around(nn.Linear(1, 1)))
+def test_a_step_within_a_step_counts_once(name: str) -> None:
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    optimizer = Accelerated(Accelerated(torch.optim.SGD(model.parameters(), lr=0.1)))
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
+    Inner(model.parameters())  # torch hooks a class's step at its first use
+    optimizer, given = around(model)[name]
+    with Monitor(model, given, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-    assert [report.step for report in monitor.reports] == [0, 1]
+    assert [report.step for report in monitor.reports] == [0, 1, 2]
     same(monitor.reports[0], expected)
 
 

@@ -6,8 +6,7 @@ import math
 import re
 
 import pytest
-import rich.console
-from example_reports import LAYERS, attention, reading, report
+from example_reports import attention, reading, report
 
 from adiv_monitor.report import Alarm, LayerReading, StepReport
 from adiv_monitor.sinks import TableSink
@@ -49,14 +48,6 @@ def test_print_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert text.count("stem.conv") > 1, "several tables"
 
 
-def test_print_goes_where_it_is_sent_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
-    assert "stem.conv" in str(report())
-    file = io.StringIO()
-    TableSink(file=file).write(report())
-    assert "stem.conv" in file.getvalue()
-
-
 @pytest.mark.parametrize("show", [str, StepReport._repr_html_])
 def test_hundreds_of_layers_are_no_flood(show) -> None:  # type: ignore[no-untyped-def]
     text = html.unescape(re.sub(r"<[^>]*>", " ", show(deep())))
@@ -68,12 +59,6 @@ def test_hundreds_of_layers_are_no_flood(show) -> None:  # type: ignore[no-untyp
     assert "… 270 more of 300" in text
     assert text.count("alarm:") == MOST_LINES and "… 290 more alarms" in text
     assert "-0.750*" in text and "NaN: not finite" in text
-
-
-def test_a_table_for_files_has_all_layers() -> None:
-    file = io.StringIO()
-    TableSink(file=file).write(deep())
-    assert len(re.findall(r"^blocks", file.getvalue(), re.MULTILINE)) == 300
 
 
 def cells(text: str, layer: str) -> dict[str, tuple[str, str]]:
@@ -102,14 +87,6 @@ def test_a_notebook_tells_worst_not_finite_no_direction_and_not_taken_apart() ->
     marked = {path for path, (_, style) in shown.items() if "background" in style}
     assert marked == {"bad", "broken"}
     assert shown["bad"][1] != shown["broken"][1]
-
-
-def test_a_notebook_shows_the_numbers_that_print_shows() -> None:
-    text = report()._repr_html_()
-    for path in LAYERS:
-        (line,) = (line for line in str(report()).splitlines() if line.startswith(path))
-        values = [words for words, _ in cells(text, path).values() if words]
-        assert " ".join(line.split()) == " ".join(values)
 
 
 def test_names_are_no_markup_and_nothing_is_asked_for() -> None:

@@ -16,7 +16,7 @@ import fair
 import fair_report
 from cifar import synthetic
 from experiment import Experiment
-from fair_report import Arm, accuracies, best, curves, difference, text
+from fair_report import Arm
 from training import Run, Setting
 
 TANH = Arm("standard", "tanh", 128)
@@ -66,26 +66,6 @@ def test_the_grid_is_widened_until_the_best_is_inside(peak: int, lowest: int, hi
     chosen = fair.tune(experiment, [TANH], 1)
     assert experiment.tried == [fair.rate(k) for k in range(lowest, highest + 1)]
     assert chosen == {TANH: fair.rate(min(max(peak, lowest), highest))}
-
-
-def test_an_arm_counts_at_its_best_rate_alone_and_seed_by_seed() -> None:
-    other = TANH._replace(method="affine-like")
-    tuning = [run(TANH, 0.1, 40), run(TANH, 0.3, 42, 0), run(TANH, 0.3, 44, 1), run(other, 1, 41)]
-    assert curves(tuning) == {TANH: {0.1: 40, 0.3: 43}, other: {1: 41}}
-    assert best(tuning) == {TANH: 0.3, other: 1}
-    final = [run(TANH, 0.3, 50, 0), run(TANH, 0.3, 54, 1), run(TANH, 0.1, 90, 2)]
-    final += [run(other, 1, 53, 0), run(other, 1, 59, 1), run(other, 1, 70, 2)]
-    found = accuracies(tuning, final)
-    assert found == {TANH: {0: 50, 1: 54}, other: {0: 53, 1: 59, 2: 70}}
-    assert difference(found, other, "standard") == [3, 5]
-    page = text(tuning, final)
-    assert "| affine-like | +4.00 ± 1.00 |" in page
-    assert "**0.3: 43.0**" in page and "0.1: 40.0, " in page
-    # Student's t of 4 / 1 with one degree of freedom is Cauchy's.
-    p = 1 - 2 * math.atan(4) / math.pi
-    theory = "theory; prototype +1.6 ± 0.3 with tanh, +0.3 with leaky"
-    cells = f"{theory} | tanh | +4.00 ± 1.00 | +4.00 ± 1.00 | {p:.1g} |"
-    assert f"| affine-like > standard | {cells}" in page
 
 
 def test_a_claim_is_judged_by_the_mean_over_batch_sizes_of_every_seed() -> None:

@@ -14,17 +14,12 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 import experiment
-import table
 import table1
 import training
 from slopes import (
     BY_BATCH,
     Arm,
-    arms,
-    at_the_end,
-    at_updates,
     holm,
-    mean_and_error,
 )
 from training import Setting
 
@@ -59,53 +54,11 @@ def test_a_line_and_its_errors() -> None:
     assert line.chance(1) == pytest.approx(0.75)
 
 
-def test_a_line_of_one_seed_has_no_error() -> None:
-    line = Arm("standard", "tanh", 1e-3, {0: {0: 51}, 1: {0: 47.5}, 2: {0: 50}}).line()
-    assert (line.intercept, line.slope) == pytest.approx((50, -0.5))
-    assert line.correlation == pytest.approx(-1 / 13**0.5)  # −1 / √(2 · 6.5)
-    assert math.isnan(line.slope_error) and math.isnan(line.chance(1))
-
-
 def test_p_values_are_corrected_for_their_number() -> None:
     # Of 0.01, 0.04, 0.03: 3 · 0.01; 2 · 0.03; and 0.04 is not less than the one before it.
     corrected = holm([0.01, math.nan, 0.04, 0.03])
     assert corrected[0] == pytest.approx(0.03) and math.isnan(corrected[1])
     assert corrected[2:] == pytest.approx([0.06, 0.06])
-
-
-def test_equal_updates() -> None:
-    accuracies = [float(i) for i in range(1, 21)]
-    read = at_updates(200)
-    assert read(run(accuracies, batch_size=8)) == 2  # 100 an epoch
-    assert read(run(accuracies, batch_size=80)) == 19.5  # 10 an epoch: the 19th and 20th
-    assert read(run(accuracies[:10], batch_size=80)) is None  # has made half of them
-    assert read(run(accuracies, batch_size=2)) is None  # the first epoch makes twice as many
-    assert at_updates(460)(run(accuracies, batch_size=8)) == 5  # none ends in the last tenth
-
-
-def test_arms_gather_seeds_and_batch_sizes() -> None:
-    found = [run([1.0], 8), run([3.0], 8, seed=1), run([5.0], 16), run([9.0], activation="leaky")]
-    tanh, leaky = arms(found, at_the_end)
-    assert tanh.accuracies == {8: {0: 1, 1: 3}, 16: {0: 5}}
-    assert tanh.at(8) == (2, pytest.approx(1))
-    assert leaky.accuracies == {8: {0: 9}}
-    assert mean_and_error([1.0, 2.0, 6.0]) == (3, pytest.approx((7 / 3) ** 0.5))
-
-
-def test_the_page_compares_seed_by_seed() -> None:
-    shared = {"data": "x", "pixels": "unit", "width": 2, "depth": 1}
-    found = [
-        run([base + 10 * seed + less], b, seed=seed, method=method, train_accuracy=[0.0], **shared)
-        for method, less in (("affine-like", 0), ("constant-scale", 3))
-        for b, base in ((8, 50), (16, 40))
-        for seed in (0, 1)
-    ]
-    page = table.text(found)
-    assert "| constant-scale | +3.00 ± 0.00 | +3.00 ± 0.00 | +3.00 |" in page
-    assert "Slopes with the stated sign: 1 of 1." in page
-    assert "seeds: 2. " in page
-    few = table.text(found[:-1])  # without a seed of constant-scale at one batch size
-    assert "seeds: 2 (1 of constant-scale at B = 16). " in few
 
 
 class Command:

@@ -21,8 +21,7 @@ import text
 import transformer
 import tuned
 from cifar import synthetic
-from tuned_report import Claim, Question, best, best_rate, more
-from tuned_report import text as page
+from tuned_report import best_rate
 
 KNOWN = {"data": "none", "steps": 7}
 
@@ -74,28 +73,6 @@ def test_every_arm_is_tuned_and_its_best_trained_with_more_seeds(tmp_path: Path)
         again.check(parser, resume=False)
     with pytest.raises(SystemExit):
         tuned.Tuning(file, grids, {**KNOWN, "data": "other"}, train).check(parser, resume=True)
-
-
-def test_what_the_page_says() -> None:
-    runs = [
-        run(arm, r, s, r * w) for arm, w in (("a", 1), ("b", 3)) for r in (1, 2) for s in (0, 1)
-    ]
-    runs[3]["result"] = 7.0  # of a, at rate 2, with seed 1
-    found = best(runs)
-    assert [r["result"] for r in found["a"]] == [2, 7]
-    difference, error = more(found, "b", "a")
-    assert difference == pytest.approx((4 + 0) / 2)
-    assert error == pytest.approx(2)
-    claims = (
-        Claim("it holds", lambda found: (True, "1 of 1")),
-        Claim("it does not", lambda found: (False, "0 of 1")),
-    )
-    written = page(Question("Why?", "Small.", "points", ("scale_cv",), (), claims), runs)
-    assert "Data: none. Small. Steps: 7; seeds: 2." in written
-    assert "| it holds | held | 1 of 1 |" in written
-    assert "| it does not | **failed** | 0 of 1 |" in written
-    assert "| a | 2 | 4.50 ± 2.50 | 2.5 |" in written  # medians 1 and 4
-    assert "| a | 1: 1, **2: 2** |" in written
 
 
 @pytest.mark.parametrize("arm", transformer.GRIDS)

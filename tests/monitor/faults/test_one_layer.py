@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from faults.scenarios import SCENARIOS, Scenario
+from faults.scenarios import SCENARIOS
 from faults.trial import REASON, Fault, Trial, take, unmonitored
-from torch import nn
 
 from adiv_monitor.capture import watching
 from adiv_monitor.step import vectors
@@ -75,19 +73,3 @@ def test_the_reason_is_in_every_report_where_the_layer_is_not(
         assert len(report.unsupported) == 4
         assert all(REASON in reason for reason in report.unsupported.values()), report.unsupported
     assert len(trial.warned) == 4
-
-
-def test_a_layer_without_gradient_is_not_mistaken_for_one_that_was_zeroed_since() -> None:
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-            self.unused = nn.Linear(2, 2)
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        x = torch.tensor(np.eye(4))
-        return (x @ model.weight).square().sum()  # outside of any forward
-
-    for report in take(Scenario(Hidden, loss)).reports:
-        assert "it has a gradient" in report.unsupported["weight"], report.unsupported
-        assert "no gradient reached it" in report.unsupported["unused"]

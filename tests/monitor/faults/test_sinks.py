@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -17,9 +16,8 @@ from faults.trial import REASON, Fault, take, unmonitored
 from torch.utils.tensorboard import SummaryWriter
 
 from adiv_monitor import sinks
-from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
+from adiv_monitor.sinks import MemorySink, Sink, TableSink, TensorBoardSink
 
-FULL = Path("/dev/full")
 MLP = SCENARIOS["mlp"]
 EVERY = [name for name in sinks.__all__ if name != "Sink"]
 FILED = {"HtmlSink": "page.html", "JsonlSink": "reports.jsonl"}
@@ -89,20 +87,6 @@ def test_a_sink_that_raises(
     trial = take(MLP, sinks=several[:1], on_error="raise")
     assert trial.raised is error
     assert not trial.left
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("kind", [JsonlSink, TableSink])
-def test_a_full_disk(kind: type[Sink], tmp_path: Path) -> None:
-    with suppress(OSError), FULL.open("w") as file:
-        sink = TableSink(file=file) if kind is TableSink else JsonlSink(tmp_path / "reports")
-        if isinstance(sink, JsonlSink):
-            sink._file = file.buffer
-        trial = take(MLP, sinks=[sink])
-    assert trial.raised is None
-    assert trial.result == unmonitored("mlp")
-    for report in trial.reports:
-        assert sum("No space left on device" in note for note in report.notes) == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

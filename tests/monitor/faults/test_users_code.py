@@ -152,28 +152,6 @@ def test_what_the_users_code_raises_passes(
         assert reading.kind == "linear"
 
 
-def test_an_optimizer_whose_inner_step_raises_is_followed_after_that() -> None:
-    """The step calls its base class's step; torch runs all hooks around both."""
-
-    class Nested(Interrupted):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            super().step()
-
-    model = nn.Linear(4, 3)
-    optimizer = Nested(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for error in (None, Fault(), None, KeyboardInterrupt(), None):
-            optimizer.error = error
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            if error is None:
-                optimizer.step()
-            else:
-                with pytest.raises(type(error)):
-                    optimizer.step()
-    assert [report.step for report in monitor.reports] == [0, 1, 2]
-
-
 def test_a_training_that_is_not_disturbed_is_equal_and_clean() -> None:
     """An undisturbed training compares as equal and clean, and a different one as different."""
     for name in [name for name in SCENARIOS if not name.startswith("function ")]:
