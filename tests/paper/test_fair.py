@@ -1,20 +1,15 @@
 """The fair test: tuning on images held out, paired differences, and the command."""
 
-import json
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 import fair
 import fair_report
-from cifar import synthetic
 from experiment import Experiment
 from fair_report import Arm
 from training import Run, Setting
@@ -81,31 +76,3 @@ def test_a_claim_is_judged_by_the_mean_over_batch_sizes_of_every_seed() -> None:
     assert fair_report.together(found, claim, "leaky") == []
     assert fair_report.chance([1.5, 2.0]) == pytest.approx(1 - 2 * math.atan(7) / math.pi)
     assert math.isnan(fair_report.chance([]))
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
-        monkeypatch.setattr(torch, name, lambda setting: None)
-    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=640, test=100))
-    monkeypatch.setattr(fair, "WIDENED", 1)
-    few = ["--methods", "affine-like", "standard", "--activations", "tanh"]
-    where = ["--data", "synthetic", "--out", str(tmp_path)]
-
-    def command(*more: str) -> dict[str, list[Run]]:
-        monkeypatch.setattr(sys, "argv", ["fair.py", "--quick", *few, *where, *more])
-        fair.main()
-        names = ("fair-tuning", "fair")
-        return {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
-
-    found = command()
-    assert len(found["fair"]) == 2 * 2  # methods, seeds
-    assert {run["seed"] for run in found["fair-tuning"]} == {0}
-    fields = {"method", "activation", "batch_size", "width", "seed", "learning_rate", "pixels"}
-    for each in found["fair"]:
-        assert fields | {"optimizer", "epoch", "train_accuracy", "test_accuracy"} <= set(each)
-        assert (each["optimizer"], each["pixels"]) == ("sgd", "centred")
-    assert "SYNTHETIC" in (tmp_path / "fair.md").read_text()
-    assert (tmp_path / "fair.png").stat().st_size > 10_000
-    assert command("--resume") == found
-    with pytest.raises(SystemExit):
-        command()

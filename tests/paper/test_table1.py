@@ -17,7 +17,6 @@ import experiment
 import table1
 import training
 from slopes import (
-    BY_BATCH,
     Arm,
     holm,
 )
@@ -92,25 +91,6 @@ class Command:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return Command(tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_the_command_leaves_runs_and_a_picture(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = command("--quick")
-    printed = capsys.readouterr().out
-    assert "SYNTHETIC" in printed and "What needs more epochs" in printed
-    assert len(found) == 2 * 3 * 2  # methods, batch sizes, seeds
-    fields = {"method", "activation", "batch_size", "width", "seed", "learning_rate", "pixels"}
-    for each in found:
-        assert fields | {"epoch", "train_accuracy", "test_accuracy"} <= set(each)
-        assert each["epoch"] == [1] and len(each["train_accuracy"]) == 1
-        assert (BY_BATCH in each) == (each["method"] == "batchnorm")
-    assert (command.out / "table1.png").stat().st_size > 10_000
-    (command.out / "table1.json").unlink()
-    assert command("--quick", "--resume") == found
-    assert command.trained == []
 
 
 @pytest.mark.slow
