@@ -1,4 +1,4 @@
-"""The convolutional networks: what each map computes, and the command as small as it can be."""
+"""The maps over patches of the convolutional networks, written out."""
 
 import pytest
 import torch

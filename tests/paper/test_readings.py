@@ -1,4 +1,4 @@
-"""Monitored networks train as in an ensemble; correlations; the command as small as it can be."""
+"""Monitored networks train as in an ensemble; what is read, and a rank correlation."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Open questions: what is tuned and resumed, what is claimed of runs, and every command, small."""
+"""Open questions: what is tuned and resumed, and what a transformer sees."""
 
 import argparse
 import json
