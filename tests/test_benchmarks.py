@@ -49,7 +49,7 @@ def test_bugs_in_larger_networks_are_audited_from_the_command_line(tmp_path: Pat
     assert "| `gru_not_batch_first` | 0.99 M | `sequences` | samples-mixed |" in result.read_text()
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("job", scale.SIZES[-2:])
 def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
     small = replace(job, layers=tuple((n // 2, m // 2, k) for n, m, k in job.layers), rows=64)

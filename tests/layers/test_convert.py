@@ -198,6 +198,7 @@ def test_what_is_left_says_why():
     assert "the model itself" in alone.left[""]
 
 
+@pytest.mark.slow
 def test_vit_b_16():
     model = vit_b_16(weights=None, image_size=32, num_classes=7).eval()
     nn.init.normal_(model.heads.head.weight)  # torchvision initialises it with zeros
