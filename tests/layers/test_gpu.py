@@ -186,12 +186,15 @@ LAYOUTS = {
 }
 
 
-MAPS = [("patch_norm_conv", form) for form in ("affine-like", "norm-like")]
-MAPS += [("gradient_only_conv", form) for form in ("proportional", "disproportional")]
+PATCH_MAPS = [
+    ("patch_norm_conv", form, dtype) for form in ("affine-like", "norm-like") for dtype in DTYPES
+]
+PATCH_MAPS += [
+    ("gradient_only_conv", form, torch.float32) for form in ("proportional", "disproportional")
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "form"), MAPS)
+@pytest.mark.parametrize(("name", "form", "dtype"), PATCH_MAPS)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]],
