@@ -186,24 +186,6 @@ def test_corrected_and_normalised_by_hand():
     torch.testing.assert_close(actual[0], torch.stack(weights), **TIGHT)
 
 
-def test_inside_torchs_transformer_layer():
-    # In evaluation nn.TransformerEncoderLayer may bypass the forward of its own sub-modules.
-    twin = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
-    layer = copy.deepcopy(twin)
-    layer.self_attn = CorrectedMultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
-    layer.load_state_dict(twin.state_dict())
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    with torch.no_grad():
-        layer.eval()
-        evaluated = layer(x)
-        expected = layer.norm1(x + layer.self_attn(x, x, x)[0])
-        expected = layer.norm2(expected + layer.linear2(layer.linear1(expected).relu()))
-    torch.testing.assert_close(evaluated, expected, **TIGHT)
-    stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(stack(x), layer(layer(x)), **TIGHT)
-
-
 def test_dropout_only_in_training():
     layer = CorrectedMultiheadAttention(8, 2, dropout=0.5)
     x = torch.randn(4, 3, 8)

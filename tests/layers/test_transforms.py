@@ -53,18 +53,6 @@ def close(actual, expected, tolerance=1e-10):
 
 
 @each_layer
-def test_func_grad(make):
-    module, x = make(), sample(make)
-    parameters = dict(module.named_parameters())
-
-    def loss(parameters):
-        return functional_call(module, parameters, x).square().sum()
-
-    _, _, *expected = gradients(module, x)
-    close(grad(loss)(parameters).values(), expected)
-
-
-@each_layer
 def test_vmap_of_forward_and_of_per_sample_gradients(make):
     module, x = make(), sample(make)
     close([vmap(module)(x[:, None])[:, 0]], [module(x)])
