@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.fault import (
+    FEWEST_REPORTS,
     LEARNING,
     LONG_STEPS,
     Number,
@@ -61,7 +62,9 @@ told(__name__, "zero-slope", "", suffers,
      Advice("clip outputs only where they are used, not in the loss"))  # fmt: skip
 
 
-@fault("zero-gradient", "Gradients of exactly zero", certain=True)
+@fault("zero-gradient", "Gradients of zero", certain=True, about="loop",
+       explains=("weights-set-back", "projection-fights"),
+       shown_by=lambda r: course.is_known(r) and len(r.reports) >= FEWEST_REPORTS)  # fmt: skip
 def zero_gradient(record: Record) -> Iterator[Finding]:
     """Find a loss whose gradient is zero for all parameters; that none is reached is another."""
     norms = record.gradient_norms
