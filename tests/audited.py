@@ -45,12 +45,3 @@ def seen(model: nn.Module, data: list[Any] | None = None, **given: Any) -> Recor
         Setup(model, batches=tuple(batches() if data is None else data), **setup),
         every_n_steps=every,
     )
-
-
-def dying() -> tuple[nn.Module, Callable[[nn.Module, Batch], Tensor]]:
-    """Return nine initially active units, and a loss that kills them at a large learning rate."""
-    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 1))
-    with torch.no_grad():
-        model[0].bias.fill_(1.0)
-        model[2].weight.fill_(1.0)
-    return model, lambda m, batch: m(batch[0]).mean()

@@ -3,17 +3,11 @@
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
-from example_audits import healthy
 from example_reports import report
 
-from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.files import write_whole
 from adiv_monitor.sinks import HtmlSink
 
@@ -29,59 +23,11 @@ def running_page(folder: Path) -> Path:
     return folder / "run.html"
 
 
-@cache
-def audit() -> AuditReport:
-    return healthy()
-
-
-def audits_page(folder: Path) -> Path:
-    audit().write(folder)
-    return folder / "report.html"
-
-
-def compared(folder: Path) -> Path:
-    (folder / "made").mkdir(exist_ok=True)
-    one = folder / "made" / "report.json"
-    if not one.exists():
-        one.write_text(audit().to_json())
-    code = main(["compare", str(one), str(one), "--out", str(folder / "both.html"), "--force"])
-    assert code == 0, "the command says why, and returns 2"
-    return folder / "both.html"
-
-
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    writer.__name__: writer for writer in (running_page, audits_page, compared)
-}
 BEGINNING = b"<!doctype html"
 
 
 def is_whole(content: bytes) -> bool:
     return content.startswith(BEGINNING) and len(content) > 5000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def drawn_once() -> Iterator[None]:
-    """Draw one picture of each format, and copies of it: what matters is how they are written."""
-    from matplotlib.figure import Figure
-
-    plain, drawn = Figure.savefig, dict[str, Any]()
-
-    def saved(figure: Figure, target: IO[Any], *, format: str, **how: Any) -> None:
-        if format not in drawn:
-            plain(figure, target, format=format, **how)
-            target.seek(0)
-            drawn[format] = target.read()
-        else:
-            target.write(drawn[format])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", saved)
-        yield
-
-
-@pytest.fixture
-def write() -> Callable[[Path], Path]:
-    return running_page
 
 
 def replacing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -98,11 +44,11 @@ def replacing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_name_that_is_taken_is_not_written_to(
-    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link planted under the temporary name causes an error, and its target is untouched."""
     (tmp_path / "victim").write_text("mine")
-    path = write(tmp_path)
+    path = running_page(tmp_path)
     before = path.read_bytes()
     names = replacing(monkeypatch)
     plain = Path.open
@@ -114,38 +60,37 @@ def test_a_name_that_is_taken_is_not_written_to(
 
     monkeypatch.setattr(Path, "open", planted)
     with pytest.raises((FileExistsError, AssertionError)):
-        write(tmp_path)
+        running_page(tmp_path)
     assert (tmp_path / "victim").read_text() == "mine"
     assert not names and path.read_bytes() == before
 
 
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_link_is_replaced_and_not_followed(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    path = write(tmp_path)
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    path = running_page(tmp_path)
     (tmp_path / "victim").write_text("mine")
     path.unlink()
     path.symlink_to(tmp_path / "victim")
-    write(tmp_path)
+    running_page(tmp_path)
     assert (tmp_path / "victim").read_text() == "mine"
     assert not path.is_symlink() and is_whole(path.read_bytes())
 
 
-def test_a_pipe_is_written_to(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    path = write(tmp_path)
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    path = running_page(tmp_path)
     path.unlink()
     os.mkfifo(path)
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
     reader.start()
-    write(tmp_path)
+    running_page(tmp_path)
     assert stat.S_ISFIFO(path.lstat().st_mode)
     reader.join()
     assert is_whole(read[0])
 
 
-def test_a_device_stays_one(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_device_stays_one(tmp_path: Path) -> None:
     """Writing to a device keeps the device; the test makes a full device of its own."""
-    path = write(tmp_path)
+    path = running_page(tmp_path)
     path.unlink()
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
@@ -153,17 +98,15 @@ def test_a_device_stays_one(write: Callable[[Path], Path], tmp_path: Path) -> No
     except PermissionError:
         pytest.skip("devices can't be made, or not be used, here")
     with pytest.raises((OSError, AssertionError), match=r"No space|returns 2"):
-        write(tmp_path)
+        running_page(tmp_path)
     assert stat.S_ISCHR(path.lstat().st_mode)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_file_has_the_mode_that_the_user_asks_for(
-    write: Callable[[Path], Path], mask: int, tmp_path: Path
-) -> None:
+def test_a_file_has_the_mode_that_the_user_asks_for(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
-        path = write(tmp_path)
+        path = running_page(tmp_path)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
@@ -171,9 +114,9 @@ def test_a_file_has_the_mode_that_the_user_asks_for(
 
 @pytest.mark.parametrize("mode", [0o600, 0o664])
 def test_a_file_that_is_replaced_keeps_its_mode(
-    write: Callable[[Path], Path], mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path)
+    path = running_page(tmp_path)
     path.chmod(mode)
     plain, seen = Path.replace, dict[Path, int]()
 
@@ -182,7 +125,7 @@ def test_a_file_that_is_replaced_keeps_its_mode(
         return plain(made, target)
 
     monkeypatch.setattr(Path, "replace", heard)
-    write(tmp_path)
+    running_page(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == seen[path] == mode
 
 

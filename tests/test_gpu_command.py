@@ -69,7 +69,7 @@ def test_two_broken_parts_leave_what_the_others_found(tmp_path: Path) -> None:
     assert "| case | layer | mode | µs | x floor | x 1st peer | x 2nd peer | peak MiB |" in page
 
 
-@pytest.mark.slow(one_in=2, first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_monitor_part(compiled: bool) -> None:
     (task,) = gpu_monitor.TINY

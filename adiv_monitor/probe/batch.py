@@ -18,7 +18,7 @@ from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
-from adiv_monitor.rerun.thread import ThreadState
+from adiv_monitor.rerun.thread import ThreadState, run_apart
 
 SAMPLES = 8
 # Arguments of these types do not hold tensors that have to be cut, too.
@@ -144,7 +144,8 @@ class Batch:
     """The probe.
 
     Attributes:
-        module: the module that is called: the model, or the first part of it that was.
+        module: the module that is called: the model, the first part of it that was, or the loss
+            that calls the model.
         surroundings: autocast's settings and random numbers of that call.
         loss: the loss; None: there is none.
         why_no_loss: why the loss is not known; "" if it is.
@@ -162,6 +163,8 @@ class Batch:
         """Call the module, and return the loss, if it is known."""
         args, kwargs = tree_unflatten([_cut(x) for x in self._call[0]], self._call[1])
         output = self.module(*args, **kwargs)
+        if self.module is self.loss:
+            return Losses.of(output)
         if self.loss is None or self.why_no_loss:
             return None
         if not isinstance(self.loss, nn.Module):
@@ -195,6 +198,7 @@ class FirstPass:
         self._every, self._loss, self._fail = every, loss, fail
         self._call: tuple[nn.Module, Surroundings, _Call] | None = None
         self._outputs: list[tuple[Tensor, int]] | None = None  # None: the module has not returned
+        self._around: tuple[Any, ...] | None = None  # the arguments of the loss, while it runs
         self._judged: _Call | None = None
         self._computed = False
         begins, ends, judges = (
@@ -205,6 +209,7 @@ class FirstPass:
         self._hooks += [ModuleHook(module, ends, before=False) for module in within]
         if isinstance(loss, nn.Module):
             self._hooks.append(ModuleHook(loss, judges, before=True))
+            self._hooks.append(ModuleHook(loss, ends, before=False))
 
     def put_on(self) -> None:
         """Register the hooks. `remove` removes them, even if this method raises."""
@@ -231,7 +236,8 @@ class FirstPass:
         return Batch(*given, call.cut(samples), told)
 
     def _why_no_loss(self) -> str:
-        if not isinstance(self._loss, nn.Module) or self._judged is not None:
+        calls = self._call is not None and self._call[0] is self._loss
+        if calls or not isinstance(self._loss, nn.Module) or self._judged is not None:
             return ""
         kind = type(self._loss).__name__
         if self._computed:
@@ -247,16 +253,21 @@ class FirstPass:
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._call is None and trains(args) and torch._C._current_graph_task_id() == -1:
+            if self._around is not None:  # the loss calls the model
+                module, args, kwargs = self._around
             call = _Call(args, kwargs)
             if 0 not in call.sizes():  # a micro-batch may have no samples
                 random = Randomness(devices_of(self._every), others=True)
                 self._call = module, Surroundings(random), call
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module is self._loss:
+            self._around = None
         if self._call is not None and module is self._call[0] and self._outputs is None:
             self._outputs = [(x.detach(), version(x)) for x in _tensors_of(output)]
 
     def _judges(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._around = module, args, kwargs
         if self._judged is None and self._outputs is not None and trains(args):
             call = _Call(args, kwargs, self._outputs)
             self._computed |= call.computed
@@ -268,7 +279,7 @@ class FirstPass:
             return
         try:
             with ThreadState(), torch._C.DisableTorchFunction():
-                body(*args)
+                run_apart(body, *args)
         except Exception as error:
             self._fail(error)
 

@@ -7,7 +7,6 @@ import torch
 from adiv_layers.functional import patch_norm_conv
 from adiv_layers.kernels import functions, launch
 from interpreted import DTYPES, FLOAT64, check, poisoned
-from torch.autograd import gradcheck, gradgradcheck
 
 FORMS = [1.0, 0.0]  # affine-like, norm-like
 
@@ -132,16 +131,6 @@ def test_many_tiles_and_many_programs(form, last, monkeypatch):
     truth = reference(*settings, form)
     upstream = [torch.randn_like(truth(*inputs))]
     check(patch_norm(*settings, form), truth, inputs, upstream, FLOAT64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_derivatives_by_finite_differences(form):
-    inputs = [torch.randn(s, dtype=FLOAT64) for s in ((1, 2, 3, 3), (2, 2, 2, 2), (2,))]
-    inputs = [t.requires_grad_() for t in inputs]
-    function = patch_norm((2, 1), (1, 0), (1, 1), 1, form)
-    assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs)
 
 
 def test_zero_patches():

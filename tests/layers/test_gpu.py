@@ -1,5 +1,7 @@
 """On a GPU: kernels agree with float64, and properties that an interpreter cannot show."""
 
+from functools import partial
+
 import pytest
 import torch
 from adiv_layers import functional
@@ -75,13 +77,21 @@ def test_triton_works_here():
     kernels.UnitRows.apply(x, Correction(1.0, 1.0, 1.0, 1.0), torch.float32)
 
 
+LINEAR_MAPS = {
+    "affine-like": functional.affine_like_linear,
+    "norm-like": functional.norm_like_linear,
+    "proportional": partial(functional.gradient_only_linear, form="proportional"),
+    "disproportional": partial(functional.gradient_only_linear, form="disproportional"),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", LINEAR)
-@pytest.mark.parametrize("name", ["affine_like_linear", "norm_like_linear"])
+@pytest.mark.parametrize("name", LINEAR_MAPS)
 def test_linear(name, shape, dtype, monkeypatch):
     n_in, n_out = LINEAR[shape]
     x, weight, bias, g = tensors((300, n_in), (n_out, n_in), (n_out,), (300, n_out), dtype=dtype)
-    check(getattr(functional, name), [x, weight / n_in**0.5, bias], g, monkeypatch)
+    check(LINEAR_MAPS[name], [x, weight / n_in**0.5, bias], g, monkeypatch)
 
 
 FORMS = [
@@ -176,47 +186,26 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["affine-like", "norm-like"])
+PATCH_MAPS = [
+    ("patch_norm_conv", form, dtype) for form in ("affine-like", "norm-like") for dtype in DTYPES
+]
+PATCH_MAPS += [
+    ("gradient_only_conv", form, torch.float32) for form in ("proportional", "disproportional")
+]
+
+
+@pytest.mark.parametrize(("name", "form", "dtype"), PATCH_MAPS)
 @pytest.mark.parametrize(
-    ("case", "layout"), [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]]
+    ("case", "layout"),
+    [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]],
 )
-def test_patch_norm(case, layout, form, dtype, monkeypatch):
+def test_convolutions(case, layout, name, form, dtype, monkeypatch):
     shape, weight_shape, *settings = CONV[case]
     x, weight, bias = tensors(shape, weight_shape, weight_shape[:1], dtype=dtype)
     x = x.to(memory_format=layout)
 
     def function(x, weight, bias):
-        return functional.patch_norm_conv(x, weight, bias, *settings, form=form)
-
-    g = torch.randn_like(function(x, weight, bias))
-    check(function, [x, weight / weight[0].numel() ** 0.5, bias], g, monkeypatch)
-
-
-@pytest.mark.parametrize("form", ["proportional", "disproportional"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", LINEAR)
-def test_gradient_only(shape, dtype, form, monkeypatch):
-    n_in, n_out = LINEAR[shape]
-    x, weight, bias, g = tensors((300, n_in), (n_out, n_in), (n_out,), (300, n_out), dtype=dtype)
-
-    def function(x, weight, bias):
-        return functional.gradient_only_linear(x, weight, bias, form=form)
-
-    check(function, [x, weight / n_in**0.5, bias], g, monkeypatch)
-
-
-@pytest.mark.parametrize("form", ["proportional", "disproportional"])
-@pytest.mark.parametrize(
-    ("case", "layout"), [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]]
-)
-def test_gradient_only_conv(case, layout, form, monkeypatch):
-    shape, weight_shape, *settings = CONV[case]
-    x, weight, bias = tensors(shape, weight_shape, weight_shape[:1], dtype=torch.float32)
-    x = x.to(memory_format=layout)
-
-    def function(x, weight, bias):
-        return functional.gradient_only_conv(x, weight, bias, *settings, form=form)
+        return getattr(functional, name)(x, weight, bias, *settings, form=form)
 
     g = torch.randn_like(function(x, weight, bias))
     check(function, [x, weight / weight[0].numel() ** 0.5, bias], g, monkeypatch)
@@ -256,7 +245,6 @@ def test_a_graph_can_be_captured():
 
 def test_a_graph_captured_without_warm_up_is_right_and_says_that_it_is_plain(monkeypatch):
     monkeypatch.setattr(launch, "_broken", set())
-    monkeypatch.setattr(launch, "_told", set())
     x, weight, bias = tensors((70, 179), (131, 179), (131,), dtype=torch.float16)
     expected = torch.nn.functional.linear(x, weight)  # warms cuBLAS up, but not the kernels
     torch.cuda.synchronize()

@@ -86,23 +86,6 @@ def test_tied_weights_share_the_descent() -> None:
     assert report.coverage == 1.0
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_constant_factor_on_the_loss_changes_nothing(case: str) -> None:
-    """All measures but update_ratio and descent are the same for 1024 L under SGD."""
-    model, scaled = CASES[case].model(), CASES[case].model()
-    x, y = CASES[case].batches(1)[0]
-    plain = measured(model, [(x, y)], torch.optim.SGD(model.parameters(), lr=1e-3))
-    sgd = torch.optim.SGD(scaled.parameters(), lr=1e-3)
-    with Monitor(scaled, sgd, on_error="raise") as monitor:
-        (1024 * loss_of(scaled, (x, y))).backward()
-        sgd.step()
-    for path, reading in monitor.latest.layers.items():
-        expected = plain.layers[path].measures()
-        for name, value in reading.measures().items():
-            if name not in ("update_ratio", "descent"):
-                assert value == pytest.approx(expected[name], **EXACT), name
-
-
 class Noisy(nn.Module):
     """A model with dropout, BatchNorm and a shared layer."""
 

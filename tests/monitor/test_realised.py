@@ -372,6 +372,23 @@ def test_a_loss_that_the_model_gives() -> None:
     assert report.layers["model.head"].realised_cosine is not None
 
 
+class Around(nn.Module):
+    """A loss that calls the model."""
+
+    def forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(model(x), y)
+
+
+def test_a_loss_that_calls_the_model() -> None:
+    model, batches = made("residual")
+    around, (x, y) = Around(), batches[0]
+    old, sgd = copy.deepcopy(model.eval()), torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, lambda m: around(m, x, y), realised=around)
+    expected = around(model, x[:8], y[:8]) - around(old, x[:8], y[:8])
+    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
+    assert report.layers["head"].realised_cosine is not None
+
+
 def test_of_a_model_that_is_called_in_parts_the_first_is_known() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"encoder": nn.Linear(5, 4), "decoder": nn.Linear(4, 3)}).double()

@@ -142,12 +142,6 @@ def test_one_file_says_what_a_plain_loop_would(written: Path) -> None:
     assert_a_plain_loop_would_say(written / "model_parallel.jsonl")
 
 
-@pytest.mark.slow
-def test_ddp_spawn_reports_what_a_plain_loop_would(tmp_path: Path) -> None:
-    fit("ddp_spawn", "ddp_spawn", tmp_path)
-    assert_a_plain_loop_would_say(tmp_path / "ddp_spawn.jsonl")
-
-
 def assert_a_plain_loop_would_say(path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     expected = plain()

@@ -1,9 +1,4 @@
-"""The convolutional networks: what each map computes, and the command as small as it can be."""
-
-import json
-import sys
-from pathlib import Path
-from typing import Any
+"""The maps over patches of the convolutional networks, written out."""
 
 import pytest
 import torch
@@ -12,8 +7,6 @@ from torch import nn
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-import convolutional
-from cifar import synthetic
 from convolutional import PATCH_MAPS, model
 
 
@@ -35,26 +28,3 @@ def test_patch_maps_divide_every_patch(map_: str) -> None:
         side = expected.shape[-1] // 2
         expected = nn.functional.leaky_relu(z.view(2, -1, side, side))
     torch.testing.assert_close(alone[:5](x), expected)
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
-        monkeypatch.setattr(torch, name, lambda setting: None)
-    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=64, test=20))
-    where = ["--data", "synthetic", "--out", str(tmp_path)]
-
-    def command(*more: str) -> list[dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["convolutional.py", "--quick", *where, *more])
-        convolutional.main()
-        runs: list[dict[str, Any]] = json.loads((tmp_path / "convolutional.json").read_text())
-        return runs
-
-    found = command("--maps", "none", "patch-norm-like")
-    assert len(found) == 2 * 2  # networks, maps
-    assert "SYNTHETIC" in (tmp_path / "convolutional.md").read_text()
-    assert (tmp_path / "convolutional.png").stat().st_size > 10_000
-    more = command("--maps", "none", "patch-norm-like-half", "--resume")
-    assert more[:4] == found and len(more) == 6
-    with pytest.raises(SystemExit):
-        command()

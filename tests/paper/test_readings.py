@@ -1,10 +1,7 @@
-"""Monitored networks train as in an ensemble; correlations; the command as small as it can be."""
+"""Monitored networks train as in an ensemble; what is read, and a rank correlation."""
 
-import json
 import math
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,30 +95,3 @@ def test_a_rank_correlation() -> None:
     assert correlation(x, [-value for value in x]).value == -1
     assert correlation([1, 2, 3], [1, 3, 2]).value != correlation([1, 2, 3], [1, 3, 2]).value  # NaN
     assert correlation([*x, math.nan], [*y, 1.0]) == found
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
-        monkeypatch.setattr(torch, name, lambda setting: None)
-    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=256, test=50))
-    few = ["--methods", "standard", "affine-like", "norm-like", "--activations", "tanh"]
-    out = tmp_path / "new" / "folder"
-    where = ["--data", "synthetic", "--out", str(out)]
-
-    def command(*more: str) -> list[dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["readings.py", "--quick", *few, *where, *more])
-        readings.main()
-        found: list[dict[str, Any]] = json.loads((out / "readings.json").read_text())
-        return found
-
-    found = command()
-    assert len(found) == 3 * 2  # methods, batch sizes
-    page = (out / "readings.md").read_text()
-    assert "SYNTHETIC" in page and "Over 6 networks" in page
-    assert (out / "readings.png").stat().st_size > 10_000
-    trained: list[Network] = []
-    monkeypatch.setattr(readings, "train", lambda network, *rest: trained.append(network))
-    assert command("--resume") == found and trained == []
-    with pytest.raises(SystemExit):
-        command()

@@ -1,4 +1,4 @@
-"""Lines through accuracies, and the whole command as small as it can be."""
+"""Lines through accuracies, claims of pairs, and what table1.py does not train again."""
 
 import json
 import math
@@ -14,28 +14,11 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 import experiment
+import fair_report
 import table1
 import training
-from slopes import (
-    BY_BATCH,
-    Arm,
-    holm,
-)
+from slopes import Arm, holm
 from training import Setting
-
-
-def run(accuracies: list[float], batch_size: int = 8, **changed: Any) -> dict[str, Any]:
-    return {
-        "method": "affine-like",
-        "activation": "tanh",
-        "seed": 0,
-        "learning_rate": 1e-3,
-        "batch_size": batch_size,
-        "updates_per_epoch": 800 // batch_size,
-        "epoch": list(range(1, len(accuracies) + 1)),
-        "test_accuracy": accuracies,
-        **changed,
-    }
 
 
 def test_a_line_and_its_errors() -> None:
@@ -59,6 +42,22 @@ def test_p_values_are_corrected_for_their_number() -> None:
     corrected = holm([0.01, math.nan, 0.04, 0.03])
     assert corrected[0] == pytest.approx(0.03) and math.isnan(corrected[1])
     assert corrected[2:] == pytest.approx([0.06, 0.06])
+
+
+def test_a_claim_is_judged_by_the_mean_over_batch_sizes_of_every_seed() -> None:
+    """One p-value a claim, not one a batch size; Holm corrects for the number of claims."""
+    standard = fair_report.Arm("standard", "tanh", 128)
+    found = {
+        standard: {0: 50.0, 1: 50.0},
+        standard._replace(batch_size=8): {0: 40.0, 1: 42.0, 2: 44.0},
+        standard._replace(method="affine-like"): {0: 52.0, 1: 53.0},
+        standard._replace(method="affine-like", batch_size=8): {0: 41.0, 1: 43.0, 2: 40.0},
+    }
+    claim = fair_report.Claim("affine-like", "standard", "theory")
+    assert fair_report.together(found, claim, "tanh") == [1.5, 2.0]
+    assert fair_report.together(found, claim, "leaky") == []
+    assert fair_report.chance([1.5, 2.0]) == pytest.approx(1 - 2 * math.atan(7) / math.pi)
+    assert math.isnan(fair_report.chance([]))
 
 
 class Command:
@@ -92,25 +91,6 @@ class Command:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return Command(tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_the_command_leaves_runs_and_a_picture(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = command("--quick")
-    printed = capsys.readouterr().out
-    assert "SYNTHETIC" in printed and "What needs more epochs" in printed
-    assert len(found) == 2 * 3 * 2  # methods, batch sizes, seeds
-    fields = {"method", "activation", "batch_size", "width", "seed", "learning_rate", "pixels"}
-    for each in found:
-        assert fields | {"epoch", "train_accuracy", "test_accuracy"} <= set(each)
-        assert each["epoch"] == [1] and len(each["train_accuracy"]) == 1
-        assert (BY_BATCH in each) == (each["method"] == "batchnorm")
-    assert (command.out / "table1.png").stat().st_size > 10_000
-    (command.out / "table1.json").unlink()
-    assert command("--quick", "--resume") == found
-    assert command.trained == []
 
 
 @pytest.mark.slow

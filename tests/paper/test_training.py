@@ -1,7 +1,6 @@
 """Training goes on after a kill as if nothing had been."""
 
 import json
-from functools import partial
 from itertools import product, starmap
 from pathlib import Path
 
@@ -96,19 +95,3 @@ def test_networks_do_not_depend_on_those_beside_them(data: Data) -> None:
                     atol=1e-12,
                 )
                 assert all(theirs[name][i] == found[name][place] for name in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_a_step_through_a_compiler_is_the_same(data: Data, optimizer: str) -> None:
-    """What a CUDA graph holds: on a CPU, through a compiler that changes no operation."""
-    compiled = partial(torch.compile, dynamic=False, backend="aot_eager")
-    plain, fused = (
-        Course(SETTING._replace(optimizer=optimizer), data, dtype=torch.float64) for _ in range(2)
-    )
-    rows = torch.stack([plain.order(seed, 1) for seed in plain.ensemble.seeds])[:, :16]
-    for _ in range(2):
-        plain.take(rows)
-        fused.take(rows, compiled)
-    mine, theirs = (course.ensemble.state()["tensors"] for course in (fused, plain))
-    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

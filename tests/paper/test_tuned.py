@@ -1,11 +1,8 @@
-"""Open questions: what is tuned and resumed, what is claimed of runs, and every command, small."""
+"""Open questions: what is tuned and resumed, and what a transformer sees."""
 
 import argparse
 import json
-import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,13 +11,9 @@ import torch
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-import depth
-import optimizers
-import patches
 import text
 import transformer
 import tuned
-from cifar import synthetic
 from tuned_report import best_rate
 
 KNOWN = {"data": "none", "steps": 7}
@@ -84,38 +77,3 @@ def test_a_transformer_sees_no_later_characters(arm: str) -> None:
     after = alone(pieces)
     torch.testing.assert_close(after[:, :30], before[:, :30])
     assert not torch.allclose(after[:, 30:], before[:, 30:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("question", [optimizers, depth, transformer, patches])
-def test_the_commands(
-    question: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
-        monkeypatch.setattr(torch, name, lambda setting: None)
-    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=80, test=20))
-    monkeypatch.setattr(depth, "DEPTHS", (2, 3))
-    monkeypatch.setattr(depth, "DEEP", 3)
-    monkeypatch.setattr(depth, "GRIDS", {f"{k} {d}": range(1) for k in depth.KINDS for d in (2, 3)})
-    if question is optimizers and not hasattr(torch.optim, "Muon"):
-        pytest.skip("Muon needs torch 2.9")
-    name = question.__name__
-    where = ["--quick", "--out", str(tmp_path)]
-    where += ["--steps", "2"] if question is transformer else ["--data", "synthetic"]
-
-    def command(*more: str) -> list[dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", [name, *where, *more])
-        question.main()
-        found: list[dict[str, Any]] = json.loads((tmp_path / f"{name}.json").read_text())
-        return found
-
-    found = command()
-    assert [r["arm"] for r in found] == list(question.GRIDS)
-    assert all(r["score"] is None or math.isfinite(r["score"]) for r in found)
-    written = (tmp_path / f"{name}.md").read_text()
-    assert written.startswith(f"# {question.QUESTION.title}")
-    assert all(f"| {claim.stated} |" in written for claim in question.QUESTION.claims)
-    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    assert command("--resume") == found
-    with pytest.raises(SystemExit):
-        command()

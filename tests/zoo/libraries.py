@@ -13,6 +13,7 @@ from zoo.vision import CLASSES, classified
 
 WORDS = 64
 TEXT = (2, 12)  # sequences, tokens
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def words() -> Tensor:
@@ -34,12 +35,7 @@ def bert() -> Training:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=16,
+        vocab_size=WORDS, intermediate_size=64, max_position_embeddings=16, **SMALL
     )
 
     def loss(model: nn.Module) -> Tensor:
@@ -72,13 +68,11 @@ def llama_model() -> nn.Module:
 
     config = transformers.LlamaConfig(
         vocab_size=WORDS,
-        hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=16,
         attention_dropout=0.1,
+        **SMALL,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -89,16 +83,14 @@ def mixtral_model() -> nn.Module:
 
     config = transformers.MixtralConfig(
         vocab_size=WORDS,
-        hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=16,
         attention_dropout=0.1,
         num_local_experts=4,
         output_router_logits=True,
         router_jitter_noise=0.1,
+        **SMALL,
     )
     return transformers.MixtralForCausalLM(config)
 
@@ -128,13 +120,11 @@ def vit() -> Training:
     config = transformers.ViTConfig(
         image_size=32,
         patch_size=8,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         intermediate_size=64,
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
         num_labels=CLASSES,
+        **SMALL,
     )
 
     def loss(model: nn.Module) -> Tensor:
@@ -187,9 +177,6 @@ def wav2vec2() -> Training:
 
     config = transformers.Wav2Vec2Config(
         vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         intermediate_size=64,
         conv_dim=(16, 16, 16),
         conv_stride=(5, 2, 2),
@@ -199,6 +186,7 @@ def wav2vec2() -> Training:
         mask_time_length=4,
         mask_time_prob=0.2,
         layerdrop=0.0,  # which leaves whole layers out of a step
+        **SMALL,
     )
 
     def loss(model: nn.Module) -> Tensor:

@@ -342,7 +342,7 @@ def input_scale(record: Record) -> Iterator[Finding]:
                 "feature.", tuple(evidence),
                 (Advice("standardise the inputs: subtract the mean of each feature (channel), and "
                         "divide by its standard deviation", "standardise-inputs"),
-                 Advice("divide the inputs by one constant", "scale-inputs"), _AFFINE_LIKE),
+                 Advice("divide the inputs by one constant"), _AFFINE_LIKE),
                 "A lower learning rate suits the first layer, and slows down all others."
                 * (std > LARGE_STD), layers=read.maps(record)[:1], against=LOWER_RATES)  # fmt: skip
 
@@ -434,12 +434,12 @@ def input_mean(record: Record) -> Iterator[Finding]:
                 f"{share:.0%} of the mean square of input {name!r} is due to the mean, "
                 "which all samples share: each step moves all samples in the same direction.",
                 (Evidence("common share", share, COMMON_SHARE_WATCH, name),),
-                (Advice("subtract the mean of each feature (channel)", "centre-inputs"),
-                 Advice("standardise the inputs", "standardise-inputs")),
+                (Advice("standardise the inputs, or subtract the mean of each feature (channel)",
+                        "standardise-inputs"),),
                 "Dividing by a constant or by each row's length does not remove the mean.",
                 # Which layer reads which of several inputs is not known.
                 layers=read.maps(record)[:1] if len(record.inputs) < 2 else (),
-                against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
+                against=("affine-like",))  # fmt: skip
 
 
 def common_share(seen: InputStatistics) -> float:
@@ -483,8 +483,6 @@ def row_spread(record: Record) -> Iterator[Finding]:
             (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, path, spread.since),
              *(Evidence("length_cv of inputs", cv) for cv in lengths)),
             (_AFFINE_LIKE,
-             Advice("look at the longest samples: they may be outliers"),
-             Advice("use a norm-like layer as the first layer", "norm-like")),
+             Advice("look at the longest samples: they may be outliers")),
             "Neither one constant scale nor another learning rate makes the rows more alike.",
-            layers=first, since=spread.since,
-            against=("scale-inputs", *RATES))  # fmt: skip
+            layers=first, since=spread.since, against=RATES)  # fmt: skip

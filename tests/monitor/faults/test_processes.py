@@ -31,7 +31,7 @@ COMPUTING = ("step/merge_ranks.py", "step/merge_sums.py")
 # Two kinds of errors are handled differently: RuntimeError, which the store raises when it is gone,
 # and all others. Without `--whole` one fault in `ONE_IN` is tried, a number coprime to that of the
 # kinds.
-ONE_IN = 9
+ONE_IN = 15
 # Always tried: what a rank calls at a point after which the others may count on it.
 AGREEING = ("present", "_clear", "_value")
 ERRORS: tuple[Callable[[], Exception], ...] = (lambda: Fault(REASON), lambda: RuntimeError(REASON))

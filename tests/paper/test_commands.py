@@ -1,0 +1,91 @@
+"""Every command, as small as it can be: what it leaves, what it resumes, what it refuses."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+import depth
+import fair
+import optimizers
+import patches
+import transformer
+import widths
+from cifar import synthetic
+
+
+class Command(NamedTuple):
+    """A script's options, how many runs it leaves, of how many synthetic images, and pictures."""
+
+    options: tuple[str, ...]
+    runs: int
+    images: tuple[int, int] = (80, 20)
+    pictures: tuple[str, ...] = ()
+
+
+TWO = ("--methods", "affine-like", "standard", "--activations", "tanh")
+DATA = ("--data", "synthetic")
+FIGURES = tuple(f"fig{figure}" for figure in widths.FIGURES)
+COMMANDS = {
+    "table1": Command((*DATA, *TWO, "--epochs", "1"), 2 * 3 * 2),  # methods, batch sizes, seeds
+    "fair": Command((*DATA, *TWO), 2 * 2, (640, 100)),  # methods, seeds
+    "readings": Command((*DATA, *TWO), 2 * 2, (256, 50)),  # methods, batch sizes
+    "convolutional": Command((*DATA, "--maps", "none", "patch-norm-like"), 2 * 2),  # networks, maps
+    # Methods × (widths × depths × activations of Figs 2, 3, 5, widths × activations of Fig 4).
+    "widths": Command((*DATA, *TWO[:3]), 2 * (2 * 2 * 3 + 3 * 2), (256, 50), FIGURES),
+    "optimizers": Command(DATA, len(optimizers.GRIDS)),
+    "depth": Command(DATA, 2 * len(depth.KINDS)),
+    "transformer": Command(("--steps", "2"), len(transformer.GRIDS)),
+    "patches": Command(DATA, len(patches.GRIDS)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
+        monkeypatch.setattr(torch, name, lambda setting: None)
+    monkeypatch.setattr(fair, "WIDENED", 1)
+    monkeypatch.setattr(depth, "DEPTHS", (2, 3))
+    monkeypatch.setattr(depth, "DEEP", 3)
+    monkeypatch.setattr(depth, "GRIDS", {f"{k} {d}": range(1) for k in depth.KINDS for d in (2, 3)})
+
+
+@pytest.mark.slow(one_in=9, first=1)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_runs_a_page_and_a_picture(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "optimizers" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("Muon needs torch 2.9")
+    script, out, of = importlib.import_module(name), tmp_path / "new" / "folder", COMMANDS[name]
+    train, test = of.images
+    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=train, test=test))
+
+    def command(*more: str) -> list[dict[str, Any]]:
+        argv = [f"{name}.py", "--quick", *of.options, "--out", str(out), *more]
+        monkeypatch.setattr(sys, "argv", argv)
+        script.main()
+        found: list[dict[str, Any]] = json.loads((out / f"{name}.json").read_text())
+        return found
+
+    found = command()
+    assert len(found) == of.runs
+    for run in found:
+        accuracies = run.get("test_accuracy", [run.get("score")])
+        assert all(each is None or math.isfinite(each) for each in accuracies)
+    page = (out / f"{name}.md").read_text()
+    assert "SYNTHETIC" in page or name == "transformer"
+    for picture in of.pictures or (name,):
+        assert (out / f"{picture}.png").stat().st_size > 10_000
+    if name != "widths":
+        assert command("--resume") == found
+        with pytest.raises(SystemExit):
+            command()
