@@ -51,7 +51,7 @@ IN_OTHER_TESTS = {
     *("collapsed", "state-carried", "batch-part-unread", "term-without-graph", "terms-opposed"),
     *("dropout-in-eval", "running-statistics", "logits-as-probabilities", "loss-reversed"),
     *("targets-misplaced", "pairs-reversed", "padding-read", "term-outweighed"),
-    *("class-axis", "target-attached", "decay-fights"),
+    *("target-attached", "decay-fights"),
 }
 ASKED_OF = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 
