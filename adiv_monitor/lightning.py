@@ -40,9 +40,9 @@ _NAME = "optimizer_"
 class DivergenceCallback(Callback):
     """Monitors the optimizers of a `Trainer.fit` and writes to all loggers of the Trainer.
 
-    A TensorBoard logger receives pictures, findings, scalars, histograms and charts (see
-    `TensorBoardSink`). Any other logger receives the scalars through `log_metrics`, and pictures
-    and findings if it can store them, as those of W&B, MLflow and Comet can.
+    A TensorBoard logger receives pictures, findings, scalars and histograms (see
+    `TensorBoardSink`). Any other logger, such as those of W&B, MLflow and Comet, receives the
+    scalars through `log_metrics`.
 
     The summary over layers is also in `trainer.callback_metrics`, for early stopping and
     checkpoints, for example as `adiv.summary/update_cosine_min` (`MeasureSummary` says how it uses

@@ -61,7 +61,34 @@ FEW_ROWS = LAYERS | {"c": reading(rows_total=1)}
 NOISY = tuple(loss * (1 + 0.6 * (-1) ** step) for step, loss in enumerate(WELL))
 # Labels that are shifted at each epoch: what was learnt is wrong then.
 HIGHER_EACH_TIME = tuple((1.0 + 0.3 * min(epoch, 1)) * x for epoch in range(4) for x in WELL[:12])
+EQUAL = {"a": reading(common_share=1.0, scale_cv=0.0), "b": reading()}
+ALL_ZERO = {"a": reading(common_share=math.nan, scale_cv=0.0, scale_mean=1.0), "b": reading()}
+IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
+MASKED = LAYERS | {"c": reading(idle_share=0.85)}  # as for masked language models
+FLAT = {name: reading(descent=0.0, idle_share=1.0, update_ratio=math.nan) for name in "abc"}
+ROUNDED = {name: reading(descent=1e-18, update_ratio=1e-11) for name in "abc"}
+SEVERAL_STEPS = {
+    "layers": [LAYERS, *[{}] * 4, LAYERS],
+    "unsupported": [{}, *[{"a": "old"}] * 4, {}],
+}
+DIFFERENT = [(float(i),) for i in range(6)]
 HITS = {
+    "loss-constant": run(losses=(1.0,) * 40, batch=DIFFERENT),
+    "zero-gradient": run(losses=(0.0,) * 40, layers=FLAT),
+    "zero-gradient up to rounding": run(
+        losses=(1.6,) * 40, layers=ROUNDED, weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]
+    ),
+    "targets-ignored": run(losses=STILL, layers=IGNORED),
+    "momentum-too-long": run(momenta=[(x,) for x in (0.9, 0.95, 0.99, 1.001, 1.01, 1.02)]),
+    "dropout-too-high": run(losses=STILL, dropout=[0.1, 0.5, 0.8, 0.9, 0.95, 0.99]),
+    "state-lost": run(state_new=True),
+    "steps-repeated": run(losses=STILL, **SEVERAL_STEPS),
+    "gradient-rescaled": run(losses=STILL, rescaled=("a", "b")),
+    "gradient-rescaled between layers": run(
+        losses=STILL, layers=LAYERS | {"c": reading(gradient_factor=0.01)}
+    ),
+    "constant-data": run(losses=STILL, layers=EQUAL),
+    "constant-data that are all zero": run(losses=STILL, layers=ALL_ZERO),
     "not-zeroed": run(layers=NOT_ZEROED),
     "not-zeroed before units die": run(
         9, STILL, layers=[LAYERS, *[NOT_ZEROED] * 3, LAYERS, *[LAYERS | DEAD] * 4]
@@ -109,6 +136,24 @@ HITS = {
     "batch-too-small to see whether the loss falls": run(losses=NOISY, layers=FEW_ROWS),
 }
 MEANT = {
+    "a loss of zero that has a gradient, as of a policy": run(losses=(0.0,) * 40, batch=DIFFERENT),
+    "one batch for ever, whose loss stays": run(losses=(1.0,) * 40, batch=(1.0,)),
+    "a resumed run with satisfied margins": run(layers=[LAYERS, *[FLAT] * 5]),
+    "most targets masked": run(losses=STILL, layers=MASKED),
+    "most targets ignored in some steps": run(losses=STILL, layers=[IGNORED, MASKED] * 3),
+    "a cycle of momentum": run(losses=STILL, momenta=[(x,) for x in (0.95, 0.85, 0.95) * 2]),
+    "a long average of Adam's": run(momenta=(0.99,)),
+    "dropout that rises to a half": run(
+        losses=STILL, dropout=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    ),
+    "the first step of a state": run(state_new=[True, *[False] * 5]),
+    "a state that is dropped at restarts": run(state_new=[True, False] * 3),
+    "gradients clipped one by one, as the loss falls": run(rescaled=("a", "b")),
+    "one layer whose input is constant": run(layers=[LAYERS | EQUAL, LAYERS] * 3),
+    "one row with a gradient": run(
+        losses=STILL,
+        layers={"a": reading(common_share=1.0, scale_cv=0.0, rows_without_gradient=63)},
+    ),
     "one sample in each step, as the loss falls": run(layers=FEW_ROWS),
     "a noisy loss of large batches": run(losses=NOISY),
     "a loss that jumps at any time": run(losses=(*WELL[:12], 3.0, *WELL[:9], 3.0, *WELL[:15])),

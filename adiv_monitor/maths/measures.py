@@ -323,8 +323,8 @@ def _of_vectors(a_b: PerLayer, a_a: PerLayer, b_b: PerLayer) -> PerLayer:
 def _of_squares(a_b: PerRow, a_a: PerRow, b_b: PerRow) -> PerRow:
     """Return a·b / (‖a‖ ‖b‖); NaN where a square overflowed."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        # Two divisions: the product of two small norms may underflow where neither norm does.
-        cosines: PerRow = a_b / np.sqrt(a_a) / np.sqrt(b_b)
+        # Ratios: exactly 1 where a = b, while the product of two small squares may underflow.
+        cosines: PerRow = a_b / a_a / np.sqrt(b_b / a_a)
         return np.where(np.isinf(a_a) | np.isinf(b_b), np.nan, cosines)
 
 

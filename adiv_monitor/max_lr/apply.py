@@ -61,7 +61,7 @@ def parametrize_model(
             "that was not parametrized: build it anew"
         )
     layers = Alignment(model, probe).layers
-    network = ModelNetwork.of(layers, parametrization, update_rule("adam"))
+    network = ModelNetwork.of(layers, parametrization, update_rule("adam"), is_applied=False)
     if wrong := network.unstable:
         raise ValueError(f"parametrize_model(parametrization={parametrization!r}): {wrong}")
     scales = scale if isinstance(scale, Mapping) else dict.fromkeys(network.paths, scale)

@@ -67,8 +67,8 @@ def optimizer_groups(
             decay times its rate is η λ. None: not in the groups, so decay follows the rate.
         kinds: further factors of η by kind of parameter: "input", "hidden", "readout", "vector".
             The kind of a shared parameter is that of its first use.
-        gains: further factors by layer, such as `MaxLRScheduler.proposed` of another run. Layers
-            that share a parameter must have the same one.
+        gains: further factors by layer, such as `MaxLRScheduler.proposed` of another run. That of
+            a shared parameter is that of its first use.
         rates: learning rates by name of a parameter, whatever uses it.
 
     Returns:
@@ -84,7 +84,7 @@ def optimizer_groups(
     layers = checked_layers("optimizer_groups(layers=…)", layers)
     _check_number("lr", lr)
     for argument, decay in (("eps", eps), ("weight_decay", weight_decay)):
-        _check_number(argument, decay or 0, zero=True)
+        _check_number(argument, decay or 1.0)  # None and 0 may be
     kinds, gains, rates = kinds or {}, gains or {}, rates or {}
     for argument, given in (("kinds", kinds), ("gains", gains), ("rates", rates)):
         for name, value in given.items():
@@ -105,7 +105,6 @@ def optimizer_groups(
             "that it normalises, so no factor keeps its share at all widths: expected AdamW or SGD"
         )
     network = ModelNetwork.of(layers, parametrization, rule)
-    network.check_is_applied(parametrization)
     solution = network.solve(clipped(ratios_of(alignments or {})))
     if solution.status != "optimal":
         raise ValueError(f"optimizer_groups: {solution.status}: {solution.message}")
@@ -120,12 +119,12 @@ def optimizer_groups(
     G = solution.gradients[first] - network.a[first]
     groups += _of_layers(network, solution, at_base, groups, G)
     groups += _of_vectors(parameters, layers, rule, at_base, groups, G)
-    factors = factors_of("optimizer_groups", layers, gains)
+    owners = owners_of("optimizer_groups", layers, gains)
     for group in groups:
         group["rule"] = rule.name
         shrinks = group.pop("shrinks", 1.0)
         if group["kind"] != "given":
-            factor = factors.get(id(group["params"][0]), 1.0)
+            factor = gains.get(owners.get(id(group["params"][0]), ""), 1.0)
             group["lr"] *= lr * factor * kinds.get(group["kind"], 1.0)
             if eps is not None:
                 group["eps"] = eps * shrinks
@@ -134,25 +133,17 @@ def optimizer_groups(
     return groups
 
 
-def factors_of(
+def owners_of(
     where: str, layers: Sequence[AlignedLayer], gains: Mapping[str, float]
-) -> dict[int, float]:
-    """Return the factor of each parameter's learning rate, by its id.
+) -> dict[int, str]:
+    """Return the first of the layers with a factor that uses a parameter, by the parameter's id.
 
     Raises:
-        ValueError: there is no such layer, or layers that share a parameter have unlike factors.
+        ValueError: there is no such layer.
     """
     _check_names("gains", gains, [layer.path for layer in layers], where=where)
-    found: dict[int, tuple[float, str]] = {}
-    for layer in layers:
-        for p in layer.parameters if layer.path in gains else ():
-            gain, path = found.setdefault(id(p), (gains[layer.path], layer.path))
-            if gain != gains[layer.path]:
-                raise ValueError(
-                    f"{where}(gains=…): got {gain:g} for {path!r} and {gains[layer.path]:g} for "
-                    f"{layer.path!r}, which share a parameter: expected the same factor"
-                )
-    return {key: gain for key, (gain, _) in found.items()}
+    used = [layer for layer in reversed(layers) if layer.path in gains]
+    return {id(p): layer.path for layer in used for p in layer.parameters}
 
 
 def _of_layers(
@@ -214,15 +205,14 @@ def _of_vectors(
     return found
 
 
-def _check_number(argument: str, value: object, *, zero: bool = False) -> None:
-    """Check that a learning rate or a factor is a finite number above 0, or 0 where it may be."""
+def _check_number(argument: str, value: object) -> None:
+    """Check that a learning rate or a factor is a finite number above 0."""
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
         raise TypeError(f"optimizer_groups({argument}=…): got {value!r}, expected a number")
     number = float(value)
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        least = "of at least 0" if zero else "above 0"
+    if not 0 < number < math.inf:
         raise ValueError(
-            f"optimizer_groups({argument}=…): got {value!r}, expected a finite number {least}"
+            f"optimizer_groups({argument}=…): got {value!r}, expected a finite number above 0"
         )
 
 

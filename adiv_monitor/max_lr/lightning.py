@@ -52,8 +52,7 @@ class MaxLRCallback(Callback):
                 f"MaxLRCallback: got a fit with {len(trainer.optimizers)} optimizers, expected one"
             )
         probe = self._probe.to(pl_module.device)
-        optimizer = trainer.optimizers[0]
-        self.scheduler = MaxLRScheduler(optimizer, pl_module, probe, **self._options)
+        self.scheduler = MaxLRScheduler(trainer.optimizers[0], pl_module, probe, **self._options)
         if self._restored is not None:
             self.scheduler.load_state_dict(self._restored)
             self._restored = None
@@ -73,16 +72,11 @@ class MaxLRCallback(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(shown, step=trainer.global_step)
 
-    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_end(self, *args: Any) -> None:
         """Remove all hooks from the optimizer."""
-        self._close()
-
-    def on_exception(
-        self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
-    ) -> None:
-        """Remove all hooks from the optimizer if the fit fails."""
-        self._close()
-
-    def _close(self) -> None:
         if self.scheduler is not None:
             self.scheduler.close()
+
+    def on_exception(self, *args: Any) -> None:
+        """Remove all hooks from the optimizer if the fit fails."""
+        self.on_train_end()

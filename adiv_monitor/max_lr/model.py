@@ -46,14 +46,20 @@ class ModelNetwork:
         layers: Sequence[AlignedLayer],
         parametrization: str | Parametrization,
         rule: UpdateRule,
+        *,
+        is_applied: bool = True,
     ) -> "ModelNetwork":
         """Return the network of these layers in a parametrization.
+
+        A parametrization that is applied by its name has multipliers. One that is given as a
+        `Parametrization` may be part of the model's own code, where they are not seen. "sp" needs
+        none: that of a weight that is used twice would only make up for its initialisation.
 
         A weight that is used twice is initialised as in its first use. If another use requires
         another b, its multiplier compensates: (a + t, b − t) is the same function.
 
         Raises:
-            ValueError: no layer feeds another, or the layers have multipliers of another
+            ValueError: no layer feeds another, or the layers do not have the multipliers of the
                 parametrization.
         """
         feeding = {path for layer in layers for path in layer.predecessors}
@@ -70,30 +76,9 @@ class ModelNetwork:
         for first, *others in tied:
             for i in others:
                 a[i], b[i] = a[i] + b[i] - b[first], b[first]
-        _check_multipliers(kept, a, chosen)
+        is_needed = is_applied and isinstance(parametrization, str) and any(chosen.a)
+        _check_multipliers(kept, a, chosen, is_needed)
         return cls(kept, tuple(a), tuple(b), rule, tuple(kinds), tied)
-
-    def check_is_applied(self, parametrization: str | Parametrization) -> None:
-        """Check that the model has the multipliers of a parametrization that is given by its name.
-
-        A `Parametrization` may be part of the model's own code, where no multiplier is seen. "sp"
-        needs none: that of a weight that is used twice would only make up for its initialisation.
-
-        Raises:
-            ValueError: no layer has one.
-        """
-        if isinstance(parametrization, Parametrization):
-            return
-        if not any(parametrization_named(parametrization).a):
-            return
-        needed = [x for x, a in zip(self.layers, self.a, strict=True) if a and x.role != "excluded"]
-        if needed and not any(multiplier_of(layer.module, layer.name) for layer in self.layers):
-            raise ValueError(
-                f"max_lr: with parametrization={parametrization!r} the weight of "
-                f"{needed[0].path!r} has to be multiplied, and no multiplier is there: expected a "
-                "model that was passed to parametrize_model, or 'sp', or a Parametrization that is "
-                "part of the model's own code"
-            )
 
     @property
     def paths(self) -> list[str]:
@@ -136,18 +121,19 @@ class ModelNetwork:
 
 
 def _check_multipliers(
-    layers: Sequence[AlignedLayer], a: Sequence[float], chosen: Parametrization
+    layers: Sequence[AlignedLayer], a: Sequence[float], chosen: Parametrization, is_needed: bool
 ) -> None:
-    """Check that if any layer has a multiplier, each has that of this parametrization."""
+    """Check that if any layer has or needs a multiplier, each has that of this parametrization."""
     found = [multiplier_of(layer.module, layer.name) for layer in layers]
     for layer, multiplier, exponent in zip(layers, found, a, strict=True):
         own = 0.0 if multiplier is None else multiplier.exponent
         expected = 0.0 if layer.role == "excluded" else exponent
-        if any(found) and not isclose(own, expected, abs_tol=1e-6):
+        if (is_needed or any(found)) and not isclose(own, expected, abs_tol=1e-6):
             raise ValueError(
                 f"max_lr: the weight of {layer.path!r} is multiplied by n^{0 - own:g}, with "
                 f"parametrization={chosen.name!r} expected by n^{0 - expected:g}: give the "
-                "parametrization that parametrize_model was given"
+                "parametrization that parametrize_model was given, or a Parametrization if the "
+                "model's own code multiplies"
             )
 
 

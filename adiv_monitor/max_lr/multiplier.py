@@ -41,6 +41,5 @@ def multiplier_of(module: nn.Module, name: str) -> Multiplier | None:
 
 def parametrization_of(model: nn.Module) -> Parametrization | None:
     """Return the parametrization of a model's multipliers; None if it has none."""
-    found = (module for module in model.modules() if isinstance(module, Multiplier))
-    first = next(found, None)
-    return None if first is None else first.parametrization
+    found = (m.parametrization for m in model.modules() if isinstance(m, Multiplier))
+    return next(found, None)

@@ -57,9 +57,7 @@ class MaxLRSolution:
     @property
     def gains(self) -> Exponents:
         """c_full − c: each layer's rate may be n^gain times that under full alignment."""
-        return (
-            tuple(full - c for full, c in zip(self.c_full, self.c, strict=True)) if self.c else ()
-        )
+        return tuple(full - c for full, c in zip(self.c_full, self.c, strict=False))
 
 
 def solve_max_lr(

@@ -1,18 +1,18 @@
 """The table of layers at one measured step, with a row per layer."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from adiv_monitor.diagnosis.health import measure_title, worst_layers
-from adiv_monitor.pages.chain import Part, bar, chain
 from adiv_monitor.report import WORST, StepReport, taken
 from adiv_monitor.report.wording import cell, listed, number, rows_words
 
 COLUMNS = (
-    *("update_cosine", "gradient_cosine", "attainable_cosine", "realised_cosine", "scale_cv"),
-    *("common_share", "interference_ratio", "harmed_fraction", "effective_lr", "update_ratio"),
+    *("diagonal_cosine", "gradient_cosine", "update_cosine", "realised_cosine"),
+    *("attainable_cosine", "scale_cv", "common_share", "interference_ratio", "harmed_fraction"),
+    *("effective_lr", "update_ratio"),
 )
 # Measures whose worst layer is named, and that comparisons show.
 NAMED = (
@@ -57,25 +57,13 @@ class End(NamedTuple):
 
 
 def layer_table(report: StepReport) -> dict[str, Any]:
-    """Return the table of the layers of a report.
-
-    A row has the remaining cosine ("share") with its causes as blocks of a bar, empty without a
-    direction, and in words; and the largest cosine that any step of the layer could keep
-    ("ceiling"), None if it was not measured.
-    """
+    """Return the table of the layers of a report."""
     measures = taken(report, COLUMNS)
-    chains = {path: chain(reading) for path, reading in report.layers.items()}
-    lowest = min((p.after for parts in chains.values() for p in parts), default=0.0)
-    lowest = max(min(lowest, 0.0), -1.0)
     worst = worst_layers(report)
     rows = [
         {
             "path": path,
             "about": f"{reading.kind} · {rows_words(reading)} rows",
-            "bar": bar(chains[path], lowest),
-            "words": _bar_words(chains[path]),
-            "share": chains[path][-1].after if chains[path] else None,
-            "ceiling": _finite(reading.attainable_cosine),
             "cells": [
                 Cell(cell(reading, m), _finite(getattr(reading, m)), path in worst.get(m, ()))
                 for m in measures
@@ -83,7 +71,7 @@ def layer_table(report: StepReport) -> dict[str, Any]:
         }
         for path, reading in report.layers.items()
     ]
-    return {"step": report.step, "measures": measures, "rows": rows, "lowest": lowest}
+    return {"step": report.step, "measures": measures, "rows": rows}
 
 
 def worst(report: StepReport, measures: Collection[str] = NAMED) -> Iterator[End]:
@@ -114,14 +102,3 @@ def worst_lines(report: StepReport, measures: Collection[str] = NAMED) -> list[s
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _bar_words(parts: Sequence[Part]) -> str:
-    if not parts:
-        return "no direction"
-    said = [f"cosine {number(parts[-1].after, parts[-1].error)}"]
-    for part in parts:
-        verb = ("raise" if part.taken < 0 else "lower") + "s" * (len(part.causes) == 1)
-        change = number(abs(part.taken), part.error)
-        said.append(f"{' and '.join(part.causes)} {verb} it by {change}")
-    return ", ".join(said)

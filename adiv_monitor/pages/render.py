@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.diagnosis.diagnose import finding_title
 from adiv_monitor.diagnosis.health import MEASURE_TITLES, fix_title, measure_title
-from adiv_monitor.pages.chain import HEIGHT, WIDTH
 from adiv_monitor.pages.findings import STRENGTH_WORDS, evidence_rows, significant
 from adiv_monitor.pictures.colours import HEALTHY, NOT_FINITE, TOO_LITTLE, TOO_MUCH
 from adiv_monitor.printable import printable
@@ -53,7 +52,6 @@ _WORDS: dict[str, Any] = {
     "evidence_rows": evidence_rows,
     "significant": significant,
     "isfinite": math.isfinite,
-    "size": {"width": WIDTH, "height": HEIGHT},
 }
 
 

@@ -10,7 +10,6 @@ from adiv_monitor.diagnosis.diagnose import follows, running_headline, what_happ
 from adiv_monitor.diagnosis.diagnosis import Diagnosis, without_secrets
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.pages.drives import drives
 from adiv_monitor.pages.findings import all_trials, checks
 from adiv_monitor.pages.heat import heat_map, heat_measures
 from adiv_monitor.pages.layers import layer_table, worst
@@ -54,7 +53,6 @@ def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] =
         not_measured=not_measured(last) if last else [],
         notes=notes_of(record),
         worst=[*worst(last)] if last else [],
-        drives=drives(last) if last else None,
         loss_picture=loss_picture(record) if record.losses else None,
         trials=all_trials(findings, record),
         heat=heat_map(record, heat_measures(record, findings)),

@@ -18,7 +18,7 @@ from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
-from adiv_monitor.rerun.thread import ThreadState
+from adiv_monitor.rerun.thread import ThreadState, run_apart
 
 SAMPLES = 8
 # Arguments of these types do not hold tensors that have to be cut, too.
@@ -279,7 +279,7 @@ class FirstPass:
             return
         try:
             with ThreadState(), torch._C.DisableTorchFunction():
-                body(*args)
+                run_apart(body, *args)
         except Exception as error:
             self._fail(error)
 

@@ -13,7 +13,7 @@ from adiv_monitor.pages.digest import finding_lines, named
 from adiv_monitor.pictures.grid import Grid, grids
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
 from adiv_monitor.pictures.picture import Picture
-from adiv_monitor.printable import markdown, printable, quoted
+from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.blocks import common_stem
 from adiv_monitor.report.wording import listed
@@ -114,12 +114,6 @@ def _panels(known: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str
     seen = dict.fromkeys(e.measure for finding in findings for e in finding.evidence)
     extra = [m for m in seen if m in known and m not in front][:_MOST_EVIDENCE]
     return (*front[: len(OVERVIEW) - len(extra)], *extra) if front else ()
-
-
-def alarms_text(alarms: Iterable[object]) -> str:
-    """Format alarms as a Markdown list; "" without alarms."""
-    lines = [f"- {markdown(str(alarm))}" for alarm in alarms]
-    return "\n".join(["### Alarms\n", *lines, "", ""]) if lines else ""
 
 
 def findings_text(findings: Iterable[Finding], record: Record) -> str:

@@ -5,12 +5,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
-from weakref import WeakKeyDictionary
 
 from adiv_monitor.diagnosis.health import chart_text
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import markdown
-from adiv_monitor.report import StepReport, taken
+from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import not_measured, percent, trained
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.scalars import (
@@ -19,7 +18,6 @@ from adiv_monitor.sinks.scalars import (
     Metrics,
     Scalars,
     summary_group,
-    summary_tags,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ class TensorBoardSink:
       direction is NaN. Charts say what healthy layers read, if that is known.
     - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
       the report's quantiles; with more than 40 layers not for every report.
-    - Custom scalars: one chart per measure, the median in the band from smallest to largest layer.
 
     Args:
         target: folder for the event files, or a `SummaryWriter` of yours, which stays open at
@@ -99,8 +96,6 @@ class TensorBoardSink:
             Summary,
         )
 
-        if not self._written:
-            self._write_layout(report)
         # Six digits, so that rounding noise does not fill the chart of a constant.
         values = [
             Summary.Value(
@@ -184,23 +179,6 @@ class TensorBoardSink:
             group = summary_group(self._metrics.name)
             self._writer.add_text(f"{group}/{tag}", text or "none any more", step)
             self._texts[tag] = text
-
-    def _write_layout(self, report: StepReport) -> None:
-        """Write the layout of the custom scalars, which all sinks of a writer share."""
-        name, measures = self._metrics.name, self._metrics.measures
-        front = FRONT_MEASURES if self._metrics.scalars == "few" else DEFAULT_MEASURES
-        tags = {m: summary_tags(m, name) for m in taken(report, measures or front)}
-        # TensorBoard shows the last chart first.
-        charts = {
-            m: ["Margin", [t["median"], t["min"], t["max"]]] for m, t in reversed(tags.items())
-        }
-        title = "adiv: median of all layers, from the smallest to the largest"
-        layout = _LAYOUTS.setdefault(self._writer, {})
-        layout[f"{title} ({name})" if name else title] = charts
-        self._writer.add_custom_scalars(layout)
-
-
-_LAYOUTS: "WeakKeyDictionary[SummaryWriter, dict[str, dict[str, list[Any]]]]" = WeakKeyDictionary()
 
 
 def as_writer(found: object) -> Union["SummaryWriter", None]:

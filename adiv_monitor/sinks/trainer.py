@@ -1,12 +1,10 @@
 """Reports in the log of a Hugging Face Trainer and in the trackers that it reports to."""
 
-import warnings
 from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.products import ProductSink, product_of_callback
 from adiv_monitor.sinks.scalars import Metrics
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
 
@@ -19,9 +17,8 @@ class TrainerSink:
 
     The summary over layers, and the coverage, go into `trainer.state.log_history` and to all
     callbacks except those that only print logs. Scalars of single layers would flood the history,
-    so only callbacks that report to a tracker receive them, TensorBoard in the format of
-    `TensorBoardSink`. W&B and MLflow also receive pictures and findings; other trackers receive
-    numbers alone, which is warned of once.
+    so only callbacks that report to a tracker receive them. TensorBoard also receives all else that
+    `TensorBoardSink` writes.
 
     Args:
         trainer: the Trainer, which has begun to train.
@@ -33,7 +30,6 @@ class TrainerSink:
         self._state = trainer.state  # state of this training; the next one has another
         self._metrics = metrics
         self._board: TensorBoardSink | None = None
-        self._products: dict[int, ProductSink | None] = {}  # by id of the callback
 
     @property
     def place(self) -> str:
@@ -45,7 +41,7 @@ class TrainerSink:
         from transformers import PrinterCallback, ProgressCallback
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-        products: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
+        trackers: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
         metrics = self._metrics
         summary = metrics.named(metrics.summary(report))
         summary["epoch"] = self._state.epoch
@@ -59,39 +55,20 @@ class TrainerSink:
                     writer, metrics.measures, scalars=metrics.scalars
                 )
                 self._board.write(report)
-            elif isinstance(callback, products):
+            elif isinstance(callback, trackers):
                 self._tell(callback, {**shown, "epoch": self._state.epoch})
-                if (product := self._product(callback)) is not None:
-                    product.write(report, self._state.global_step)
             elif not isinstance(callback, (PrinterCallback, ProgressCallback)):
                 self._tell(callback, dict(summary))
 
-    @property
-    def _boards(self) -> list[TensorBoardSink | ProductSink]:
-        return [x for x in (self._board, *self._products.values()) if x is not None]
-
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of the steps after the last report."""
-        for board in self._boards:
-            board.add_losses(losses)
+        if self._board is not None:
+            self._board.add_losses(losses)
 
     def close(self) -> None:
-        """Write the last pictures; their writers belong to the Trainer and stay open."""
-        for board in self._boards:
-            board.close()
-
-    def _product(self, callback: "TrainerCallback") -> ProductSink | None:
-        if id(callback) not in self._products:
-            product, name = product_of_callback(callback), type(callback).__name__
-            if product is None:
-                warnings.warn(
-                    f"DivergenceTrainerCallback: {name} takes numbers only; for findings and heat "
-                    "maps pass DivergenceTrainerCallback(sinks=[HtmlSink('run.html')])",
-                    stacklevel=2,
-                )
-            own = "DivergenceTrainerCallback"
-            self._products[id(callback)] = ProductSink(product, own) if product else None
-        return self._products[id(callback)]
+        """Write the last pictures; their writer belongs to the Trainer and stays open."""
+        if self._board is not None:
+            self._board.close()
 
     def _tell(self, callback: "TrainerCallback", logs: dict[str, float]) -> None:
         """Pass logs to a callback in the way the Trainer does."""

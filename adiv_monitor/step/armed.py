@@ -51,6 +51,8 @@ class Armed:
         others: follows the steps of other optimizers.
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
+        dropout: the largest rate of the model's dropout modules.
+        state_new: whether the optimizer began the step without state, and has some after it.
         attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
         alignment: the alignments that were read after it.
@@ -65,6 +67,8 @@ class Armed:
     others: Others
     hooks: "Sequence[ProbeStep | LossHook]"
     rates: Rates = NO_RATES
+    dropout: float = 0.0
+    state_new: bool = False
     attempts: int = 0
     closure_calls: int | None = None
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
@@ -198,7 +202,9 @@ class Steps:
             whole=WholeModel(training.model, training.trained, history),
         )
         hooks = [each for each in (probe, self._loss) if each is not None]
-        return Armed(number, capture, step, selection, turn, guard, others, hooks)
+        armed = Armed(number, capture, step, selection, turn, guard, others, hooks)
+        armed.dropout = training.dropout
+        return armed
 
     def learn(self, capture: Capture) -> None:
         """Learn from a step that was taken."""

@@ -128,7 +128,7 @@ class _Ranks:
 
     def all_have(self, column: str) -> np.ndarray:
         """Return whether a flag is set in all ranks that count."""
-        found: np.ndarray = self.each(column, 1.0).all(0)
+        found: np.ndarray = np.all(self.each(column, 1.0), axis=0)
         return found
 
     def joined(self, table: str) -> tuple[Table, Index, Index]:

@@ -113,6 +113,7 @@ def understand(
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
+        rescaled=tuple(p for p, of in zip(paths, reasons, strict=True) if of == "apart"),
     )
 
 

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.loss_hook import LossOf
@@ -36,6 +37,7 @@ class Training:
     alignment: "Probe | None"
     # The selection so far, with the structure of the model.
     _found: tuple[object, Selection] | None = field(default=None, init=False)
+    _drops: list[_DropoutNd] = field(default_factory=list, init=False)
 
     def trained(self) -> Sequence[Tensor]:
         """Return the parameters that are trained, or would be if they were not frozen."""
@@ -65,11 +67,17 @@ class Training:
         now = structure(self.model, held or {})
         if self._found is None or now is None or now != self._found[0]:
             self._found = now, select(self.model, held, self.layers)
+            self._drops = [m for m in self.model.modules() if isinstance(m, _DropoutNd)]
         return self._found[1]
+
+    @property
+    def dropout(self) -> float:
+        """The largest rate of the model's dropout modules; 0 without any."""
+        return max((float(drop.p) for drop in self._drops), default=0.0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, whose model has other parameters."""
-        return {**vars(self), "_found": None}
+        return {**vars(self), "_found": None, "_drops": []}
 
     def due(self, number: int) -> tuple[Selection, Turn | None]:
         """Return the selection with the parameters that are due in a turn, and the turn.

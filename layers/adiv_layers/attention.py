@@ -108,27 +108,6 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
         bias = self.in_proj_bias
         return weights, [None] * 3 if bias is None else list(bias.detach().chunk(3))
 
-    def _reset_parameters(self) -> None:
-        """Initialise as the base class does: queries, keys and values as one matrix if possible."""
-        if not hasattr(self, "q_proj"):  # during the base class's constructor
-            super()._reset_parameters()
-            return
-        projections = [getattr(self, name) for name in _NAMES]
-        with torch.no_grad():
-            if self._qkv_same_embed_dim:
-                packed = nn.init.xavier_uniform_(torch.cat([p.weight for p in projections]))
-                for projection, weight in zip(projections, packed.chunk(3), strict=True):
-                    projection.weight.copy_(weight)
-            else:
-                for projection in projections:
-                    nn.init.xavier_uniform_(projection.weight)
-            for projection in (*projections, self.out_proj):
-                if projection.bias is not None:
-                    nn.init.zeros_(projection.bias)
-            for extra in (self.bias_k, self.bias_v):
-                if extra is not None:
-                    nn.init.xavier_normal_(extra)
-
     def forward(
         self,
         query: Tensor,

@@ -10,7 +10,6 @@ from adiv_layers.forms import check_form
 from adiv_layers.functional import gradient_only_conv, patch_norm_conv
 from adiv_layers.gradient_only import check_gradient_form
 from adiv_layers.gradient_only_conv import CONV_FORMS, ConvForm
-from adiv_layers.modules import changed
 
 # torch.fx does not trace into torch's own layers, and need not trace into these.
 torch.fx.wrap("gradient_only_conv")
@@ -72,7 +71,7 @@ class GradientOnlyConv2d(nn.Conv2d):
     def extra_repr(self) -> str:
         """Return the settings of the base class, then those of the correction."""
         twin: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{twin}, form={self.form!r}" + changed(eps=(self.eps, 1e-12))
+        return f"{twin}, form={self.form!r}, eps={self.eps}"
 
 
 def padded(layer: nn.modules.conv._ConvNd, input: Tensor) -> tuple[Tensor, str | tuple[int, ...]]:
@@ -125,9 +124,8 @@ class _PatchNorm(nn.modules.conv._ConvNd):
     def extra_repr(self) -> str:
         """Return the settings of the base class, then those of the correction."""
         twin: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{twin}, form={self.form!r}" + changed(
-            alpha=(self.alpha, 1.0), beta=(self.beta, 1.0), eps=(self.eps, 1e-12)
-        )
+        own = f"form={self.form!r}, alpha={self.alpha}, beta={self.beta}, eps={self.eps}"
+        return f"{twin}, {own}"
 
 
 class PatchNormConv1d(_PatchNorm, nn.Conv1d):

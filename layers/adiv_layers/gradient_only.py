@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from adiv_layers.autocast import autocast_dtype, without_autocast
 from adiv_layers.forms import least_square, representable
@@ -62,18 +61,15 @@ def gradient_only_linear(
 def gradient_only(input: Tensor, weight: Tensor, bias: Tensor | None, linear_map: Any) -> Tensor:
     """Apply a map that says what its parameters' gradients are: `_Linear`, or one like it.
 
-    torch.compile accepts no function with a forward mode. `torch.func` transforms and forward-mode
-    derivatives need a separate `setup_context`, which makes a call three times as slow.
+    torch.compile and `torch.func` transforms need a separate `setup_context`, which makes a call
+    three times as slow.
     """
     dtype = autocast_dtype(input)
     if dtype is not None:  # cast as autocast would inside, so that the backward sees the same
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    function: type[torch.autograd.Function] = _AtOnce
-    if torch.compiler.is_compiling():
-        function = _GradientOnly
-    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        function = _WithForwardMode
+    apart = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    function: type[torch.autograd.Function] = _GradientOnly if apart else _AtOnce
     output: Tensor = function.apply(input, weight, bias, linear_map)
     return output
 
@@ -126,7 +122,6 @@ class _GradientOnly(torch.autograd.Function):
         input, weight, bias, ctx.map = inputs
         ctx.has_bias = bias is not None
         ctx.save_for_backward(input, weight)
-        ctx.save_for_forward(input, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,27 +133,6 @@ class _GradientOnly(torch.autograd.Function):
             given = grad, input, weight, ctx.has_bias
             of_weight, of_bias = ctx.map.parameter_gradients(*given)
         return of_input, of_weight, of_bias if ctx.has_bias else None, None
-
-
-class _WithForwardMode(_GradientOnly):
-    """`_GradientOnly` with a forward mode, which torch.compile does not accept."""
-
-    @staticmethod
-    def jvp(
-        ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None, _: Any
-    ) -> Tensor:
-        # Forward mode differentiates the output by the parameters: the map is a plain one.
-        input, weight = ctx.saved_tensors
-        parts = [
-            None if d_input is None else ctx.map.apply(d_input, weight, None),
-            None if d_weight is None else ctx.map.apply(input, d_weight, None),
-            None if d_bias is None else d_bias.view(-1, *[1] * (weight.dim() - 2)),
-        ]
-        first, *rest = [part for part in parts if part is not None]
-        for part in rest:
-            first = first + part
-        tangent: Tensor = first
-        return tangent
 
 
 class _AtOnce(torch.autograd.Function):

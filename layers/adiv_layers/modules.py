@@ -62,8 +62,8 @@ class AffineLikeLinear(nn.Linear):
         return affine_like_linear(input, self.weight, self.bias, alpha=self.alpha, beta=self.beta)
 
     def extra_repr(self) -> str:
-        """Return the settings of the base class, then non-default ones of the correction."""
-        return super().extra_repr() + changed(alpha=(self.alpha, 1.0), beta=(self.beta, 1.0))
+        """Return the settings of the base class, then those of the correction."""
+        return f"{super().extra_repr()}, alpha={self.alpha}, beta={self.beta}"
 
 
 class NormLikeLinear(nn.Linear):
@@ -109,10 +109,8 @@ class NormLikeLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Return the settings of the base class, then non-default ones of the correction."""
-        return super().extra_repr() + changed(
-            alpha=(self.alpha, 1.0), beta=(self.beta, 1.0), eps=(self.eps, 1e-12)
-        )
+        """Return the settings of the base class, then those of the correction."""
+        return f"{super().extra_repr()}, alpha={self.alpha}, beta={self.beta}, eps={self.eps}"
 
 
 class GradientOnlyLinear(nn.Linear):
@@ -158,9 +156,8 @@ class GradientOnlyLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Return the settings of the base class, then those of the correction."""
-        return f"{super().extra_repr()}, form={self.form!r}" + changed(
-            eps=(self.eps, 1e-12), damping=(self.damping, 1e-3)
-        )
+        twin = super().extra_repr()
+        return f"{twin}, form={self.form!r}, eps={self.eps}, damping={self.damping}"
 
 
 class L2Norm(nn.Module):
@@ -185,12 +182,5 @@ class L2Norm(nn.Module):
         return l2_norm(input, self.dim, self.eps)
 
     def extra_repr(self) -> str:
-        """Return the dimension, and eps if it is not the default."""
-        return f"dim={self.dim}" + changed(eps=(self.eps, 1e-12))
-
-
-def changed(**settings: tuple[object, object]) -> str:
-    """Return the settings that differ from their defaults, for a repr: ", alpha=2.0"."""
-    return "".join(
-        f", {name}={value!r}" for name, (value, default) in settings.items() if value != default
-    )
+        """Return the dimension and eps."""
+        return f"dim={self.dim}, eps={self.eps}"

@@ -1,12 +1,11 @@
 """Linear maps of scaled rows, f·(Wx + b) or f·Wx + b, computed in the cheapest way.
 
-Dividing the input accesses every input five times in forward and backward; dividing the output
-accesses every input and every output four times. On the CPU both have a hand-written backward,
-because autograd's would pass over the input ten times. The plain expression is used for derivatives
-of derivatives, compilation and transforms.
+Dividing the input accesses every input five times in forward and backward; dividing the output,
+which only kernels do, accesses every input and every output four times. On the CPU the backward is
+hand-written, because autograd's would pass over the input ten times. The plain expression is used
+for derivatives of derivatives, compilation and transforms.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,27 +36,20 @@ def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: Corr
         (..., n_out).
     """
     kernels = kernels_for(input, weight, bias)
-    by_output = _by_output(input, weight, bias, form, kernels is not None)
-    plain = partial(scale_output if by_output else scale_input, form=form)
     if kernels is not None:
         with suppress(KernelError):
-            return _by_kernels(kernels, plain, input, weight, bias, form, by_output)
+            return _by_kernels(kernels, input, weight, bias, form)
     elif _by_hand(input):
-        function = _OutputScaled if by_output else _InputScaled
-        output: Tensor = function.apply(input, weight, bias, form)
+        output: Tensor = _InputScaled.apply(input, weight, bias, form)
         return output
-    return plain(input, weight, bias)
+    return scale_input(input, weight, bias, form)
 
 
 def _by_kernels(
-    kernels: Any,
-    plain: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    form: Correction,
-    by_output: bool,
+    kernels: Any, input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction
 ) -> Tensor:
+    by_output = _by_output(input, weight, bias, form)
+    plain = partial(scale_output if by_output else scale_input, form=form)
     dtype = linear_dtype(input)
     z: Tensor
     alike = dtype != input.dtype or input.dtype == weight.dtype  # else F.linear is to raise
@@ -70,18 +62,16 @@ def _by_kernels(
     return z
 
 
-def _by_output(
-    input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction, on_kernels: bool
-) -> bool:
+def _by_output(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> bool:
     """Return whether dividing the output is cheaper: if n_in > 4 n_out, see the module's docstring.
 
-    Adding f·b after the product takes two more passes over the output; then n_in > 2 n_out
-    suffices. The kernels avoid these passes unless there are fewer rows than inputs.
+    With fewer rows than inputs, adding f·b after the product takes two more passes over the output;
+    then n_in > 2 n_out suffices.
     """
     n_out, n_in = weight.shape
     if (autocast_dtype(input) or input.dtype) == torch.float16:
         return False  # Wx could overflow before it is divided
-    if bias is None or form.constant == 0 or (on_kernels and input.numel() >= n_in * n_in):
+    if bias is None or form.constant == 0 or input.numel() >= n_in * n_in:
         return n_in > 4 * n_out
     return n_in > 2 * n_out
 
@@ -129,7 +119,12 @@ class _InputScaled(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction
     ) -> Tensor:
-        factor = _factor(input, form)
+        factor = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
+        if form.constant > 0:
+            factor = (factor * factor + form.constant).rsqrt_()
+        else:
+            factor = factor.clamp_min_(least_square(form.eps, factor) ** 0.5).reciprocal_()
+        factor = times(factor, form.gain)
         unit = input * factor
         ctx.save_for_backward(input, weight, bias, factor, unit)
         ctx.form = form
@@ -151,7 +146,8 @@ class _InputScaled(torch.autograd.Function):
             pull = torch.linalg.vecdot(grad_input, unit).unsqueeze(-1)
             if bias is not None and form.constant > 0:
                 pull.addcmul_(factor, (grad @ bias).unsqueeze(-1), value=form.shift)
-            pull = _where_it_varies(pull, factor, form)
+            if (limit := form.limit(factor)) > 0:  # where eps determines f, it does not vary with x
+                pull = pull.masked_fill(factor.abs() >= limit, 0.0)
             grad_input.addcmul_(unit, pull, value=-1 / form.gain**2).mul_(factor)
         if needed[1]:
             grad_weight = rows.t() @ unit.reshape(-1, unit.shape[-1])
@@ -159,58 +155,3 @@ class _InputScaled(torch.autograd.Function):
             total = rows.t() @ factor.reshape(-1) if form.constant > 0 else rows.sum(0)
             grad_bias = times(total, form.shift)
         return grad_input, grad_weight, grad_bias, None
-
-
-class _OutputScaled(torch.autograd.Function):
-    """f·(Wx + shift·b), or f·Wx + shift·b if the constant is 0.
-
-    It saves the product before scaling, so that later operations may overwrite the output.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction
-    ) -> Tensor:
-        factor = _factor(input, form)
-        before, after = form.split(bias)
-        product = F.linear(input, weight, before)
-        ctx.save_for_backward(input, weight, bias, factor, product)
-        ctx.form = form
-        output: Tensor = product * factor
-        return output if after is None else output.add_(after)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, factor, product = ctx.saved_tensors
-        form, needed = ctx.form, ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            plain = partial(scale_output, form=form)
-            return *differentiable(plain, (input, weight, bias), needed, grad), None
-        scaled_grad = grad * factor
-        rows = scaled_grad.reshape(-1, grad.shape[-1])
-        grad_input = grad_weight = grad_bias = None
-        if needed[0]:
-            pull = torch.linalg.vecdot(scaled_grad, product).unsqueeze(-1) * factor.square()
-            pull = _where_it_varies(pull, factor, form)
-            grad_input = (scaled_grad @ weight).addcmul_(input, pull, value=-1 / form.gain**2)
-        if needed[1]:
-            grad_weight = rows.t() @ input.reshape(-1, input.shape[-1])
-        if needed[2]:
-            total = rows if form.constant > 0 else grad.reshape(-1, grad.shape[-1])
-            grad_bias = times(total.sum(0), form.shift)
-        return grad_input, grad_weight, grad_bias, None
-
-
-def _factor(input: Tensor, form: Correction) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
-    if form.constant > 0:
-        factor = (length * length + form.constant).rsqrt_()
-    else:
-        factor = length.clamp_min_(least_square(form.eps, length) ** 0.5).reciprocal_()
-    return factor if form.gain == 1.0 else factor.mul_(form.gain)
-
-
-def _where_it_varies(pull: Tensor, factor: Tensor, form: Correction) -> Tensor:
-    """Return the pull of f on x; zero where eps determines f."""
-    limit = form.limit(factor)
-    return pull if limit == 0 else pull.masked_fill(factor.abs() >= limit, 0.0)

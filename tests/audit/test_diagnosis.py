@@ -91,11 +91,6 @@ def explained(reference: float, model: float, per_class: float = 40.0) -> Record
     return probed("behind-reference", WELL, reference=reference, model=model, **numbers)
 
 
-def normalised(mean: float, std: float) -> Record:
-    numbers = {"target mean": mean, "target std": std}
-    return probed("outputs-normalised", mean=0.0, std=1.0, **numbers)
-
-
 def penalised(learnt: float) -> Record:
     numbers = {"with": learnt, "penalty after": 0.5, "penalty": 30.0}
     return probed("penalty-dominates", without=2.0, others=1.0, **numbers)
@@ -166,7 +161,6 @@ HITS = {
     "logits-as-probabilities": probed("logits-as-probabilities", at=0.0, beyond=-1.0, outside=0.5),
     "softmax-of-one": probed("softmax-of-one"),
     "class-axis": probed("class-axis", words={"layer": "linear in 'b'"}),
-    "graph-offset": probed("graph-offset", share=0.1, rows=90.0, highest=9.0, entries=200.0),
     "target-attached": probed("target-attached", share=0.97),
     "softmax-over-samples": probed("softmax-over-samples"),
     "targets-out-of-range": probed("targets-out-of-range", share=0.4),
@@ -177,7 +171,6 @@ HITS = {
     "dropout-too-high": probed("dropout-too-high", rate=0.9, **COPIED),
     "epsilon-dominates": probed("epsilon-dominates", share=0.9, epsilon=1.0, root=0.01),
     "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3, **COPIED),
-    "outputs-normalised": normalised(100.0, 3.0),
     "outputs-constant": probed("outputs-constant", words={"by": "norm"}, share=0.0),
     "collapsed": probed("collapsed", WELL, before=0.5, after=0.05, loss=-1.0),
     "term-without-graph": probed("term-without-graph", value=9.0, loss=8.8),
@@ -211,12 +204,10 @@ MILDER = [
     ("left-in-eval watch", probed("left-in-eval", given=1.0)),
     ("samples-mixed watch", probed("samples-mixed", WELL, {"by": "place"}, share=1.0)),
     ("no-activation watch", probed("no-activation", WELL, {"by": "lost"})),
-    ("padding-is-word watch", probed("padding-is-word", index=0.0, inside=0.9, rows=0.5)),
     ("padding-read watch", probed("padding-read", change=0.3, places=4.0)),
     ("term-outweighed watch",
      probed("term-outweighed", WELL, {"other": "b"},
             **{"ratio": 1e3, "at first": 2.0, "after": 2.0})),
-    ("loss-own-fall watch", probed("loss-own-fall", WELL, fall=2.0, without=0.1, share=0.05)),
     ("softmax-of-one watch", probed("softmax-of-one", WELL, {"scores": "True"})),
     ("targets-moved act", probed("targets-moved", words={"move": "left"}, share=0.5)),
     ("padding-counts watch", probed("padding-counts", share=0.76)),
@@ -305,7 +296,6 @@ NEAR_MISSES = {
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
     "epsilon-dominates": probed("epsilon-dominates", share=0.45, epsilon=1.0, root=2.0),
-    "outputs-normalised": normalised(1.9, 2.9),
     "terms-opposed": opposed(-0.9),
     "zero-slope": probed("zero-slope", words={"kind": "clip"}, share=0.1),
     "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), wiring=ZERO),
@@ -317,12 +307,10 @@ NEAR_MISSES = {
     "target-leak": probed("target-leak", share=0.999, feature=1.0, samples=64.0),
     "targets-moved": probed("targets-moved", own=0.3, best=0.5),
     "targets-misplaced": probed("targets-misplaced", share=0.6),
-    "padding-is-word": probed("padding-is-word", index=0.0, inside=0.9, rows=0.2),
     "padding-read": probed("padding-read", change=0.04, places=4.0),
     "term-outweighed": probed(
         "term-outweighed", WELL, **{"ratio": 29.0, "at first": 2, "after": 2}
     ),
-    "loss-own-fall": probed("loss-own-fall", WELL, fall=2.0, without=1.0, share=0.5),
     "behind-reference": explained(0.66, 0.2),
     "labels-unrelated": explained(0.01, 0.02, per_class=5.0),
     "interference": record({"a": reading(gradient_cosine=0.05, attainable_cosine=0.1)}),

@@ -10,7 +10,7 @@ from audited import batches, seen
 from made_records import record
 from torch import Tensor, nn
 from torch.nn import functional
-from trial_setups import answer, loss, mlp, setup
+from trial_setups import answer, mlp, setup
 
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
 from adiv_monitor.diagnosis import diagnose
@@ -97,14 +97,6 @@ def texts(padded: bool) -> tuple[tuple[Tensor, Tensor], ...]:
     return ((tokens, torch.randint(0, 3, (16,), generator=GENERATOR)),)
 
 
-@pytest.mark.parametrize(
-    ("padding", "padded", "hits"), [(0, False, True), (0, True, False), (None, False, False)]
-)
-def test_a_word_at_the_index_of_padding(padding: int | None, padded: bool, hits: bool) -> None:
-    of = setup(model=Words(padding, mean_of_words), batches=texts(padded))
-    assert bool(found("padding-is-word", of)) is hits
-
-
 def of_words(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(batch[0], batch[0] != 0), batch[1])
 
@@ -146,31 +138,6 @@ def test_a_term_that_another_outweighs(scale: float, hits: bool) -> None:
     assert bool(found("term-outweighed", setup(loss=two_tasks(scale)))) is hits
 
 
-class Balanced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.weight = nn.Linear(12, 3), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-@pytest.mark.parametrize(("bound", "hits"), [(0.0, True), (1.0, False)])
-def test_a_loss_that_falls_by_its_own_weight(bound: float, hits: bool) -> None:
-    def weighed(model: Any, batch: Any) -> Tensor:
-        return (-model.weight).exp() * loss(model, batch) + bound * model.weight
-
-    of = setup(model=Balanced(), loss=weighed)
-    trained = of.fork()
-    with torch.no_grad():
-        trained.model.weight += 0.0 if bound else 3.0  # type: ignore[operator, union-attr]
-        if bound:
-            trained.model.layer.weight *= 0.1  # type: ignore[union-attr]
-            trained.model.layer.bias *= 0.1  # type: ignore[union-attr]
-    facts = answer("loss-own-fall", of, trained).facts
-    assert (facts[0].numbers["share"] < 0.1) is hits
-
-
 @pytest.mark.parametrize(
     ("share", "of_others", "hits"), [(0.5, 0, True), (0.0, 0, False), (0.5, 1, False)]
 )
@@ -205,29 +172,6 @@ def test_an_axis_that_is_taken_for_the_classes(turned: bool) -> None:
         return functional.cross_entropy(made.transpose(1, 2) if turned else made, targets)
 
     assert bool(found("class-axis", setup(model=nn.Linear(4, 3), loss=of_places))) is not turned
-
-
-class Messages(nn.Module):
-    """Adds up what edges bring to nodes, of all graphs in one list."""
-
-    def __init__(self, offset: int) -> None:
-        super().__init__()
-        self.layer, self.head, self.offset = nn.Linear(3, 3), nn.Linear(3, 3), offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        nodes = self.layer(x.view(-1, 3))
-        edges = (
-            torch.tensor([[0, 1], [1, 2], [2, 3]])
-            + self.offset * torch.arange(len(x))[:, None, None]
-        )
-        of, to = edges.reshape(-1, 2).T
-        nodes = nodes + torch.zeros_like(nodes).index_add(0, to, nodes[of])
-        return self.head(nodes.view(len(x), 4, 3).mean(1))
-
-
-@pytest.mark.parametrize(("offset", "hits"), [(0, True), (4, False)])
-def test_edges_that_lack_the_offset_of_their_graph(offset: int, hits: bool) -> None:
-    assert bool(found("graph-offset", setup(model=Messages(offset)))) is hits
 
 
 def of_counts(log_input: bool) -> Callable[[nn.Module, Any], Tensor]:

@@ -15,7 +15,6 @@ from adiv_monitor.diagnosis.finding import Evidence, Finding
 from adiv_monitor.diagnosis.health import GRADIENT
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.pages.chain import WIDTH, bar, chain, mean_chain
 from adiv_monitor.pages.findings import checks
 from adiv_monitor.pages.heat import HEAT_MEASURES, heat_map, heat_measures
 from adiv_monitor.pictures.colours import painted
@@ -72,55 +71,6 @@ def heat_data(text: str) -> dict:
     found = re.search(r'<script type="application/json" id="heat-data">(.*?)</script>', text, re.S)
     assert found is not None
     return json.loads(found[1])
-
-
-def test_the_causes_parts_lead_from_one_to_what_is_left() -> None:
-    parts = chain(
-        reading(diagonal_cosine=0.9, gradient_cosine=0.4, update_cosine=0.5, realised_cosine=0.45)
-    )
-    assert [part.causes for part in parts] == [
-        ("scale",),
-        ("interference",),
-        ("optimizer",),
-        ("depth",),
-    ]
-    assert [part.taken for part in parts] == pytest.approx([0.1, 0.5, -0.1, 0.05])
-    assert 1 - math.fsum(part.taken for part in parts) == pytest.approx(0.45)
-
-
-def test_causes_that_nothing_is_measured_between_stay_together() -> None:
-    (first, second) = chain(
-        reading(gradient_cosine=0.4, update_cosine=math.nan, realised_cosine=0.3)
-    )
-    assert first.causes == ("scale", "interference")
-    assert second.causes == ("optimizer", "depth")
-
-
-def test_means_are_over_layers_that_tell_all_causes_apart() -> None:
-    layers = {
-        "a": reading(diagonal_cosine=1.0, gradient_cosine=0.5, update_cosine=0.25),
-        "b": reading(diagonal_cosine=0.8, gradient_cosine=0.7, update_cosine=0.6),
-        "module": reading(gradient_cosine=0.1, update_cosine=0.1),
-    }
-    parts, count = mean_chain(layers)
-    assert count == 2
-    assert [part.taken for part in parts] == pytest.approx([0.1, 0.3, 0.175])
-    assert parts[-1].after == pytest.approx(0.425)
-    assert mean_chain({"module": layers["module"]}) == ((), 0)
-
-
-def test_a_bar_holds_what_is_kept_taken_and_won_back() -> None:
-    parts = chain(reading(diagonal_cosine=0.9, gradient_cosine=0.4, update_cosine=0.5))
-    blocks = {block.cause: block for block in bar(parts, 0.0)}
-    assert blocks["scale"].x == pytest.approx(0.9 * WIDTH)
-    assert blocks["kept"].width == pytest.approx(0.5 * WIDTH)
-    assert blocks["won"].x == pytest.approx(0.4 * WIDTH)
-    turned = {
-        b.cause: b for b in bar(chain(reading(gradient_cosine=0.5, update_cosine=-0.5)), -0.5)
-    }
-    assert "kept" not in turned
-    assert turned["optimizer"].x == 0
-    assert turned["optimizer"].width == pytest.approx(WIDTH * 2 / 3, abs=0.1)
 
 
 def seen(*reports: StepReport) -> Record:

@@ -83,10 +83,8 @@ SPOKEN_OF = {
     "ower learning rate": ("rate*0.01", "rate*0.1", "rate*0.3"),
     "nother learning rate": RATES,
     "lipping": ("clip",),
-    "constant scale": ("scale-inputs",),
-    "by a constant": ("scale-inputs",),
-    "each row's length": ("affine-like", "norm-like"),
-    "Corrected layers": ("affine-like", "norm-like"),
+    "each row's length": ("affine-like",),
+    "Corrected layers": ("affine-like",),
     "Another limit": ("clip", "no-clip"),
 }
 

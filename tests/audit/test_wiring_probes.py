@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -339,24 +338,6 @@ def test_dropout_on_outputs_is_named_and_other_dropout_is_not() -> None:
     )
     for of in (setup(model=before), setup(model=ends_in(nn.Dropout(0.0))), restored):
         assert asked("dropout-on-outputs", of) == Probed()
-
-
-@pytest.mark.parametrize("last", [nn.BatchNorm1d(1), nn.Sequential(nn.BatchNorm1d(1), nn.ReLU())])
-def test_normalised_outputs_are_named_where_the_targets_are_not(last: nn.Module) -> None:
-    def of(scale: float, shift: float, end: nn.Module = last) -> Setup:
-        by = partial(squared, scale=scale, shift=shift)
-        return setup(model=ends_in(end, 1), loss=by)
-
-    (fact,) = asked("outputs-normalised", of(30.0, 100.0)).facts
-    assert abs(fact.numbers["mean"]) < 0.5 < fact.numbers["std"] < 1.1
-    assert "outputs-normalised" in named(of(30.0, 100.0))
-    assert "outputs-normalised" not in named(of(1.0, 0.0)), "the targets are standardised"
-    assert asked("outputs-normalised", of(30.0, 100.0, nn.ReLU())) == Probed()
-    fork = of(30.0, 100.0, nn.BatchNorm1d(1)).fork()
-    FIXES["outputs-without-norm"].apply(fork)
-    assert train(fork).losses == train(of(30.0, 100.0, nn.Identity()).fork()).losses
-    with pytest.raises(DoesNotApply):
-        FIXES["outputs-without-norm"].apply(of(30.0, 100.0, nn.ReLU()).fork())
 
 
 # Loss

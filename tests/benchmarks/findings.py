@@ -1063,13 +1063,6 @@ PICTURES: dict[str, Picture] = {
         {"dropout rate": of_fact("dropout-on-outputs", "rate"),
          "loss of the trained model without it": of_fact("dropout-on-outputs", "without")},
     ),
-    "outputs-normalised": Picture(
-        "a regression of the digit times 10, by a model that ends in a batch normalisation",
-        lambda: of_digits(nn.BatchNorm1d(1)),
-        {"standard deviation of the targets": of_fact("outputs-normalised", "target std")},
-        (targets, ("OTHER_SCALE", "OTHER_MEAN")),
-        lambda: of_digits(nn.Identity()),
-    ),
     "term-without-graph": Picture(
         "the mean square of the weights is added to the loss as a number; the healthy run's has a "
         "graph",

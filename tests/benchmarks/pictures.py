@@ -37,19 +37,13 @@ from adiv_monitor.diagnosis.running import MOST_REPORTS
 from adiv_monitor.sinks import HtmlSink, MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks.board import Board
-from adiv_monitor.sinks.products import Product, ProductSink
 
 SINKS = {
     "none": "no sink",
     "texts": "`TensorBoardSink` without pictures",
     "pictures": "`TensorBoardSink`",
-    "product": "a logger that takes pictures",
     "page": "`HtmlSink`",
 }
-
-
-def _ignored(*_: object) -> None:
-    """Do nothing, in place of a product's log function."""
 
 
 def sink_of(kind: str, folder: Path) -> Any:
@@ -57,8 +51,6 @@ def sink_of(kind: str, folder: Path) -> Any:
         return MemorySink()
     if kind == "page":
         return HtmlSink(folder / "page.html")
-    if kind == "product":
-        return ProductSink(Product(_ignored, _ignored), "pictures.py")
     if kind == "texts":  # the sink's behaviour without matplotlib
         board_module.find_spec = lambda name: None  # type: ignore[assignment]
     return TensorBoardSink(folder)

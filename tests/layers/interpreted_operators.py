@@ -84,7 +84,6 @@ def test_dispatch_modes_see_plain_expressions():
 def forgetful(monkeypatch):
     """Discard all recorded kernel failures after the test."""
     monkeypatch.setattr(launch, "_broken", set())
-    monkeypatch.setattr(launch, "_told", set())
     choice._functions.cache_clear()
     yield
     choice._functions.cache_clear()

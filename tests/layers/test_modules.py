@@ -121,7 +121,7 @@ def test_l2_norm():
     x = torch.randn(2, 3, 4, 4)
     torch.testing.assert_close(L2Norm(1)(x).norm(dim=1), torch.ones(2, 4, 4))
     torch.testing.assert_close(L2Norm()(x).norm(dim=-1), torch.ones(2, 3, 4))
-    assert repr(L2Norm(1)) == "L2Norm(dim=1)"
+    assert repr(L2Norm(1)) == "L2Norm(dim=1, eps=1e-12)"
     assert not list(L2Norm().parameters())
 
 

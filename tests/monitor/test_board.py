@@ -24,7 +24,6 @@ from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import course as course_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
-from adiv_monitor.sinks.products import Product, ProductSink
 
 pytest.importorskip("matplotlib")
 from adiv_monitor.pictures.grid import grid
@@ -226,29 +225,6 @@ def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     (event,) = found.Tensors("adiv.summary/no_pictures/text_summary")
     assert NO_PICTURES in str(event.tensor_proto.string_val)
     assert "adiv.summary/findings/text_summary" in found.Tags()["tensors"]
-
-
-def test_a_product_that_fails_is_not_tried_at_every_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, tried = [0.0], []
-    monkeypatch.setattr(course_module.time, "monotonic", lambda: now[0])
-
-    def fails(key: str, text: str, step: int) -> None:
-        tried.append(step)
-        now[0] += 3.0  # seconds
-        raise OSError("no connection")
-
-    sink = ProductSink(Product(fails, fails), "test")
-    sink.write(report(0))
-    now[0] = 13.0
-    with pytest.raises(OSError, match="no connection"):
-        sink.write(report(1))
-    now[0] = 179.0
-    sink.write(report(2))
-    assert tried == [1]
-    with pytest.raises(OSError, match="no connection"):
-        sink.close()
 
 
 # Weights that begin at zero

@@ -71,7 +71,6 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Batch], object]] = {
     )(torch.ones(2)),
     "batched gradients": batched_gradients,
     "export": lambda model, batch: torch.export.export(model, batch[:1]),
-    "strict export": lambda model, batch: torch.export.export(model, batch[:1], strict=True),
     "make_fx": lambda model, batch: make_fx(model)(batch[0]),
     "symbolic trace": lambda model, batch: torch.fx.symbolic_trace(model),
     "jit.trace": lambda model, batch: torch.jit.trace(model, batch[:1]),

@@ -94,6 +94,12 @@ def of_certain(*values: float) -> list[Sum]:
     return [Sum(np.array([value]), np.zeros((1, 2))) for value in values]
 
 
+def test_the_cosine_of_equal_vectors_is_one() -> None:
+    squares = np.geomspace(1e-180, 1e180, 999)
+    assert set(measures.projection_cosine(squares, squares, squares)) == {1.0}
+    assert set(measures.projection_cosine(-squares, squares, squares)) == {-1.0}
+
+
 def test_a_vector_of_zeros_has_no_direction() -> None:
     sample = Sample(np.array([2.0]), np.ones((1, 2), dtype=bool))
     zero, one = of_certain(0.0, 1.0)

@@ -12,7 +12,6 @@ from adiv_monitor.sinks import TensorBoardSink
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
@@ -97,32 +96,6 @@ def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
     assert texts(found, "adiv.summary/notes") == notes
 
 
-def layout(found: EventAccumulator) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Return category → title of each chart, and its tags: value, lower, upper."""
-    event = found.Tensors("custom_scalars__config__")[-1]
-    categories = Layout.FromString(make_ndarray(event.tensor_proto).item()).category
-    return {
-        category.title: [
-            (chart.title, series.value, series.lower, series.upper)
-            for chart in category.chart
-            for series in chart.margin.series
-        ]
-        for category in categories
-    }
-
-
-def test_a_chart_is_the_median_between_smallest_and_largest(tmp_path: Path) -> None:
-    measures = ["scale_cv", "row_cosine_p50"]
-    found = write(tmp_path, report(0), report(1), measures=measures)
-    assert len(found.Tensors("custom_scalars__config__")) == 1
-    (charts,) = layout(found).values()
-    assert charts == [
-        (m, *(f"adiv.summary/{m}_{end}" for end in ("median", "min", "max")))
-        for m in reversed(measures)
-    ]
-    assert {tag for chart in charts for tag in chart[1:]} <= set(found.Tags()["scalars"])
-
-
 def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
     for name in ("generator", "critic"):
@@ -133,7 +106,6 @@ def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
     writer.close()
     tags = events(tmp_path).Tags()["scalars"]
     assert "loss" in tags
-    assert len(layout(events(tmp_path))) == 2, "of both"
     pictures = events(tmp_path).Tags()["images"]
     assert {"adiv/overview/generator", "adiv/per_layer/descent/critic"} <= set(pictures)
     assert {"adiv.summary.generator/descent_max", "adiv.summary.critic/descent_max"} <= set(tags)

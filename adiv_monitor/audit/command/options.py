@@ -19,10 +19,14 @@ from adiv_monitor.diagnosis.finding import STRENGTHS
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 # Former names of findings → what is there instead.
+_GONE = (
+    *("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"),
+    *("attention-saturated", "graph-offset", "padding-is-word", "loss-own-fall"),
+)
 _RETIRED = {
-    **dict.fromkeys(("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"), ""),
-    "attention-saturated": "",
+    **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
+    "outputs-normalised": "; 'target-scale' is",
     "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
 }
 # Arguments of `audit` → their defaults.

@@ -23,7 +23,7 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
     with_tensor,
 )
-from adiv_monitor.audit.experiments.questions import Untold, asks, of_each_call
+from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
@@ -32,7 +32,6 @@ from adiv_monitor.report.wording import listed
 
 _SAME = 1e-5  # share of an output's rms: rounding
 _BEYOND = 1.2  # factor on the share of one sample's entries
-FIRST_ONES = 1 / 3  # of the nodes of at least three graphs
 MOVED = 0.5  # of the outputs depend on the place in the batch
 # Modules with an argument for the axis of the samples.
 ORDERED = (nn.RNNBase, nn.MultiheadAttention)
@@ -157,18 +156,6 @@ def _graphs_mixed(setup: Setup, graphs: Tensor) -> Iterable[Fact]:
     share = _share(run.own, run.outputs(first_other), size)
     fact = Fact("", {"share": share, "independent": 1 / size})
     return (fact,) if share > _BEYOND / size else ()
-
-
-@of_each_call("graph-offset")
-def graph_offset(call: Call, fork: Fork) -> Fact | None:
-    """Find rows that are added up at the first of many rows alone, by at least half as many."""
-    x, index = call.argument(0, "input"), call.argument(2, "index")
-    if call.name not in BY_INDEX or call.argument(1, "dim") != 0 or not index.numel():
-        return None
-    numbers = {"rows": float(len(x)), "entries": float(len(index)), "highest": int(index.max()) + 1}
-    numbers["share"] = numbers["highest"] / len(x)
-    is_met = numbers["share"] <= FIRST_ONES and len(index) >= len(x) / 2 > 1
-    return Fact(call.place, numbers) if is_met and call.result.requires_grad else None
 
 
 def _is_of_graph(call: Call, size: int) -> bool:
@@ -303,14 +290,6 @@ MASKS = {
 }
 
 
-# What a normalisation of single samples removes.
-_LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x + x.std() * _rising(x),
-    "scale": lambda x: x * (1 + _rising(x)),
-}
-HARDLY = 1e-3  # of the outputs' spread over the samples: what the ε of a normalisation leaves
-
-
 class Part(NamedTuple):
     """A part of an input: entries of one axis."""
 
@@ -329,8 +308,7 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the parts whose exchange between samples changes no output, before and after training.
 
     Parts that are equal in nearly all samples, such as padding, are left out, and so is an input
-    that is ignored as a whole, unless another is not. The mean and the scale of each sample, which
-    a normalisation of single samples removes, are such parts, too.
+    that is ignored as a whole, unless another is not.
     """
     batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
     gradients, after = input_gradients(fork, batch), ChangedInputs(fork, batch)
@@ -364,24 +342,9 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
             for axis, some in groupby(silent, key=lambda part: part.name):
                 entries = listed([f"{i}" for part in some for i in range(part.start, part.stop)])
                 found.append(fact(f"{axis} {entries} of {of}", x, len(silent) / len(parts)))
-            for level, change in _LEVELS.items() if x.is_floating_point() and x.ndim > 1 else ():
-                same = _hardly_change(after.own, after.outputs(change, number))
-                if same and _hardly_change(before().own, before().outputs(change, number)):
-                    found.append(fact(f"the {level} of each sample of {of}", x, 1.0, level=level))
         elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
             unused.append(fact(f"input '{name}'", x, 1.0, whole="True"))
     return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
-
-
-def _rising(x: Tensor) -> Tensor:
-    """Return a number of its own for each sample."""
-    steps = torch.linspace(0.5, 1.0, len(x), dtype=x.dtype, device=x.device)
-    return steps.reshape(-1, *[1] * (x.ndim - 1))
-
-
-def _hardly_change(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    pairs = [*zip(some, others, strict=True)]
-    return bool(pairs) and all((x - y).norm() < HARDLY * (x - x.mean(0)).norm() for x, y in pairs)
 
 
 def _parts(x: Tensor) -> Iterator[Part]:

@@ -1,7 +1,7 @@
 """What does the loss get? Questions about the loss's own calls, and about those that lead to it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from adiv_monitor.audit.experiments.calls import (
     Derived,
     calls_of,
     change_calls,
-    flat,
     given,
     rate_of,
     see_calls,
@@ -342,52 +341,7 @@ class OutOfRange:
                 yield Fact(source.place, {"share": share}, words)
 
 
-# Dropout, or a normalisation, between the last layer and the loss
-
-_NORMS = ("batch_norm", "instance_norm", "layer_norm", "group_norm")
-
-
-class _Behind:
-    """Calls of the model from whose results one side of a comparison derives, with both sides.
-
-    A function of further computed tensors, such as the sum of a residual connection, ends the
-    chain.
-    """
-
-    def __init__(self, is_met: Callable[[Call], bool], compares: tuple[str, ...]) -> None:
-        self._is_met, self._compares, self._made = is_met, compares, Derived()
-        self.found: dict[int, tuple[Call, Tensor, Tensor]] = {}
-
-    def see(self, call: Call) -> None:
-        for output, target in compared(call) if call.name in self._compares else ():
-            if (source := self._made.source(output)) is not None:
-                self.found.setdefault(source.number, (source, output, target))
-        computed = [x for x in flat([*call.args, *call.kwargs.values()]) if x.grad_fn is not None]
-        if len(computed) == 1:
-            self._made.follow(call)
-        if call.path is not None and self._is_met(call):
-            self._made.begin(call)
-
-    def calls(self, fork: Fork) -> list[Call]:
-        """Return those calls of a fork's first loss."""
-        see_calls(fork, self.see)
-        return [call for call, *_ in self.found.values()]
-
-
-@looks("outputs-normalised")
-class Normalised(_Behind):
-    """The normalisations of the outputs that a regression compares with targets."""
-
-    def __init__(self, fork: Fork) -> None:
-        super().__init__(lambda call: call.name in _NORMS, DIFFERENCES)
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the means and the standard deviations of outputs and targets."""
-        for call, output, target in self.found.values():
-            numbers: dict[str, float] = {}
-            for name, x in (("", output.detach().double()), ("target ", target.double())):
-                numbers |= {f"{name}mean": float(x.mean()), f"{name}std": float(x.std())}
-            yield Fact(call.place, numbers, {"function": call.name})
+# Dropout between the last layer and the loss
 
 
 @asks("dropout-on-outputs")
@@ -402,8 +356,24 @@ def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 def dropped(fork: Fork) -> list[Call]:
-    """Return the calls of dropout whose results the loss compares with targets."""
-    return _Behind(lambda call: rate_of(call) > 0, (*CLASSIFIES, *DIFFERENCES)).calls(fork)
+    """Return the calls of dropout whose results the loss compares with targets.
+
+    A function of further computed tensors, such as the sum of a residual connection, ends the
+    chain.
+    """
+    made, found = Derived(), dict[int, Call]()
+
+    def see(call: Call) -> None:
+        for output, _ in compared(call) if call.name in (*CLASSIFIES, *DIFFERENCES) else ():
+            if (source := made.source(output)) is not None:
+                found[source.number] = source
+        if len([x for x in given(call) if x.grad_fn is not None]) == 1:
+            made.follow(call)
+        if call.path is not None and rate_of(call) > 0:
+            made.begin(call)
+
+    see_calls(fork, see)
+    return [*found.values()]
 
 
 def leave_out(fork: Fork, calls: list[Call]) -> None:

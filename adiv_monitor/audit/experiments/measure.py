@@ -1,12 +1,10 @@
 """Is the loss a measure? Its constant prediction, its fall, and what else its targets depend on."""
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from adiv_monitor.audit.experiments.calls import calls_of, given
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
 from adiv_monitor.audit.experiments.state import last_maps
 from adiv_monitor.audit.training.batches import copied, first, mapped, tensors
-from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 
 _BATCHES = 4  # number of batches for the loss of a constant prediction
 
@@ -55,9 +53,6 @@ def _outputs(model: nn.Module) -> list[Tensor]:
 
     model.register_forward_hook(note)
     return seen
-
-
-# The loss along its gradient
 
 
 # The loss along its gradient
@@ -203,21 +198,18 @@ def same(loss: Tensor, other: Tensor | float) -> bool:
 # Networks whose weights only the user's loop updates: teachers and averages of weights (EMA)
 
 
-def averages(model: nn.Module, loss: Loss) -> list[str]:
-    """Return the names of untrained networks with the shapes of the model, or of a part of it.
+def averages(model: nn.Module) -> list[str]:
+    """Return the names of the model's parts whose weights equal those of another part.
 
-    These are networks that the loss refers to, and parts of the model whose weights equal those of
-    another part. The user's loop may update them; the audit's does not. An average that neither the
-    model nor the loss refers to is not found, and changes no step.
+    The user's loop may update them; the audit's does not.
     """
-    others = [(name, module) for name, module in _referred(loss) if module is not model]
-    found = [name for name, module in others if _shapes(module) == _shapes(model)]
+    found = []
     for path, module in model.named_modules():
         parts = dict(module.named_children())
         for name, part in parts.items():
             if any(_is_copy(part, other) for other in parts.values()):
                 found.append(f"{path}.{name}".lstrip("."))
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _is_copy(some: nn.Module, other: nn.Module) -> bool:
@@ -228,28 +220,5 @@ def _is_copy(some: nn.Module, other: nn.Module) -> bool:
     own, others = list(some.parameters()), list(other.parameters())
     is_taught = any(p.requires_grad for p in others) and not any(p.requires_grad for p in own)
     is_drawn = any(bool((p != p.flatten()[:1]).any()) for p in own)
-    alike = _shapes(some) == _shapes(other)
+    alike = [p.shape for p in own] == [p.shape for p in others]
     return is_taught and is_drawn and alike and all(map(torch.equal, own, others))
-
-
-def _shapes(module: nn.Module) -> list[torch.Size]:
-    return [p.shape for p in module.parameters()]
-
-
-def _referred(loss: Any, depth: int = 2) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a loss refers to: in its closure, as globals, as attributes."""
-    if isinstance(loss, FunctionType):
-        try:
-            used = inspect.getclosurevars(loss)
-        except ValueError:  # a variable has no value yet
-            return
-        values = {**used.nonlocals, **used.globals}
-    else:  # a method, a partial function, an object that is called
-        inner = getattr(loss, "__self__", getattr(loss, "func", None))
-        own = {**getattr(loss, "keywords", {}), **getattr(loss, "__dict__", {})}
-        values = {"": inner, **own}
-    for name, value in values.items():
-        if isinstance(value, nn.Module):
-            yield name, value
-        elif depth and callable(value) and not isinstance(value, type):
-            yield from _referred(value, depth - 1)

@@ -140,7 +140,7 @@ def observe(
     finally:
         monitor.close(quietly=True)
         watch.remove()
-    ran, copies = list(watch.ran), averages(setup.model, setup.loss)
+    ran, copies = list(watch.ran), averages(setup.model)
     record = Record(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),

@@ -12,7 +12,7 @@ from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs, still
 from adiv_monitor.audit.experiments.data import spread
 from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, compared, parts_like
-from adiv_monitor.audit.experiments.questions import Untold, asks, looks, of_each_call
+from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
@@ -164,19 +164,6 @@ def padding_read(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if pairs:
             change = max(float((y - z).norm() / y.norm().clamp(min=1e-30)) for y, z in pairs)
             yield Fact(f"input '{run.names[number]}'", {"change": change, "places": float(LONGER)})
-
-
-@of_each_call("padding-is-word")
-def padding_is_word(call: Call, fork: Fork) -> Fact | None:
-    """Find an embedding's `padding_idx` between other tokens, where it is no padding."""
-    x, index = call.argument(0, "input"), call.argument(2, "padding_idx")
-    if call.name != "embedding" or index is None or x.ndim != 2:
-        return None
-    real = x != index
-    inside = ~real & (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
-    numbers = {"index": float(index), "inside": float(inside.sum() / (~real).sum().clamp(min=1)),
-               "rows": float(inside.any(1).float().mean())}  # fmt: skip
-    return Fact(call.place, numbers)
 
 
 @asks("class-untaught")

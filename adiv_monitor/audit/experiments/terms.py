@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.backward import backward, compared, nodes_of
+from adiv_monitor.audit.experiments.backward import backward, compared
 from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped, watched
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
 from adiv_monitor.audit.experiments.questions import asks, looks
-from adiv_monitor.audit.training.batches import size_of, tensors
+from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis.record import Fact
@@ -276,37 +276,6 @@ def outweighed(setup: Setup, trained: Fork) -> Iterable[Fact]:
             ratio = compared(*zip(*gradients, strict=True))[1]
             numbers = {"ratio": ratio, "at first": terms[i], "after": after[i]}
             yield Fact(place, numbers, {"other": rival})
-
-
-# A loss that falls by its own parameters
-
-
-@asks("loss-own-fall")
-def own_fall(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the fall of the first batch's loss, and that with its own parameters set back.
-
-    Its own are those that it depends on otherwise than through outputs of layers.
-    """
-    fork, after = setup.fork(), setup.fork_like(trained)
-    made: list[Any] = []
-    for module in fork.model.modules():
-        if module is not fork.model and not [*module.children()]:
-            module.register_forward_hook(lambda m, args, out: made.extend(tensors(out)))
-    with torch.enable_grad():
-        loss = fork.first_loss()
-    of_layers = {id(getattr(node, "variable", None)) for node in nodes_of(x.grad_fn for x in made)}
-    reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
-    pairs = zip(fork.model.named_parameters(), after.model.parameters(), strict=True)
-    own = [(name, p, q) for (name, p), q in pairs if id(p) in reached - of_layers]
-    if not own or not made:
-        return
-    first, last = float(loss.detach()), float(after.first_loss().detach())
-    for _, p, q in own:
-        q.data.copy_(p.detach())
-    left = first - float(after.first_loss().detach())
-    yield Fact(
-        own[0][0], {"fall": first - last, "without": left, "share": left / (first - last or 1)}
-    )
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ Those of the optimizer come first, then those of modules and inputs, and those o
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from adiv_layers import convert
@@ -26,8 +26,7 @@ from adiv_monitor.audit.experiments.calls import (
     with_rate,
 )
 from adiv_monitor.audit.experiments.changed_inputs import arguments
-from adiv_monitor.audit.experiments.exchange import ORDERED
-from adiv_monitor.audit.experiments.modules import BATCH_NORM, HIGH, maps_that_run
+from adiv_monitor.audit.experiments.modules import HIGH, maps_that_run
 from adiv_monitor.audit.experiments.state import COARSE, bare_weights
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
@@ -245,17 +244,14 @@ def _affine_at(model: nn.Module, layers: Layers) -> list[Any]:
     return list(dict.fromkeys(layer for _, layer in _in_front(model, layers)))
 
 
-@fix("affine-like", rescales=True, to="affine-like")
-@fix("norm-like", rescales=True, to="norm-like")
-def _converted(
-    fork: Fork, layers: Layers, record: Seen, to: Literal["affine-like", "norm-like"]
-) -> None:
-    """Convert layers in place: (Wx + b)/√(‖x‖² + 1), or Wx/‖x‖ + b.
+@fix("affine-like", rescales=True)
+def _converted(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Convert layers in place: (Wx + b)/√(‖x‖² + 1).
 
     The new layers hold the same parameters, so that the optimizer's state stays valid.
     """
     wanted = {id(module) for module in _affine_at(fork.model, layers)}
-    report = convert(fork.model, to, lambda path, module: id(module) in wanted)
+    report = convert(fork.model, "affine-like", lambda path, module: id(module) in wanted)
     some(report.swapped, "; ".join(dict.fromkeys(report.left.values())))
 
 
@@ -292,23 +288,6 @@ def _normalised(
         module.register_forward_pre_hook(partial(hook, axes))
 
 
-@fix("group-norm", rescales=True)
-def _group_norm(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Replace batch normalisations by GroupNorm of one group with the same parameters."""
-    found = [(path, m) for path, m in fork.model.named_modules() if isinstance(m, BATCH_NORM)]
-    for path, norm in some(found, "there is no batch normalisation"):
-        group = nn.GroupNorm(1, norm.num_features, norm.eps, norm.affine)
-        group.weight, group.bias = norm.weight, norm.bias
-        fork.model.set_submodule(path, group)
-
-
-@fix("batch-first", rescales=True)
-def _batch_first(fork: Fork, layers: Layers, record: Seen) -> None:
-    found = [m for m in fork.model.modules() if isinstance(m, ORDERED) and not m.batch_first]
-    for module in some(found, "no recurrent layer or attention lacks batch_first=True"):
-        module.batch_first = True
-
-
 @fix("reinitialise")
 def _reinitialise(fork: Fork, layers: Layers, record: Seen) -> None:
     """Draw weights from N(0, gain²/fan-in), biases as 0; reset other modules as torch does.
@@ -341,31 +320,13 @@ def _reinitialise(fork: Fork, layers: Layers, record: Seen) -> None:
 
 _CONSTANT = 1e-6  # a smaller standard deviation relative to the largest is rounding
 
-Map = tuple[Tensor, Tensor]  # what is subtracted, and what the rest is divided by
 
+@fix("standardise-inputs", rescales=True)
+def _standardised(fork: Fork, layers: Layers, record: Seen) -> None:
+    """Standardise each feature of the model's inputs by a forward pre-hook.
 
-def _standardised(features: Tensor) -> Map:
-    std, mean = torch.std_mean(features, dim=0, correction=0)
-    return mean, torch.where(std <= _CONSTANT * std.amax(), 1.0, std)
-
-
-def _centred(features: Tensor) -> Map:
-    return features.mean(0), features.new_ones(1)
-
-
-def _scaled(features: Tensor) -> Map:
-    rms = features.square().mean().sqrt()
-    return features.new_zeros(1), torch.where(rms > 0, rms, 1.0)
-
-
-@fix("standardise-inputs", rescales=True, map_of=_standardised)
-@fix("centre-inputs", rescales=True, map_of=_centred)
-@fix("scale-inputs", rescales=True, map_of=_scaled)
-def _mapped(fork: Fork, layers: Layers, record: Seen, map_of: Callable[[Tensor], Map]) -> None:
-    """Map the model's inputs by a forward pre-hook.
-
-    The map of an input follows from its features over the different batches, one a column. The
-    model itself does not run for that.
+    Mean and standard deviation are those over the different batches. The model itself does not run
+    for that.
     """
     seen: dict[str, list[Tensor]] = {}
     for batch in {id(batch): batch for batch in fork.batches}.values():  # each once
@@ -380,7 +341,9 @@ def _mapped(fork: Fork, layers: Layers, record: Seen, map_of: Callable[[Tensor],
         features = torch.cat([x.double().flatten(0, -2) for x in last])
         some(bool(features.isfinite().all()), "inputs are not finite")
         shape = [-1 if i == axis else 1 for i in range(tensors[0].dim())]
-        maps[name] = [x.reshape(shape) for x in map_of(features)]
+        std, mean = torch.std_mean(features, dim=0, correction=0)
+        std = torch.where(std <= _CONSTANT * std.amax(), 1.0, std)
+        maps[name] = mean.reshape(shape), std.reshape(shape)
 
     def change(name: str, x: Any) -> Any:
         if name not in maps or not _is_mapped(name, x):
@@ -433,7 +396,6 @@ def _taken_for_logits(fork: Fork) -> list[Call]:
 
 @fix("plain-outputs", rescales=True, find=_taken_for_logits)
 @fix("outputs-without-dropout", find=loss_inputs.dropped)
-@fix("outputs-without-norm", rescales=True, find=lambda of: loss_inputs.Normalised(of).calls(of))
 def _left_out(fork: Fork, layers: Layers, record: Seen, find: Callable[[Fork], list[Call]]) -> None:
     """Leave out functions that act on the outputs, in front of the loss."""
     nothing = "no such function stands in front of the loss"

@@ -56,6 +56,12 @@ NOISY = 0.25  # of the loss: its deviation from step to step
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 FEWEST_JUMPS = 2  # of the loss, to where it began
+SAME_LOSS = 1e-6  # spread of the losses, relative to the largest
+FACTORS_APART = 10.0  # largest factor on a layer's gradient over the smallest
+ROUNDING = 1e-6  # of the loss, or of activations
+NEARLY = 0.95  # of the rows
+DROPS = 0.9  # dropout rate
+LONG_MOMENTUM = 0.999  # keeps each gradient for 1,000 steps
 
 
 def strength(record: Record) -> Strength:
@@ -151,6 +157,21 @@ def zeroed_between(record: Record) -> Iterator[Finding]:
             "passes, the optimizer uses the last one alone.",
             (Evidence("backward passes of a step that were zeroed", count, 0),),
             (Advice("call optimizer.zero_grad() once for every optimizer step"),))  # fmt: skip
+
+
+@finds("monitor")
+def no_gradient(record: Record) -> Iterator[Finding]:
+    """Find gradients that are zero, or no more than rounding, in all measured steps."""
+    if not several(record) or not course.is_known(record) or course.course(record) == "falls":
+        return
+    norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
+    least = ROUNDING * abs(record.losses[0])
+    if all(norm <= least for norm in norms) and record.reports[-1].coverage > 0.5:
+        yield Finding("zero-gradient", act_if(course.is_measure(record)),
+            "In every measured step, the gradient of the loss is zero, or no more than rounding.",
+            (Evidence("largest gradient at a layer", max(norms), least),),
+            (Advice("check that the targets are no copy of the outputs, and look in the loss for "
+                    "rounding, clamps, and margins that are satisfied"),))  # fmt: skip
 
 
 @finds("monitor")
@@ -371,6 +392,117 @@ def summed(record: Record) -> Iterator[Finding]:
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
             (Advice(f"divide the loss of each micro-batch by {k}"),
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
+
+
+@loop_fault("loss-constant", "The loss is the same number in every step", explains=LEARNING,
+            shown_by=course.is_known)  # fmt: skip
+def loss_constant(record: Record) -> Iterator[Finding]:
+    """Find a loss that is one number, other than 0, whatever the batch, as weights move.
+
+    A loss of 0 that has a gradient is usual in reinforcement learning.
+    """
+    if not course.is_known(record) or not several(record):
+        return
+    low, high = min(record.losses), max(record.losses)
+    batches = {report.batch for report in record.reports if report.batch}
+    moves = any(move.value > ROUNDING for move in read.by_layer(record, "update_ratio").values())
+    if high - low <= SAME_LOSS * abs(high) > 0 and len(batches) > 1 and moves:
+        yield Finding("loss-constant", "watch",
+            f"The loss is {high:.6g} in every step, though batches differ and weights move: it "
+            "tells nothing of the outputs.",
+            (Evidence("spread of the losses", high - low, SAME_LOSS * abs(high)),),
+            (Advice("look for a loss that is divided by itself, or by its detached copy"),)
+            )  # fmt: skip
+
+
+@loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)
+def targets_ignored(record: Record) -> Iterator[Finding]:
+    """Find that, in every measured step, nearly all rows of the last layer have no gradient."""
+    seen = [r.layers[p] for r in record.reports for p in read.maps(record)[-1:] if p in r.layers]
+    shares = [x.idle_share for x in seen if x.idle_share is not None and not x.non_finite]
+    if len(shares) >= FEWEST_MEASURED and NEARLY <= min(shares) < 1:
+        yield Finding("targets-ignored", "watch" if _goes_badly(record) else "note",
+            f"In every measured step, {percent(min(shares))} or more of the rows of the last layer "
+            "have no gradient: the loss hardly uses them.",
+            (Evidence("share of the rows without a gradient", min(shares), NEARLY),),
+            (Advice("count the targets that the loss does not ignore (ignore_index, masks, "
+                    "weights)"),))  # fmt: skip
+
+
+@loop_fault("momentum-too-long", "Momentum of 0.999 or more", shown_by=reported("momenta"))
+def momentum(record: Record) -> Iterator[Finding]:
+    """Find momentum of so long a memory that old gradients outweigh all new ones."""
+    most = {report.step: max(report.momenta) for report in record.reports if report.momenta}
+    high = [step for step, momentum in most.items() if momentum > LONG_MOMENTUM]
+    if len(high) >= FEWEST_MEASURED:
+        value, beyond = max(most.values()), max(most.values()) >= 1
+        risen = " It rises in the course of the run." * (min(most.values()) < LONG_MOMENTUM)
+        yield Finding("momentum-too-long", "act" if beyond and _goes_badly(record) else "watch",
+            f"The momentum, or Adam's first beta, reaches {value:.5g}"
+            + (": old gradients never fade." if beyond else ".") + risen,
+            (Evidence("momentum", value, LONG_MOMENTUM),),
+            (Advice("use a momentum of 0.9"),), since=high[0])  # fmt: skip
+
+
+@finds("monitor")
+def dropout_rises(record: Record) -> Iterator[Finding]:
+    """Find a dropout rate that rises until next to nothing passes."""
+    rates = {report.step: report.dropout for report in record.reports}
+    high = [step for step, rate in rates.items() if rate >= DROPS]
+    if len(high) >= FEWEST_MEASURED:
+        value = max(rates.values())
+        yield Finding("dropout-too-high",
+            act_if(_goes_badly(record) and value > min(rates.values())),
+            f"From step {high[0]:,} on, a dropout drops {percent(value)} of its input.",
+            (Evidence("dropout rate", value, DROPS),),
+            (Advice("use a dropout rate of 0.1, the share to drop"),), since=high[0])  # fmt: skip
+
+
+@loop_fault("state-lost", "The optimizer's state is new in each step", shown_by=stepped)
+def state_lost(record: Record) -> Iterator[Finding]:
+    """Find an optimizer with momentum, or Adam, that begins every measured step without state."""
+    if len(record.reports) > FEWEST_MEASURED and all(r.state_new for r in record.reports):
+        yield Finding("state-lost", "watch",
+            f"{read.optimizer_of(record)} begins every measured step without the averages of "
+            "earlier gradients, which it makes anew.",
+            (Evidence("measured steps without state", len(record.reports), FEWEST_MEASURED),),
+            (Advice("look for optimizer.state.clear(), or for state that is loaded or reset in "
+                    "each step"),))  # fmt: skip
+
+
+@loop_fault("steps-repeated", "Several steps with one gradient", shown_by=several)
+def repeated(record: Record) -> Iterator[Finding]:
+    """Find steps before which the model did not run, though its parameters hold gradients."""
+    stale = [r.step for r in record.reports if not (r.layers or r.batch) and r.unsupported
+             and not _without(r)]  # fmt: skip
+    if len(stale) >= FEWEST_MEASURED and len(stale) < len(record.reports):
+        yield Finding("steps-repeated", "watch" if _goes_badly(record) else "note",
+            f"Before {len(stale):,} of {len(record.reports):,} measured steps, no forward pass was "
+            "seen: these steps use an earlier gradient again, or train another model.",
+            (Evidence("measured steps without a forward pass", len(stale), 0),),
+            (Advice("call optimizer.step() once for each backward pass"),),
+            since=stale[0])  # fmt: skip
+
+
+@loop_fault("gradient-rescaled", "Gradients are rescaled one by one", shown_by=stepped)
+def rescaled(record: Record) -> Iterator[Finding]:
+    """Find gradients that are multiplied by different factors, within layers or between them."""
+    if not several(record) or not _goes_badly(record) or not course.is_measure(record):
+        return
+    apart = [r for r in record.reports if r.rescaled or _spread_of_factors(r) > FACTORS_APART]
+    share = len(apart) / len(record.reports)
+    if share > 0.5:
+        yield Finding("gradient-rescaled", "watch",
+            f"In {percent(share)} of the measured steps, the gradients of parameters are "
+            "multiplied by factors that differ from each other: the step is not the gradient's.",
+            (Evidence("share of the measured steps", share, 0.5),),
+            (Advice("train without the code that scales or clips each gradient by itself"),),
+            layers=apart[-1].rescaled)  # fmt: skip
+
+
+def _spread_of_factors(report: StepReport) -> float:
+    factors = [r.gradient_factor for r in report.layers.values() if r.gradient_factor > 0]
+    return max(factors) / min(factors) if factors else 1.0
 
 
 @loop_fault("batch-too-small", "Batches of very few samples",

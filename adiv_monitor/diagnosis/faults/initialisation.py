@@ -56,7 +56,7 @@ told(__name__, "batch-norm-starved", "Batch normalisation of too few values", su
      "These batch normalisations compute mean and variance from {values:.0f} values in each "
      "channel: {all_places}.",
      [Number("values of a channel", "values", below=5)],
-     Advice("use LayerNorm or GroupNorm instead", "group-norm"),
+     Advice("use LayerNorm or GroupNorm instead"),
      Advice("use larger batches"), of_modules=True, acts_below=1.0)  # fmt: skip
 
 

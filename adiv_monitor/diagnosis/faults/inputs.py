@@ -12,13 +12,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from adiv_monitor.diagnosis import readings as read
-from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
+from adiv_monitor.diagnosis.course import PEAK, is_measure, is_unbounded, start
 from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, reported, told
+from adiv_monitor.diagnosis.faults.fault import (
+    LEARNING,
+    Number,
+    act_if,
+    fault,
+    finds,
+    reported,
+    told,
+)
 from adiv_monitor.diagnosis.faults.rates import clip_norm, overshoot, suffers
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import InputStatistics, Record
+from adiv_monitor.report import LayerReading
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
 # it must be less.
@@ -45,7 +54,8 @@ _CONSTANT = {
 
 
 @fault("constant-data", "Data without differences", certain=True, explains=(
-       *LEARNING, "exploding", "labels-unrelated", "non-finite", "same-batch"))  # fmt: skip
+       *LEARNING, "exploding", "input-mean", "input-scale", "labels-unrelated", "non-finite",
+       "same-batch"))  # fmt: skip
 def constant_data(record: Record) -> Iterator[Finding]:
     """Find data without any difference to learn from: in inputs, labels, or the targets left.
 
@@ -62,6 +72,33 @@ def constant_data(record: Record) -> Iterator[Finding]:
                     "no class: the default is -100" if mask else
                     "look for the step of the preparation after which they are "
                     "equal"),))  # fmt: skip
+
+
+@finds("monitor")
+def equal_rows(record: Record) -> Iterator[Finding]:
+    """Find that, in every measured step, all rows with a gradient of the first layer are equal."""
+    firsts = [(path, x) for r in record.reports for path, x in [*r.layers.items()][:1]]
+    known = [(path, x) for path, x in firsts if _active(x) > 1 and not x.non_finite]
+    if len(known) >= FEWEST_SAME and all(_are_equal(x) for _, x in known):
+        path = known[0][0]
+        yield Finding("constant-data", act_if(suffers(record) and is_measure(record)),
+            f"In every measured step, all samples have the same input to '{path}'.",
+            (Evidence("different inputs", 1.0, 1.0, path),),
+            (Advice("look for the step of the preparation after which they are equal"),)
+            )  # fmt: skip
+
+
+def _active(reading: LayerReading) -> int:
+    """Return how many of the rows that were examined have a gradient."""
+    return reading.rows_seen - reading.rows_without_gradient
+
+
+def _are_equal(reading: LayerReading) -> bool:
+    """Return whether all rows of a plain map are equal; its measures are NaN if they are all 0."""
+    common, spread = reading.common_share, reading.scale_cv
+    if common is None or spread is None or reading.kind not in read.PLAIN:
+        return False
+    return not (common <= 1 - EQUAL or spread >= EQUAL)
 
 
 @fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
@@ -205,6 +242,7 @@ LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # An audited run whose first loss is this many times that of a constant prediction begins worse than
 # a model with the same answer to all inputs.
 FAR_ABOVE_CHANCE = 2.0
+EQUAL = 1e-5  # what is left of the rows' spread in single precision
 _AFFINE_LIKE = Advice(
     "use an affine-like layer as the first layer: it divides each row by its length", "affine-like"
 )
@@ -304,7 +342,7 @@ def input_scale(record: Record) -> Iterator[Finding]:
                 "feature.", tuple(evidence),
                 (Advice("standardise the inputs: subtract the mean of each feature (channel), and "
                         "divide by its standard deviation", "standardise-inputs"),
-                 Advice("divide the inputs by one constant", "scale-inputs"), _AFFINE_LIKE),
+                 Advice("divide the inputs by one constant"), _AFFINE_LIKE),
                 "A lower learning rate suits the first layer, and slows down all others."
                 * (std > LARGE_STD), layers=read.maps(record)[:1], against=LOWER_RATES)  # fmt: skip
 
@@ -321,7 +359,9 @@ def _inputs(record: Record) -> Mapping[str, InputStatistics]:
     # Later, units may have died: the few rows that still get a gradient are alike.
     began = replace(record, reports=record.reports[:1])
     common = read.typical(began, path, "common_share")
-    share = common.value if common is not None and common.above(MOSTLY_MEAN) else 0.0
+    rows = max(map(_active, read.readings(began, path).values()), default=0)
+    is_mostly_mean = common is not None and common.above(MOSTLY_MEAN) and rows > 1
+    share = common.value if common is not None and is_mostly_mean else 0.0
     mean, std = rms.value * math.sqrt(share), rms.value * math.sqrt(max(0.0, 1 - share))
     features, nan = next(iter(read.readings(record, path).values())).features or 0, math.nan
     return {path: InputStatistics(mean, std, nan, nan, 0.0, nan, nan, features)}
@@ -394,12 +434,12 @@ def input_mean(record: Record) -> Iterator[Finding]:
                 f"{share:.0%} of the mean square of input {name!r} is due to the mean, "
                 "which all samples share: each step moves all samples in the same direction.",
                 (Evidence("common share", share, COMMON_SHARE_WATCH, name),),
-                (Advice("subtract the mean of each feature (channel)", "centre-inputs"),
-                 Advice("standardise the inputs", "standardise-inputs")),
+                (Advice("standardise the inputs, or subtract the mean of each feature (channel)",
+                        "standardise-inputs"),),
                 "Dividing by a constant or by each row's length does not remove the mean.",
                 # Which layer reads which of several inputs is not known.
                 layers=read.maps(record)[:1] if len(record.inputs) < 2 else (),
-                against=("scale-inputs", "affine-like", "norm-like"))  # fmt: skip
+                against=("affine-like",))  # fmt: skip
 
 
 def common_share(seen: InputStatistics) -> float:
@@ -443,8 +483,6 @@ def row_spread(record: Record) -> Iterator[Finding]:
             (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, path, spread.since),
              *(Evidence("length_cv of inputs", cv) for cv in lengths)),
             (_AFFINE_LIKE,
-             Advice("look at the longest samples: they may be outliers"),
-             Advice("use a norm-like layer as the first layer", "norm-like")),
+             Advice("look at the longest samples: they may be outliers")),
             "Neither one constant scale nor another learning rate makes the rows more alike.",
-            layers=first, since=spread.since,
-            against=("scale-inputs", *RATES))  # fmt: skip
+            layers=first, since=spread.since, against=RATES)  # fmt: skip

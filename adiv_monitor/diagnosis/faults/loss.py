@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis.faults.fault import (
+    FEWEST_REPORTS,
     LEARNING,
     LONG_STEPS,
     Number,
@@ -38,7 +39,6 @@ STUCK = 0.2
 # the shorter to the longer gradient. Real and generated samples of a critic have −0.83 in all, and
 # −0.26 in one tensor.
 AGAINST, ALIKE = -0.95, 0.5
-OWN_SHARE = 0.1  # of the fall that is left without the loss's own parameters
 OUTWEIGHS = 30.0  # times the length of the other term's gradient
 
 
@@ -61,7 +61,9 @@ told(__name__, "zero-slope", "", suffers,
      Advice("clip outputs only where they are used, not in the loss"))  # fmt: skip
 
 
-@fault("zero-gradient", "Gradients of exactly zero", certain=True)
+@fault("zero-gradient", "Gradients of zero", certain=True, about="loop",
+       explains=("weights-set-back", "projection-fights"),
+       shown_by=lambda r: course.is_known(r) and len(r.reports) >= FEWEST_REPORTS)  # fmt: skip
 def zero_gradient(record: Record) -> Iterator[Finding]:
     """Find a loss whose gradient is zero for all parameters; that none is reached is another."""
     norms = record.gradient_norms
@@ -196,14 +198,6 @@ told(__name__, "term-without-graph", "A term of the loss without a gradient",
      Advice("compute the term with a graph (no detach(), item() or no_grad(), and "
             "create_graph=True in torch.autograd.grad()), or leave it out"),
      explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
-
-
-told(__name__, "loss-own-fall", "The loss falls by its own parameters", "watch",
-     "The loss falls by {fall:.3g}, but by {without:.2g} with parameters of its own, such as "
-     "{place}, as they were at first: the model learns little.",
-     [Number("share of the fall without its own parameters", "share", below=OWN_SHARE)],
-     Advice("give these weights a lower bound, or a penalty such as log(1/weight), or fix them"),
-     where=lambda fact: fact.numbers["fall"] > 0)  # fmt: skip
 
 
 told(__name__, "target-attached", "A target that passes gradients on", suffers,

@@ -10,7 +10,6 @@ from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.initialisation import INPUT_MATTERS
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Fact, Record
@@ -19,14 +18,6 @@ from adiv_monitor.report.wording import listed
 OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
 PADDED = 0.05  # of the outputs' length, by which more padding changes them
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
-
-
-told(__name__, "graph-offset", "Edges that join the nodes of one graph only", suffers,
-     "{place} adds {entries:.0f} rows to {highest:.0f} of {rows:.0f} nodes, the first ones: the "
-     "edges of all graphs seem to count the nodes of their own graph.",
-     [Number("nodes that get something, over all", "share")],
-     Advice("add to the edges of each graph the number of nodes of the graphs before it"),
-     certain=True, explains=(*LEARNING, "samples-mixed", "input-partly-ignored"))  # fmt: skip
 
 
 @fault("samples-mixed", "Predictions depend on other samples",
@@ -41,7 +32,7 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             + f" The first function that mixes samples is {fact.place}." * bool(fact.place),
             (Evidence("share of outputs that change", share,
                       1.2 * fact.numbers.get("independent", 0.0)),),
-            (*[Advice("set batch_first=True", "batch-first")] * ("batch_first" in fact.words),
+            (*[Advice("set batch_first=True")] * ("batch_first" in fact.words),
              Advice("look in forward() for a table along axis 0, the axis of the samples, and for "
                     "a mean, a softmax, attention or a reshape over it")))  # fmt: skip
 
@@ -117,12 +108,8 @@ told(__name__, "padding-read", "Outputs that depend on padding", "watch",
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",))
 def input_partly_ignored(record: Record) -> Iterator[Finding]:
-    """Find places, features or patches that no output depends on, before and after training.
-
-    That the level or scale of each sample is lost matters only where the model learns too little.
-    """
-    facts, is_behind = record.found_by("input-partly-ignored"), any(behind_reference(record))
-    if facts := tuple(fact for fact in facts if is_behind or "level" not in fact.words):
+    """Find places, features or patches that no output depends on, before and after training."""
+    if facts := record.found_by("input-partly-ignored"):
         # Where units or steps are flat, no input gets through: that is another finding. An argument
         # of the model that is not used may be meant for others.
         flat = any(dead_units(record)) or any(saturated_units(record))
@@ -135,8 +122,6 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
             f"{facts[0].words['shape']}), neither before nor after training.",
             (Evidence("share of the parts", facts[0].numbers["share"], 0.0),),
             (*[mask] * any("masked" in fact.words for fact in facts),
-             *[Advice("normalise each feature over all samples, not each sample by itself")]
-             * ("level" in facts[0].words),
              Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
                     "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
 

@@ -225,7 +225,7 @@ def interference(record: Record) -> Iterator[Finding]:
             (Advice("add batch normalisation in front of these layers", "batch-norm"),)
             * (not tokens),
             "Corrected layers remove differences in scale, not interference.", layers=tuple(lost),
-            against=("affine-like", "norm-like"))  # fmt: skip
+            against=("affine-like",))  # fmt: skip
 
 
 @fault("stands-still", "Layers that hardly move", "rest", about="symptom", shown_by=stepped)

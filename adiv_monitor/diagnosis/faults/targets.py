@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.record import Fact, Record
+from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 NOISE = 0.1  # of a tensor's length: less may be the noise of rounding to whole numbers
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
-# Standard deviation of the targets over that of normalised outputs, or the reverse; and the
-# distance of their means, in the larger standard deviation. Standardised targets have 1 and 0.
-OTHER_SCALE, OTHER_MEAN = 3.0, 1.0
 _LACK = {
     **dict.fromkeys(("sigmoid", "hardsigmoid"), "lie between 0 and 1"),
     **dict.fromkeys(("tanh", "hardtanh", "softsign"), "lie between two bounds, such as ±1"),
@@ -165,23 +162,6 @@ told(__name__, "targets-out-of-range", "", suffers,
      where=lambda fact: not {"farthest", "sum", "blank"} & fact.words.keys())  # fmt: skip
 
 
-def _differs(fact: Fact) -> bool:
-    """Return whether outputs have another deviation than their targets, or another mean."""
-    small, large = sorted((fact.numbers["std"], fact.numbers["target std"]))
-    distance = abs(fact.numbers["mean"] - fact.numbers["target mean"])
-    return small > 0 and (large > OTHER_SCALE * small or distance > OTHER_MEAN * large)
-
-
-told(__name__, "outputs-normalised", "Normalised outputs of a regression", suffers,
-     "{place} normalises the outputs, to a mean of {mean:.2g} and a deviation of {std:.2g}. The "
-     "targets have {target mean:.3g} and {target std:.3g}.",
-     [Number("standard deviation of the outputs", "std"),
-      Number("standard deviation of the targets", "target std")],
-     Advice("remove the normalisation of the outputs", "outputs-without-norm"),
-     Advice("standardise the targets"), where=_differs, explains=LEARNING,
-     acts_below=0.8)  # fmt: skip
-
-
 told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
      "{place} sets {rate:.0%} of the outputs to 0 in each step, before the loss compares them with "
      "their targets.",
@@ -192,37 +172,22 @@ told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
      explains=LEARNING, acts_below=0.8)  # fmt: skip
 
 
-# Dropped words may stand between others.
-told(__name__, "padding-is-word", "The padding index is a word", "watch",
-     "{place} takes index {index:.0f} for padding, so that its vector stays 0, but {inside:.0%} of "
-     "its places stand between other tokens.",
-     [Number("share of these places between other tokens", "inside", above=0.5),
-      Number("share of the rows with such places", "rows", above=0.25)],
-     Advice("leave out padding_idx, or give padding an index of its own"))  # fmt: skip
-
-
-_AHEAD = [Number("places to the target", "places")]
-told(__name__, "target-is-input", "Targets that are the wrong tokens", "act",
-     "The loss counts chosen places only, as that of a masked language model, but the model sees "
-     "their tokens, and learns to copy them.", _AHEAD,
-     Advice("mask the tokens whose targets count, and set the other targets to -100"),
-     where=lambda fact: fact.words.get("of") == "chosen places",
-     certain=True, explains=LEARNING)  # fmt: skip
 # The model may be meant to copy its inputs, with the noise of an augmentation.
-told(__name__, "target-is-input", "", "watch",
+told(__name__, "target-is-input", "Targets that are the wrong tokens", "watch",
      "{place} compares the outputs with the model's own inputs, which are the batch's with changes "
      "of {share:.0%} of their length, as by noise: the model learns to copy these.",
      [Number("length of the changes, over that of the batch's tensor", "share", above=NOISE)],
      Advice("compare the outputs with the tensor as it was before noise or masks"),
-     where=lambda fact: "share" in fact.numbers)  # fmt: skip
+     where=lambda fact: "share" in fact.numbers,
+     certain=True, explains=LEARNING)  # fmt: skip
 # Targets that are further ahead may be meant, as in predictions of several tokens.
 told(__name__, "target-is-input", "",
      lambda record: record.found_by("target-is-input")[0].numbers["places"] <= 1,
      "The target at each position is the input token {places:.0f} places after the last one that "
-     "the output depends on, not the next token.", _AHEAD,
+     "the output depends on, not the next token.", [Number("places to the target", "places")],
      Advice("shift the labels once, in the data set, the model or the loss: compare "
             "outputs[:, :-1] with tokens[:, 1:]"),
-     where=lambda f: f.words.get("of") != "chosen places" and "places" in f.numbers)  # fmt: skip
+     where=lambda fact: "places" in fact.numbers)  # fmt: skip
 
 
 told(__name__, "pairs-reversed", "Pairs the wrong way round", "act",

@@ -17,7 +17,7 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.max_lr.exponents import Parametrization
-from adiv_monitor.max_lr.groups import factors_of
+from adiv_monitor.max_lr.groups import owners_of
 from adiv_monitor.max_lr.model import ModelNetwork, Ratios, clipped, ratios_of
 from adiv_monitor.max_lr.multiplier import parametrization_of
 from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, update_rule
@@ -145,15 +145,13 @@ class MaxLRScheduler:
             _check_groups(followed, update)
             chosen = parametrization or parametrization_of(model) or "sp"
             self._network = ModelNetwork.of(layers, chosen, update)
-            self._network.check_is_applied(chosen)
             full = self._network.solve({}, objective=objective)
             if full.status != "optimal":
                 raise ValueError(f"MaxLRScheduler: {full.status}: {full.message}")
             self.c_full = dict(zip(self._network.paths, full.c_full, strict=True))
             layers = self._network.layers
             self._reset()
-        factors_of("MaxLRScheduler", layers, self.gains)
-        owners = {id(p): x.path for x in layers if x.path in self.gains for p in x.parameters}
+        owners = owners_of("MaxLRScheduler", layers, self.gains)
         self._scaled = ScaledSteps(followed, owners)
         if mode != "monitor":
             self._scaled.claim()
@@ -266,10 +264,9 @@ class MaxLRScheduler:
     def _measure(self, alignment: Alignment) -> None:
         readings = alignment.read()
         for path, ratios in ratios_of(readings).items():
-            before = self._known.get(path, (None,) * 3)
             # A ratio that is undefined keeps its previous value.
-            kept = (b if a is None else a for a, b in zip(ratios, before, strict=True))
-            self._known[path] = tuple(kept)  # type: ignore[assignment]  # three of them
+            known = zip(ratios, self._known.get(path, (None,) * 3), strict=True)
+            self._known[path] = tuple(b if a is None else a for a, b in known)  # type: ignore[assignment]
         solution = self._network.solve(clipped(self._known), objective=self._objective)
         c = dict(zip(self._network.paths, solution.c, strict=False))
         if solution.status == "optimal":

@@ -1,12 +1,12 @@
 """Gains that apply during an optimizer's step only, so that no other scheduler sees them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from adiv_monitor.max_lr.optimizers import couples_decay
 
@@ -55,11 +55,6 @@ class ScaledSteps:
 
     def claim(self) -> None:
         """Claim the optimizer: no other object may scale its steps until `close`."""
-        if isinstance(self._optimizer, LBFGS):
-            raise ValueError(
-                "MaxLRScheduler(optimizer=…): got LBFGS, which has one group only, expected an "
-                "optimizer whose groups have learning rates of their own, or mode='monitor'"
-            )
         if self._optimizer in _scaled:
             raise ValueError(
                 f"MaxLRScheduler: another one scales the steps of this "
@@ -100,13 +95,11 @@ class ScaledSteps:
         for parameter in group["params"]:
             gain = gains.get(self._layers.get(id(parameter), ""), 1.0)
             by_gain.setdefault(gain, []).append(parameter)
-        if not by_gain:
-            return [group]
-        return [self._part(group, gain, held) for gain, held in by_gain.items()]
-
-    def _part(self, group: Group, gain: float, parameters: Sequence[Any]) -> Group:
-        part = {**group, "params": list(parameters), "lr": group["lr"] * gain}
         # Where decay is rate × decay, so that a larger rate does not raise it.
-        if "weight_decay" in group and not couples_decay(self._optimizer, group):
-            part["weight_decay"] = group["weight_decay"] / gain
-        return part
+        follows = "weight_decay" in group and not couples_decay(self._optimizer, group)
+        parts: list[Group] = []
+        for gain, held in by_gain.items():
+            parts.append({**group, "params": held, "lr": group["lr"] * gain})
+            if follows:
+                parts[-1]["weight_decay"] = group["weight_decay"] / gain
+        return parts or [group]

@@ -81,14 +81,7 @@ class KernelError(RuntimeError):
     """Error of a kernel that can't be compiled, loaded or started; plain PyTorch can replace it."""
 
 
-class _NotLoaded(Exception):
-    """Error of a kernel that would have to be loaded during the capture of a CUDA graph."""
-
-
-# Temporary failures: memory may be free later, the capture over, the disk emptied.
-_PASSING = (torch.OutOfMemoryError, MemoryError, OSError, _NotLoaded)
-_broken: set[tuple[Any, ...]] = set()  # launches that failed for good and are not retried
-_told: set[tuple[Any, ...]] = set()  # failures that a warning was issued for
+_broken: set[tuple[Any, ...]] = set()  # launches that failed and are not tried again
 
 
 def run(
@@ -101,10 +94,9 @@ def run(
     """
     if 0 in grid:
         return
-    key = (kernel, anchor.device, *options.items()) if _broken else ()
-    if key in _broken:
-        raise KernelError
     options["enable_fp_fusion"] = True  # explicit, because Triton plans to change the default
+    if _broken and (kernel, anchor.device, *options.items()) in _broken:
+        raise KernelError
     try:
         if anchor.is_cuda:
             with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
@@ -114,11 +106,13 @@ def run(
         else:
             kernel[grid](*arguments, **options)
     except Exception as cause:
-        passing = isinstance(cause, _PASSING) or "out of memory" in str(cause)
-        if not passing:
-            del options["enable_fp_fusion"]
-            _broken.add((kernel, anchor.device, *options.items()))
-        _tell(kernel, anchor.device, cause, passing)
+        _broken.add((kernel, anchor.device, *options.items()))
+        warnings.warn(
+            f"adiv_layers: {getattr(kernel, '__name__', kernel)} does not start on "
+            f"{anchor.device} ({cause!r}); plain PyTorch is used instead, from now on.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         raise KernelError from cause
 
 
@@ -128,22 +122,8 @@ def _refuse_to_load(
     """Raise if the kernel is not loaded yet: loading it now would end the CUDA graph capture."""
     compiled = kernel.warmup(*arguments, grid=grid, **options)
     if compiled is None or compiled.module is None:
-        raise _NotLoaded(
+        raise RuntimeError(
             "not loaded when a CUDA graph was captured; run the same step once before the capture"
-        )
-
-
-def _tell(kernel: Any, device: torch.device, cause: Exception, passing: bool) -> None:
-    """Warn once for every kernel and kind of cause."""
-    key = (kernel, device, type(cause))
-    if key not in _told:
-        _told.add(key)
-        duration = "this time" if passing else "from now on"
-        warnings.warn(
-            f"adiv_layers: {getattr(kernel, '__name__', kernel)} does not start on {device} "
-            f"({cause!r}); plain PyTorch is used instead, {duration}.",
-            RuntimeWarning,
-            stacklevel=2,
         )
 
 

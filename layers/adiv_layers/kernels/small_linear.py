@@ -14,10 +14,8 @@ from adiv_layers.kernels.launch import KernelError
 from adiv_layers.kernels.plain import differentiable, usable_backward
 from adiv_layers.kernels.rows import rows_of
 
-_NUMBERS, _OUTPUTS = (
-    2**18,
-    512,
-)  # largest weight for which launches cost more than its product
+# The largest weight for which launches cost more than its product.
+_NUMBERS, _OUTPUTS = 2**18, 512
 
 
 def is_small(x: Tensor, weight: Tensor) -> bool:

@@ -32,7 +32,7 @@ class Mute(SummaryWriter):
     def _get_file_writer(self) -> MagicMock:
         return MagicMock()
 
-    add_text = add_custom_scalars = MagicMock()
+    add_text = MagicMock()
 
 
 def made(name: str, folder: Path) -> Sink:
