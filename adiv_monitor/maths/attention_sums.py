@@ -132,7 +132,8 @@ def with_arrays(sums: AttentionSums[Any], arrays: Iterator[Array]) -> AttentionS
 def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
     """Merge the records of several calls or ranks with equally many heads: concatenate samples.
 
-    A field that one of the records lacks is None in the result.
+    A field that one of the records lacks is None in the result. An exact sum takes the place of
+    every estimate if others were estimated.
     """
     lacking: dict[str, Any] = {
         name: None
@@ -140,7 +141,12 @@ def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
         if any(getattr(sums, name) is None for sums in several)
     }
     alike = [replace(sums, **lacking) for sums in several]
-    whole: AttentionSums[Array] = combined(
-        lambda *xs: np.concatenate(xs) if xs[0].ndim > 1 else np.asarray(np.max(xs)), *alike
-    )
+
+    def joined(*xs: Array) -> Array:
+        if xs[0].ndim < 2:
+            return np.asarray(np.max(xs))
+        more = np.max([x.shape[2:] for x in xs], 0).astype(int)
+        return np.concatenate([np.broadcast_to(x, (*x.shape[:2], *more)) for x in xs])
+
+    whole: AttentionSums[Array] = combined(joined, *alike)
     return whole

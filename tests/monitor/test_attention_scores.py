@@ -289,21 +289,35 @@ def test_errors_of_scales_by_random_moves_are_what_they_say() -> None:
         assert abs(np.mean(values)) < 0.4, (name, np.mean(values))
 
 
-def test_random_moves_agree_with_exact_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+class Twice(nn.Module):
+    """One attention, called on all samples and on some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [self.attention(y, y, y, need_weights=False)[0] for y in (x, x[:2].cos())]
+        return torch.cat(outputs).sin().sum()
+
+
+@pytest.mark.parametrize("most", [0, 100_000], ids=["all", "of one of two calls"])
+def test_random_moves_agree_with_exact_scales(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def reading() -> AttentionReading:
         torch.manual_seed(0)
-        model, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(4, 6, 12)
+        model, x = Twice(), torch.randn(4, 6, 12)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         with Monitor(model, sgd, attention=True, on_error="raise") as monitor:
-            model(x, x, x, need_weights=False)[0].sin().sum().backward()
+            model(x).backward()
             sgd.step()
         assert monitor.latest is not None
-        return monitor.latest.attention[""]
+        return monitor.latest.attention["attention"]
 
     exact = reading()
-    monkeypatch.setattr(attention, "_MOST_EXACT", 0)
+    monkeypatch.setattr(attention, "_MOST_EXACT", most)
     found = reading()
     assert not exact.standard_error and len(found.standard_error) == 2
+    assert exact.samples_seen == found.samples_seen == 6
     for name, error in found.standard_error.items():
         assert abs(getattr(found, name) - getattr(exact, name)) < 4 * error
 

@@ -22,6 +22,7 @@ from adiv_monitor.report import REALISED_MEASURES
 
 pytestmark = pytest.mark.slow(one_in=11)
 STEPS = 3
+ONLY_IN_TRAINING = {"wav2vec2.masked_spec_embed"}  # layers that the probe does not run
 
 
 class FirstOrder:
@@ -139,7 +140,8 @@ def test_what_really_happened_is_known_of_every_layer(monitored: Run) -> None:
     for report in (report for reports in monitored.reports for report in reports):
         assert not [note for note in report.notes if "is not known" in note]
         for path, reading in report.layers.items():
-            assert known <= reading.measures().keys(), path
+            expected = set() if path in ONLY_IN_TRAINING else known
+            assert known & reading.measures().keys() == expected, path
 
 
 def test_the_layers_descents_add_up_to_that_of_the_step(monitored: Run, plain: Run) -> None:
