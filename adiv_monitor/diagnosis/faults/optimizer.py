@@ -117,7 +117,7 @@ def momentum_too_long(record: Record) -> Iterator[Finding]:
     if len(high) >= FEWEST_REPORTS:
         largest = max(most.values())
         yield Finding("momentum-too-long", strength(record) if largest >= 1 else "watch",
-            f"The momentum, or Adam's first beta, reaches {largest:.5g}: old gradients hardly fade.",
+            f"The momentum, or Adam's first beta, reaches {largest:.5g}: old gradients stay.",
             (Evidence("momentum", largest, ENDLESS_MOMENTUM),),
             (Advice("use a momentum of 0.9, and end a schedule that raises it below 1"),),
             since=high[0])  # fmt: skip
