@@ -63,12 +63,6 @@ def test_a_sample_without_a_path_cuts_the_gradient(draw: Any, hits: bool) -> Non
     assert not hits or "rsample" in said[0].advice[0].text
 
 
-@pytest.mark.parametrize(("momentum", "hits"), [(0.001, True), (0.01, False), (0.999, True)])
-def test_statistics_that_hardly_follow(momentum: float, hits: bool) -> None:
-    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 3))
-    assert bool(found("running-statistics", setup(model=model))) is hits
-
-
 class Words(nn.Module):
     def __init__(self, padding: int | None, read: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
