@@ -22,7 +22,7 @@ from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import printable
 from adiv_monitor.report import Alarm, StepReport
 from adiv_monitor.sinks import HtmlSink, TableSink
-from adiv_monitor.sinks.board import alarms_text, findings_text
+from adiv_monitor.sinks.board import findings_text
 from adiv_monitor.sinks.tensorboard import _bullets, _not_measured
 from adiv_monitor.step.failures import Failures
 
@@ -101,7 +101,6 @@ def markdowns(name: str) -> list[str]:
     one = of(name)
     return [
         findings_text([found(name)], record_of(one)),
-        alarms_text(one.alarms),
         _not_measured(one),
         _bullets(one.notes),
         "\n".join(worst_lines(one, ["update_cosine"])),

@@ -276,7 +276,8 @@ class Forwards:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Handle the end of a forward; without keyword arguments if it raised."""
-        if id(module) in self._open or self._running.forwards:
+        # The mode is still on if the stack had no room to take it off.
+        if id(module) in self._open or self._running.forwards or self._running.mode is not None:
             self._guarded(self._leave, module, args, *(more if more[1:] else ({}, None)))
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
@@ -344,11 +345,11 @@ class Forwards:
         finally:
             if forward is not None:
                 forwards.pop()
-                self._switch()
-                if not forwards:
-                    self._inside.discard(threading.get_ident())
-                    if not self._active:
-                        self._take_off()
+            self._switch()
+            if forward is not None and not forwards:
+                self._inside.discard(threading.get_ident())
+                if not self._active:
+                    self._take_off()
 
     def _switch(self) -> None:
         """Turn the mode on if functions of the innermost forward call are watched, else off."""

@@ -202,9 +202,7 @@ class Steps:
             whole=WholeModel(training.model, training.trained, history),
         )
         hooks = [each for each in (probe, self._loss) if each is not None]
-        armed = Armed(number, capture, step, selection, turn, guard, others, hooks)
-        armed.dropout = training.dropout
-        return armed
+        return Armed(number, capture, step, selection, turn, guard, others, hooks)
 
     def learn(self, capture: Capture) -> None:
         """Learn from a step that was taken."""

@@ -194,6 +194,7 @@ class StepController:
             return None
         armed.attempts += 1
         armed.rates = self._failures.safely(learning_rates, optimizer) or NO_RATES
+        armed.dropout = self._training.dropout
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             armed.closure_calls = None

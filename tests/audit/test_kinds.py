@@ -63,12 +63,6 @@ def test_a_sample_without_a_path_cuts_the_gradient(draw: Any, hits: bool) -> Non
     assert not hits or "rsample" in said[0].advice[0].text
 
 
-@pytest.mark.parametrize(("momentum", "hits"), [(0.001, True), (0.01, False), (0.999, True)])
-def test_statistics_that_hardly_follow(momentum: float, hits: bool) -> None:
-    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 3))
-    assert bool(found("running-statistics", setup(model=model))) is hits
-
-
 class Words(nn.Module):
     def __init__(self, padding: int | None, read: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -164,16 +158,6 @@ def test_the_function_whose_gradient_is_not_a_number_is_named_with_its_line() ->
     assert (record.first_non_finite or "").startswith("gradient of sqrt (test_kinds.py:")
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_an_axis_that_is_taken_for_the_classes(turned: bool) -> None:
-    def of_places(model: nn.Module, batch: Any) -> Tensor:
-        made = model(batch[0].view(-1, 3, 4))
-        targets = batch[1][:, None].expand(-1, 3)
-        return functional.cross_entropy(made.transpose(1, 2) if turned else made, targets)
-
-    assert bool(found("class-axis", setup(model=nn.Linear(4, 3), loss=of_places))) is not turned
-
-
 def of_counts(log_input: bool) -> Callable[[nn.Module, Any], Tensor]:
     def counted(model: nn.Module, batch: Any) -> Tensor:
         made = model(batch[0])[:, 0]
@@ -193,23 +177,6 @@ def test_an_exponential_that_is_taken_twice(last: nn.Module, log_input: bool) ->
     of = setup(model=nn.Sequential(mlp(), last), loss=of_counts(log_input))
     twice = activated_output(of.fork()) is not None
     assert twice is (log_input and not isinstance(last, nn.Identity))
-
-
-def denoised(noise: float, target: str) -> Callable[[nn.Module, Any], Tensor]:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        noisy = batch[0] + noise * torch.randn_like(batch[0])
-        return functional.mse_loss(model(noisy), noisy if target == "noisy" else batch[0])
-
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("noise", "target", "hits"),
-    [(0.5, "noisy", True), (0.5, "clean", False), (0.01, "noisy", False), (0.0, "clean", False)],
-)
-def test_a_denoiser_whose_target_is_its_input(noise: float, target: str, hits: bool) -> None:
-    of = setup(model=nn.Linear(12, 12), loss=denoised(noise, target))
-    assert [x.strength for x in found("target-is-input", of)] == ["watch"] * hits
 
 
 def difference(discount: float, cut: bool) -> Callable[[nn.Module, Any], Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from trial_setups import answer, batches, setup
 
-from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
@@ -364,28 +363,6 @@ def pairs(z: Tensor, y: Tensor) -> Tensor:
 )
 def test_pairs_that_are_meant_are_no_finding(of: OfPair) -> None:
     assert asked("broadcast-loss", one_value(of, signs)) == ()
-
-
-# A gradient of exactly zero
-
-
-class Deep(nn.Module):
-    """A network whose second layer is followed by a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.a, self.b, self.c = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 3)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.function(self.b(self.a(x).relu())))
-
-
-def test_a_derivative_of_zero_is_no_vanishing_gradient() -> None:
-    for function, is_zero in ((torch.sign, True), (lambda x: x + (x.sign() - x).detach(), False)):
-        names = {f.name for f in diagnose(observe(setup(model=Deep(function)), every_n_steps=6))}
-        assert ("zero-gradient" in names) is is_zero and "vanishing" not in names
 
 
 # Pairs, and terms of a loss that compare a tensor with itself

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 
 from adiv_monitor.audit.command import models, prepare
 from adiv_monitor.audit.command.code import UsageError, imported
-from adiv_monitor.audit.command.data import SOURCES, data
 from adiv_monitor.audit.command.models import Form, Shape, fit
 from adiv_monitor.audit.command.options import Config
+from adiv_monitor.audit.command.prepare import SOURCES, data
 from adiv_monitor.audit.run import loss_of_output
 from adiv_monitor.audit.training.setup import LossError, seeded
 

@@ -295,7 +295,7 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     of = healthy()
     findings = [
         finding("reinitialise", "adamw", strength="watch"),
-        finding("clip", "less-momentum", "relu-between", "batch-norm"),
+        finding("clip", "less-momentum", "float32-weights", "batch-norm"),
         finding("no-decay", "no such"),
     ]
     told: list[tuple[str, int, int]] = []
@@ -304,7 +304,7 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     assert {fix for fix, a in advice.items() if a.trial is not None} <= {
         *("clip", "no-decay", "reinitialise", "less-momentum")
     }
-    assert advice["relu-between"].untried == "fewer than two layers run"
+    assert advice["float32-weights"].untried == "no weights are of 16 bits"
     assert advice["batch-norm"].untried == advice["adamw"].untried
     assert advice["adamw"].untried == "only the first fixes of a finding are tried"
     assert advice["no such"].untried == ""

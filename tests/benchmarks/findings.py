@@ -25,18 +25,17 @@ from write_up import parser, table
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.experiments import (
     answers,
-    beginning,
     exchange,
     loss_inputs,
     modules,
     places,
+    state,
 )
 from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.faults import (
-    data,
     initialisation,
     inputs,
     optimizer,
@@ -860,7 +859,7 @@ PICTURES: dict[str, Picture] = {
         with_model(lambda model: nn.Sequential(
             *(nn.Identity() if isinstance(m, nn.ReLU) else m for m in model))),
         {},
-        (beginning, ("LEAST",)),
+        (modules, ("LEAST",)),
     ),
     "input-partly-ignored": Picture(
         "a GRU reads images row by row, and its first output is taken for its last",
@@ -942,7 +941,7 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(HEALTHY.setup(), batches=leaked()),
         {"share of the target's variance that one feature explains":
             of_fact("target-leak", "share")},
-        (data, ("DETERMINED",)),
+        (inputs, ("DETERMINED",)),
     ),
     "targets-moved": Picture(
         "a convolutional net learns which pixels are bright; the targets' rows and columns are "
@@ -950,7 +949,7 @@ PICTURES: dict[str, Picture] = {
         lambda: by_pixels(transposed=True),
         {"correlation of pixels and targets": of_fact("targets-moved", "own"),
          "the same if the targets are moved": of_fact("targets-moved", "best")},
-        (data, ("FITS", "BETTER")),
+        (inputs, ("FITS", "BETTER")),
         lambda: by_pixels(transposed=False),
     ),
     "same-batch": Picture(
@@ -964,13 +963,13 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(HEALTHY.setup(), batches=in_order(HEALTHY.setup().batches)),
         {"variance of labels within a batch, over that in shuffled batches":
             of_fact("unshuffled", "ratio")},
-        (data, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
+        (inputs, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
     ),
     "one-sided-weights": Picture(
         "all weights from torch.rand, over √(fan-in)",
         with_model(changed(by_rand)),
         {"mean over rms of the first layer's weights": of_fact("one-sided-weights", "share")},
-        (beginning, ("ONE_SIDED", "ENTRIES")),
+        (state, ("ONE_SIDED", "ENTRIES")),
     ),
     "bounded-logits": Picture(
         "the logits are cosines; the healthy one's are 20 times them",
@@ -1218,7 +1217,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (data, ("EXPLAINS", "BEHIND")),
+        (inputs, ("EXPLAINS", "BEHIND")),
     ),
     "labels-unrelated": Picture(
         "inputs and labels are shuffled separately",
@@ -1226,7 +1225,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (data, ("LEARNT", "PER_CLASS")),
+        (inputs, ("LEARNT", "PER_CLASS")),
     ),
     "loss-stuck": Picture(
         "the loss compares with other samples' targets",

@@ -22,6 +22,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _GONE = (
     *("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"),
     *("attention-saturated", "graph-offset", "padding-is-word", "loss-own-fall"),
+    "class-axis",
 )
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ Losses = tuple[float, float]
 
 
 class Answered:
-    """The loss of a batch for any outputs of the model, which runs once.
+    """The loss of a batch for any outputs of the model.
 
     Attributes:
         outputs: The model's own first output of floating point; None: it has none.
@@ -40,24 +39,20 @@ class Answered:
     """
 
     def __init__(self, fork: Fork, batch: Any) -> None:
-        self._made: list[Any] = []  # what each call of the model in the loss returned
+        made: list[Any] = []
         self._model, self._loss, self._batch = fork.model, RepeatedLoss(fork), batch
-        with fork.model.register_forward_hook(lambda m, args, out: self._made.append(out)):
+        with fork.model.register_forward_hook(lambda m, args, out: made.append(out)):
             self.first = self._loss.of(batch)
-        own = (x.detach() for x in tensors(self._made) if x.is_floating_point())
+        own = (x.detach() for x in tensors(made) if x.is_floating_point())
         self.outputs = next(own, None)
 
     def loss(self, outputs: Tensor) -> float:
         """Return the loss of these outputs."""
-        made = iter(self._made)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return mapped(next(made), instead)
 
         def instead(x: Tensor) -> Tensor:
             return outputs.to(x.dtype) if x.shape == outputs.shape else x
 
-        with patch.object(self._model, "forward", forward):
+        with self._model.register_forward_hook(lambda m, args, out: mapped(out, instead)):
             return self._loss.of(self._batch)
 
 

@@ -169,50 +169,17 @@ STEPS = ("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside")
 Ends = tuple[float, float]
 
 
-class _Choices:
-    """Tells codes that an argmin, or argmax, chooses of a parameter by what is computed from it.
-
-    They stop the gradient where other parameters use them without what the choice was made by.
-    """
-
-    def __init__(self) -> None:
-        self.facts: list[Fact] = []
-        # Indices and codes, which are held so that ids stay unique: place, graph, whether a code.
-        self._chosen: dict[int, tuple[Tensor, str, set[Any], bool]] = {}
-
-    def see(self, call: Call) -> None:
-        """Look at a call."""
-        taken = given(call)
-        known = next((self._chosen[id(x)] for x in taken if id(x) in self._chosen), None)
-        if call.name in ("argmin", "argmax", "min", "max") and taken[0].requires_grad:
-            known = taken[0], call.place, nodes_of([taken[0].grad_fn]), False
-        if known is None:
-            return
-        _, place, graph, is_code = known
-        leaves = {id(x) for x in taken if x.is_leaf and x.requires_grad}
-        if is_code and leaves:
-            self.facts.append(Fact(place, {}, {"kind": "choice"}))
-            return
-        own = {node: id(node.variable) for node in graph if hasattr(node, "variable")}
-        is_code |= bool(leaves & {*own.values()}) and not leaves.issuperset(own.values())
-        for x in flat(call.result):
-            if nodes_of([x.grad_fn]).isdisjoint(graph - own.keys()):
-                self._chosen[id(x)] = x, place, graph, is_code
-
-
 @asks("zero-slope")
 def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return steps, which have no slope anywhere, and clips of what the last layer returns.
 
     A step counts if no gradient reaches its argument, on another way either. Of a clip, the entries
     count that the loss would pull back into its range: their share, among those with a gradient at
-    its result, with the weights after training. And return choices of codes that stop the gradient.
+    its result, with the weights after training.
     """
-    choices = _Choices()
     seen: list[tuple[str, Tensor, Tensor, Ends | None]] = []  # argument, result, range of a clip
 
     def see(call: Call) -> None:
-        choices.see(call)
         computed, made = [x for x in given(call) if x.requires_grad], call.result
         is_product = len(computed) > 1 and call.name in (*PRODUCTS, *MULTIPLIES)
         if (is_product and call.path is not None) or any(x.is_leaf for x in computed):
@@ -229,17 +196,15 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
     with torch.enable_grad():
         see_calls(setup.fork_like(trained), see).backward()  # type: ignore[no-untyped-call]
-    facts = choices.facts
     for place, x, made, ends in seen:
         if (g := made.grad) is None or not g.any():
             continue
         if ends:
             stuck = ((x < ends[0]) & (g < 0)) | ((x > ends[1]) & (g > 0))
             share = float(stuck.sum() / g.ne(0).sum())
-            facts.append(Fact(place, {"share": share}, {"kind": "clip"}))
+            yield Fact(place, {"share": share}, {"kind": "clip"})
         elif x.grad is None or not x.grad.any():
-            facts.append(Fact(place, {}, {"kind": "step"}))
-    return facts
+            yield Fact(place, {}, {"kind": "step"})
 
 
 def _ends(x: Tensor, made: Tensor) -> Ends | None:

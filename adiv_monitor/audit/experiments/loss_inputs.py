@@ -201,31 +201,6 @@ def _softmax_over(call: Call, axis: int) -> tuple[int, ...]:
     return tuple(x.shape) if (of % 2 if isinstance(of, int) else 1) == axis else ()
 
 
-@looks("class-axis")
-class ClassAxis:
-    """Cross-entropies over axis 1 of what a linear layer returns, whose features are the last axis.
-
-    Both axes are equally long, or the loss would refuse its targets.
-    """
-
-    def __init__(self, fork: Fork) -> None:
-        self._made, self._found = Known(), list[Fact]()
-
-    def see(self, call: Call) -> None:
-        """Note the results of linear layers, and what such losses get of them, as it is."""
-        if call.name == "linear" and call.result.ndim > 2:
-            self._made.note(call.result, call)
-        elif call.name in ("cross_entropy", "nll_loss"):
-            x = call.argument(0, "input")
-            source = self._made.of(x)
-            if source is not None and x.stride() == source.result.stride():
-                self._found.append(_of_shape(call, layer=source.place))
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return a fact for each such loss."""
-        return self._found
-
-
 # Weights of classes
 
 _TWICE = math.log(2.0)  # smallest spread of counts, and of weights, in which a trend is seen
@@ -341,18 +316,30 @@ class OutOfRange:
                 yield Fact(source.place, {"share": share}, words)
 
 
-# Dropout between the last layer and the loss
+# Dropout
+
+HIGH = 0.7  # share that dropout drops
+
+
+@asks("dropout-too-high")
+def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return dropout rates above 0.7, and the trained model's losses with and without it."""
+    return _priced(calls_of(setup.fork(), lambda call: rate_of(call) > HIGH), trained)
 
 
 @asks("dropout-on-outputs")
 def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return where dropout acts on what the loss compares with targets, and what it costs."""
-    if found := dropped(setup.fork()):
+    return _priced(dropped(setup.fork()), trained)
+
+
+def _priced(drops: list[Call], trained: Fork) -> Iterator[Fact]:
+    """Yield the rates of dropout with the losses of the last batch with it and without."""
+    if drops:
         bare, batch = replace(trained), trained.batches[-1]
-        leave_out(bare, found)
+        leave_out(bare, drops)
         price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-        for call in found:
-            yield Fact(call.place, {"rate": rate_of(call), **price})
+        yield from (Fact(call.place, {"rate": rate_of(call), **price}) for call in drops)
 
 
 def dropped(fork: Fork) -> list[Call]:

@@ -5,7 +5,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,17 +16,14 @@ from adiv_monitor.audit.experiments.calls import (
     Call,
     Watched,
     calls_of,
-    change_calls,
     flat,
     given,
     rate_of,
     see_calls,
-    with_rate,
 )
 from adiv_monitor.audit.experiments.changed_inputs import (
     SAMPLES,
     ChangedInputs,
-    RepeatedLoss,
     still,
 )
 from adiv_monitor.audit.experiments.questions import (
@@ -47,7 +43,6 @@ NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 FEW = 4  # values: the variance's relative error, √(2/(n−1)), is 82 % for four
 # Momentum, the share of the last batch in running statistics: these are its own, or hardly follow.
 ONE_BATCH, SLOW = 0.9, 0.005
-HIGH = 0.7  # share that dropout drops
 FEWEST = 3  # samples of a batch
 VARIES = 1e-4  # share of the mean square, from which inputs vary over samples
 CONSTANT = 1e-6  # share below which outputs do not
@@ -127,18 +122,6 @@ def dropout_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
     drops = calls_of(fork, lambda call: rate(call) > 0)
     return (Fact(call.place, {"rate": rate(call)}) for call in drops)
-
-
-@asks("dropout-too-high")
-def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return dropout rates above 0.7, and the trained model's losses with and without it."""
-    drops = calls_of(setup.fork(), lambda call: rate_of(call) > HIGH)
-    if not drops:
-        return ()
-    batch, bare = trained.batches[-1], replace(trained)
-    change_calls(bare, lambda c: with_rate(c, 0.0) if rate_of(c) > HIGH else NotImplemented)
-    price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-    return (Fact(c.place, {"rate": rate_of(c), **price}) for c in drops)
 
 
 @looks("outputs-constant")

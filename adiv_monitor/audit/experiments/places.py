@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs, still
 from adiv_monitor.audit.experiments.data import spread
-from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, compared, parts_like
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -251,20 +251,6 @@ def target_is_input(setup: Setup, trained: Fork) -> Iterable[Fact]:
     for shift, reach, _ in _places(setup):
         if reach in (0, -1) and shift - reach != 1:
             yield Fact("", {"places": float(shift - reach)})
-    yield from _changed_inputs(setup)
-
-
-def _changed_inputs(setup: Setup) -> Iterator[Fact]:
-    """Yield losses whose target is the model's input, if that is made of a tensor of the batch."""
-    fork, given, batch = setup.fork(), list[Tensor](), setup.batches[0]
-    fork.model.register_forward_pre_hook(lambda m, args: given.extend(tensors(args)))
-    for call in calls_of(fork, lambda call: call.name in LOSSES):
-        for output, target in compared(call) if given else ():
-            shape = target.shape
-            whole = [x.to(target) for x in tensors(batch) if x.shape == shape == given[0].shape]
-            if whole and output.requires_grad and torch.equal(target, given[0]):
-                apart = [float((target - x).norm() / x.norm().clamp(min=1e-30)) for x in whole]
-                yield Fact(call.place, {"share": min(apart)})
 
 
 @asks("future-leak")

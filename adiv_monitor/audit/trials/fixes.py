@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
-from adiv_monitor.audit.experiments import loss_inputs
 from adiv_monitor.audit.experiments.backward import cuts, undo
 from adiv_monitor.audit.experiments.calls import (
     Call,
@@ -26,7 +25,8 @@ from adiv_monitor.audit.experiments.calls import (
     with_rate,
 )
 from adiv_monitor.audit.experiments.changed_inputs import arguments
-from adiv_monitor.audit.experiments.modules import HIGH, maps_that_run
+from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, dropped, leave_out
+from adiv_monitor.audit.experiments.modules import maps_that_run
 from adiv_monitor.audit.experiments.state import COARSE, bare_weights
 from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
@@ -391,15 +391,15 @@ def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CAL
 
 
 def _taken_for_logits(fork: Fork) -> list[Call]:
-    return [*filter(None, [loss_inputs.activation(fork)])]
+    return [*filter(None, [activation(fork)])]
 
 
 @fix("plain-outputs", rescales=True, find=_taken_for_logits)
-@fix("outputs-without-dropout", find=loss_inputs.dropped)
+@fix("outputs-without-dropout", find=dropped)
 def _left_out(fork: Fork, layers: Layers, record: Seen, find: Callable[[Fork], list[Call]]) -> None:
     """Leave out functions that act on the outputs, in front of the loss."""
     nothing = "no such function stands in front of the loss"
-    loss_inputs.leave_out(fork, some(find(fork), nothing))
+    leave_out(fork, some(find(fork), nothing))
 
 
 @fix("relu-between", rescales=True)

@@ -60,8 +60,6 @@ SAME_LOSS = 1e-6  # spread of the losses, relative to the largest
 FACTORS_APART = 10.0  # largest factor on a layer's gradient over the smallest
 ROUNDING = 1e-6  # of the loss, or of activations
 NEARLY = 0.95  # of the rows
-DROPS = 0.9  # dropout rate
-LONG_MOMENTUM = 0.999  # keeps each gradient for 1,000 steps
 
 
 def strength(record: Record) -> Strength:
@@ -427,47 +425,6 @@ def targets_ignored(record: Record) -> Iterator[Finding]:
             (Evidence("share of the rows without a gradient", min(shares), NEARLY),),
             (Advice("count the targets that the loss does not ignore (ignore_index, masks, "
                     "weights)"),))  # fmt: skip
-
-
-@loop_fault("momentum-too-long", "Momentum of 0.999 or more", shown_by=reported("momenta"))
-def momentum(record: Record) -> Iterator[Finding]:
-    """Find momentum of so long a memory that old gradients outweigh all new ones."""
-    most = {report.step: max(report.momenta) for report in record.reports if report.momenta}
-    high = [step for step, momentum in most.items() if momentum > LONG_MOMENTUM]
-    if len(high) >= FEWEST_MEASURED:
-        value, beyond = max(most.values()), max(most.values()) >= 1
-        risen = " It rises in the course of the run." * (min(most.values()) < LONG_MOMENTUM)
-        yield Finding("momentum-too-long", "act" if beyond and _goes_badly(record) else "watch",
-            f"The momentum, or Adam's first beta, reaches {value:.5g}"
-            + (": old gradients never fade." if beyond else ".") + risen,
-            (Evidence("momentum", value, LONG_MOMENTUM),),
-            (Advice("use a momentum of 0.9"),), since=high[0])  # fmt: skip
-
-
-@finds("monitor")
-def dropout_rises(record: Record) -> Iterator[Finding]:
-    """Find a dropout rate that rises until next to nothing passes."""
-    rates = {report.step: report.dropout for report in record.reports}
-    high = [step for step, rate in rates.items() if rate >= DROPS]
-    if len(high) >= FEWEST_MEASURED:
-        value = max(rates.values())
-        yield Finding("dropout-too-high",
-            act_if(_goes_badly(record) and value > min(rates.values())),
-            f"From step {high[0]:,} on, a dropout drops {percent(value)} of its input.",
-            (Evidence("dropout rate", value, DROPS),),
-            (Advice("use a dropout rate of 0.1, the share to drop"),), since=high[0])  # fmt: skip
-
-
-@loop_fault("state-lost", "The optimizer's state is new in each step", shown_by=stepped)
-def state_lost(record: Record) -> Iterator[Finding]:
-    """Find an optimizer with momentum, or Adam, that begins every measured step without state."""
-    if len(record.reports) > FEWEST_MEASURED and all(r.state_new for r in record.reports):
-        yield Finding("state-lost", "watch",
-            f"{read.optimizer_of(record)} begins every measured step without the averages of "
-            "earlier gradients, which it makes anew.",
-            (Evidence("measured steps without state", len(record.reports), FEWEST_MEASURED),),
-            (Advice("look for optimizer.state.clear(), or for state that is loaded or reset in "
-                    "each step"),))  # fmt: skip
 
 
 @loop_fault("steps-repeated", "Several steps with one gradient", shown_by=several)

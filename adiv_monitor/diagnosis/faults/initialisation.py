@@ -11,7 +11,17 @@ from itertools import takewhile
 
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import fell, is_long_enough
-from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LEARNING, Number, act_if, fault, told
+from adiv_monitor.diagnosis.faults.could_train import strength
+from adiv_monitor.diagnosis.faults.fault import (
+    FEWEST_LAYERS,
+    FEWEST_REPORTS,
+    LEARNING,
+    Number,
+    act_if,
+    fault,
+    finds,
+    told,
+)
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD
 from adiv_monitor.diagnosis.faults.rates import clip_norm, suffers
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT, dead_share
@@ -50,6 +60,7 @@ _AGAIN, _LAYER_NORM, _BATCH_NORM = (Advice(text, fix, everywhere=True) for text,
 # Loss of the trained model with dropout over the loss without: a third of the loss is due to
 # dropout.
 DROPOUT_COSTS = 1.5
+DROPS = 0.9  # rate of a dropout that lets next to nothing pass
 
 
 told(__name__, "batch-norm-starved", "Batch normalisation of too few values", suffers,
@@ -70,6 +81,18 @@ told(__name__, "dropout-too-high", "Dropout rate too high",
       Number("loss of the trained model without it", "without")],
      Advice("use a dropout rate of 0.1, the share to drop", "dropout-0.1"),
      explains=("cannot-overfit", "behind-reference"), acts_below=0.5)  # fmt: skip
+
+
+@finds("monitor")
+def dropout_rises(record: Record) -> Iterator[Finding]:
+    """Find a dropout rate at which next to nothing passes, as one that rises without a limit."""
+    rates = [report.dropout for report in record.reports]
+    high = [r.step for r in record.reports if r.dropout >= DROPS]
+    if len(high) >= FEWEST_REPORTS:
+        yield Finding("dropout-too-high", strength(record) if rates[0] < DROPS else "watch",
+            f"From step {high[0]:,} on, a dropout drops up to {max(rates):.0%} of its input.",
+            (Evidence("dropout rate", max(rates), DROPS),),
+            (Advice("use a dropout rate of 0.1, the share to drop"),), since=high[0])  # fmt: skip
 
 
 told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,

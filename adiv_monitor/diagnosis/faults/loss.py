@@ -50,11 +50,6 @@ told(__name__, "zero-slope", "A function that stops the gradient",
      where=lambda fact: fact.words["kind"] == "step",
      explains=(*LEARNING, "stands-still", "target-scale", "vanishing"))  # fmt: skip
 told(__name__, "zero-slope", "", suffers,
-     "{place} chooses codes of a parameter. Layers use them without what the choice is made by, "
-     "which gets no gradient from there.", [Number("choices that stop the gradient")],
-     Advice("pass gradients straight through: x + (codes - x).detach()"),
-     where=lambda fact: fact.words["kind"] == "choice")  # fmt: skip
-told(__name__, "zero-slope", "", suffers,
      "{place} clips the outputs: after training, {share:.0%} of the outputs with a gradient are "
      "clipped although the loss would pull them back into the range.",
      [Number("share of the entries that get no gradient back", "share", above=STUCK)],

@@ -13,7 +13,6 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
-NOISE = 0.1  # of a tensor's length: less may be the noise of rounding to whole numbers
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
 _LACK = {
     **dict.fromkeys(("sigmoid", "hardsigmoid"), "lie between 0 and 1"),
@@ -48,15 +47,6 @@ told(__name__, "broadcast-loss", "Each output is compared with all targets", "ac
      "of all samples.",
      [Number("entries of the result, over those before", "times", above=1.0)],
      Advice("give outputs and targets the same shape"),
-     certain=True, explains=LEARNING)  # fmt: skip
-
-
-told(__name__, "class-axis", "The loss takes another axis for that of the classes", suffers,
-     "{place} takes axis 1 of {shape} for that of the classes, but {layer} returns them along the "
-     "last one: both are equally long.",
-     [Number("losses over another axis")],
-     Advice("exchange the axes before the loss: outputs.transpose(1, 2), or flatten all but the "
-            "classes"),
      certain=True, explains=LEARNING)  # fmt: skip
 
 
@@ -172,22 +162,14 @@ told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
      explains=LEARNING, acts_below=0.8)  # fmt: skip
 
 
-# The model may be meant to copy its inputs, with the noise of an augmentation.
-told(__name__, "target-is-input", "Targets that are the wrong tokens", "watch",
-     "{place} compares the outputs with the model's own inputs, which are the batch's with changes "
-     "of {share:.0%} of their length, as by noise: the model learns to copy these.",
-     [Number("length of the changes, over that of the batch's tensor", "share", above=NOISE)],
-     Advice("compare the outputs with the tensor as it was before noise or masks"),
-     where=lambda fact: "share" in fact.numbers,
-     certain=True, explains=LEARNING)  # fmt: skip
 # Targets that are further ahead may be meant, as in predictions of several tokens.
-told(__name__, "target-is-input", "",
+told(__name__, "target-is-input", "Targets that are the wrong tokens",
      lambda record: record.found_by("target-is-input")[0].numbers["places"] <= 1,
      "The target at each position is the input token {places:.0f} places after the last one that "
      "the output depends on, not the next token.", [Number("places to the target", "places")],
      Advice("shift the labels once, in the data set, the model or the loss: compare "
             "outputs[:, :-1] with tokens[:, 1:]"),
-     where=lambda fact: "places" in fact.numbers)  # fmt: skip
+     certain=True, explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "pairs-reversed", "Pairs the wrong way round", "act",
