@@ -42,11 +42,18 @@ def attention_scale_mean(scales: ScaleSums[Array]) -> Estimate:
 
 
 def attention_scale_cv(scales: ScaleSums[Array]) -> Estimate:
-    """std(D_ts) / mean(D_ts) over the active scores, ≥ 0, minus its bias of order 1/estimates.
+    """std(D_ts) / mean(D_ts) over the active scores, ≥ 0.
+
+    The square is free of bias of order 1/estimates. Its estimate may be negative; the measure is 0
+    then, with an error that is not.
 
     Arguments are those of `attention_scale_mean`.
     """
-    return _jackknifed(scales, lambda mean, square: np.sqrt(np.maximum(square - mean**2, 0)) / mean)
+    squared = _jackknifed(scales, lambda mean, square: square / mean**2 - 1)
+    value = np.sqrt(np.maximum(squared.value, 0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.fmin(squared.error / (2 * value), np.sqrt(squared.error))
+    return Estimate(value, error)
 
 
 def _jackknifed(scales: ScaleSums[Array], of: Callable[[Array, Array], Array]) -> Estimate:

@@ -270,9 +270,10 @@ def test_measures_over_all_scores_are_exact() -> None:
     )
 
 
-def test_errors_of_scales_by_random_moves_are_what_they_say() -> None:
+@pytest.mark.parametrize("most", [2.0, 0.5], ids=["unequal", "almost equal"])
+def test_errors_of_scales_by_random_moves_are_what_they_say(most: float) -> None:
     draw, moves = np.random.default_rng(1), 16
-    J = draw.normal(size=(2, 3, 50, 40)) * draw.uniform(0.5, 2, (2, 3, 50, 1))  # ∂Y/∂Θ
+    J = draw.normal(size=(2, 3, 50, 40)) * draw.uniform(0.5, most, (2, 3, 50, 1))  # ∂Y/∂Θ
     D, none = (J**2).sum(3), np.array(0.0)
     count = np.full((2, 3), 50.0)
     exact = exact_sums(D, np.ones_like(D))
