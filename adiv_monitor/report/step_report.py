@@ -137,11 +137,7 @@ class StepReport:
         weights_returned: how much of the way that the weights went since an earlier measured step
             was undone as this step began: 1 if they equal those of that step, 0 if they are
             farther away than ever; the largest over the earlier steps; None: not known.
-        momenta: momentum, or Adam's β₁, of each of the optimizer's parameter groups that has one,
-            as used by the step.
         dropout: largest rate of the model's dropout modules; 0 without any.
-        state_new: whether the optimizer had no state as this step began, and has some after it: so
-            it is in the first step of momentum or Adam.
         rescaled: layers of whose parameters the gradients were multiplied by different factors.
     """
 
@@ -176,9 +172,7 @@ class StepReport:
     batch: tuple[float, ...] = ()
     next_batch: tuple[float, ...] = ()
     weights_returned: float | None = None
-    momenta: tuple[float, ...] = ()
     dropout: float = 0.0
-    state_new: bool = False
     rescaled: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

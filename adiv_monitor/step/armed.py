@@ -52,7 +52,6 @@ class Armed:
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
         dropout: the largest rate of the model's dropout modules.
-        state_new: whether the optimizer began the step without state, and has some after it.
         attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
         alignment: the alignments that were read after it.
@@ -68,7 +67,6 @@ class Armed:
     hooks: "Sequence[ProbeStep | LossHook]"
     rates: Rates = NO_RATES
     dropout: float = 0.0
-    state_new: bool = False
     attempts: int = 0
     closure_calls: int | None = None
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)

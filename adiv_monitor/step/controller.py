@@ -247,8 +247,6 @@ class StepController:
             armed.step.discard()
         elif has_optimizer:
             armed.step.updated()
-            state = getattr(self._training.optimizer, "state", None)
-            armed.state_new = bool(state) and not armed.rates.has_state
         if self._alignment is not None:
             armed.alignment = self._failures.safely(self._alignment.read) or {}
         held = self._training.trained()

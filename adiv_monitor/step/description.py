@@ -38,9 +38,7 @@ def describe(part: RankContribution, armed: Armed, failures: Failures, interval:
         groups={path: group for path, group in groups.items() if group is not None},
         optimizer=rates.optimizer,
         maximize=rates.maximize,
-        momenta=tuple(rates.momenta),
         dropout=armed.dropout,
-        state_new=armed.state_new,
         other_optimizers=tuple(armed.others.writes),
         changed_by=tuple(+armed.others.writes),
     )

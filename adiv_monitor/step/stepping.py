@@ -34,16 +34,12 @@ class Rates(NamedTuple):
         of_groups: `lr` of each parameter group; empty if a group has none.
         groups: id of a parameter → number of its group; empty if there is one group only.
         maximize: whether all groups have `maximize=True`.
-        momenta: momentum, or β₁, of the groups that have one.
-        has_state: whether the optimizer keeps something from earlier steps.
     """
 
     optimizer: str
     of_groups: Sequence[float | Tensor]
     groups: Mapping[int, int]
     maximize: bool = False
-    momenta: Sequence[float] = ()
-    has_state: bool = True
 
 
 NO_RATES = Rates("", (), {})
@@ -65,13 +61,7 @@ def learning_rates(optimizer: Optimizer) -> Rates:
             for p in group["params"]
         },
         all(group.get("maximize") is True for group in several),
-        [m for group in several if isinstance(m := _momentum(group), int | float)],
-        bool(optimizer.state),
     )
-
-
-def _momentum(group: Mapping[str, Any]) -> object:
-    return betas[0] if (betas := group.get("betas")) else group.get("momentum")
 
 
 def _own(rate: Any) -> float | Tensor:

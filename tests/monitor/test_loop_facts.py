@@ -39,7 +39,8 @@ class Net(nn.Module):
 
 
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
-FACTS += ("momenta", "dropout", "state_new", "rescaled")
+FACTS += ("dropout", "rescaled")
+RATES = [0.5, 0.6, 0.9]
 TARGETS = torch.arange(6) % 3
 CHANGED = ("norm", "drop", "alpha", "attention")
 
@@ -349,28 +350,18 @@ def test_an_evaluation_is_not_the_next_batch(gradients: bool) -> None:
     assert [report.next_batch for report in reports] == [*batches[1:], ()]
 
 
-# --- settings and state ---------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_settings_and_state_are_those_of_the_step(kind: type[torch.optim.Optimizer]) -> None:
+def test_dropout_and_factors_are_those_of_the_step() -> None:
     model = Net()
-    own = kind([{"params": model.first.parameters()}, {"params": model.last.parameters()}], lr=0.1)
-    name = "momentum" if kind is torch.optim.SGD else "betas"
-    monitor = Monitor(model, own, every_n_steps=1)
-    with monitor:
-        for number in range(5):
-            momentum = (0.5, 0.6, 0.7, 0.8, 0.9)[number]
-            own.param_groups[1][name] = momentum if name == "momentum" else (momentum, 0.999)
-            model.drop.p = momentum
-            if number == 3:
-                own.state.clear()
-            own.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        for number, rate in enumerate(RATES):
+            model.drop.p = rate
+            optimizer.zero_grad()
             loss_of(model, number).backward()
             model.last.weight.grad *= 5  # type: ignore[operator]
-            own.step()
-    others = 0.0 if kind is torch.optim.SGD else 0.9
-    assert [r.momenta for r in monitor.reports] == [(others, x) for x in (0.5, 0.6, 0.7, 0.8, 0.9)]
-    assert [r.dropout for r in monitor.reports] == [0.5, 0.6, 0.7, 0.8, 0.9]
-    assert [r.state_new for r in monitor.reports] == [True, False, False, True, False]
-    assert [r.rescaled for r in monitor.reports] == [("last",)] * 5
+            optimizer.step()
+    assert [report.dropout for report in monitor.reports] == RATES
+    assert [report.rescaled for report in monitor.reports] == [("last",)] * len(RATES)

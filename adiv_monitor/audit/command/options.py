@@ -21,8 +21,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 # Former names of findings → what is there instead.
 _GONE = (
     *("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"),
-    *("attention-saturated", "graph-offset", "padding-is-word", "loss-own-fall"),
-    "class-axis",
+    *("attention-saturated", "padding-is-word", "loss-own-fall"),
 )
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),

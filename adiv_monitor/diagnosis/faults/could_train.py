@@ -56,8 +56,6 @@ NOISY = 0.25  # of the loss: its deviation from step to step
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 FEWEST_JUMPS = 2  # of the loss, to where it began
-SAME_LOSS = 1e-6  # spread of the losses, relative to the largest
-FACTORS_APART = 10.0  # largest factor on a layer's gradient over the smallest
 ROUNDING = 1e-6  # of the loss, or of activations
 NEARLY = 0.95  # of the rows
 
@@ -392,27 +390,6 @@ def summed(record: Record) -> Iterator[Finding]:
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
 
 
-@loop_fault("loss-constant", "The loss is the same number in every step", explains=LEARNING,
-            shown_by=course.is_known)  # fmt: skip
-def loss_constant(record: Record) -> Iterator[Finding]:
-    """Find a loss that is one number, other than 0, whatever the batch, as weights move.
-
-    A loss of 0 that has a gradient is usual in reinforcement learning.
-    """
-    if not course.is_known(record) or not several(record):
-        return
-    low, high = min(record.losses), max(record.losses)
-    batches = {report.batch for report in record.reports if report.batch}
-    moves = any(move.value > ROUNDING for move in read.by_layer(record, "update_ratio").values())
-    if high - low <= SAME_LOSS * abs(high) > 0 and len(batches) > 1 and moves:
-        yield Finding("loss-constant", "watch",
-            f"The loss is {high:.6g} in every step, though batches differ and weights move: it "
-            "tells nothing of the outputs.",
-            (Evidence("spread of the losses", high - low, SAME_LOSS * abs(high)),),
-            (Advice("look for a loss that is divided by itself, or by its detached copy"),)
-            )  # fmt: skip
-
-
 @loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)
 def targets_ignored(record: Record) -> Iterator[Finding]:
     """Find that, in every measured step, nearly all rows of the last layer have no gradient."""
@@ -427,26 +404,12 @@ def targets_ignored(record: Record) -> Iterator[Finding]:
                     "weights)"),))  # fmt: skip
 
 
-@loop_fault("steps-repeated", "Several steps with one gradient", shown_by=several)
-def repeated(record: Record) -> Iterator[Finding]:
-    """Find steps before which the model did not run, though its parameters hold gradients."""
-    stale = [r.step for r in record.reports if not (r.layers or r.batch) and r.unsupported
-             and not _without(r)]  # fmt: skip
-    if len(stale) >= FEWEST_MEASURED and len(stale) < len(record.reports):
-        yield Finding("steps-repeated", "watch" if _goes_badly(record) else "note",
-            f"Before {len(stale):,} of {len(record.reports):,} measured steps, no forward pass was "
-            "seen: these steps use an earlier gradient again, or train another model.",
-            (Evidence("measured steps without a forward pass", len(stale), 0),),
-            (Advice("call optimizer.step() once for each backward pass"),),
-            since=stale[0])  # fmt: skip
-
-
 @loop_fault("gradient-rescaled", "Gradients are rescaled one by one", shown_by=stepped)
 def rescaled(record: Record) -> Iterator[Finding]:
-    """Find gradients that are multiplied by different factors, within layers or between them."""
+    """Find gradients of one layer's parameters that are multiplied by different factors."""
     if not several(record) or not _goes_badly(record) or not course.is_measure(record):
         return
-    apart = [r for r in record.reports if r.rescaled or _spread_of_factors(r) > FACTORS_APART]
+    apart = [report for report in record.reports if report.rescaled]
     share = len(apart) / len(record.reports)
     if share > 0.5:
         yield Finding("gradient-rescaled", "watch",
@@ -455,11 +418,6 @@ def rescaled(record: Record) -> Iterator[Finding]:
             (Evidence("share of the measured steps", share, 0.5),),
             (Advice("train without the code that scales or clips each gradient by itself"),),
             layers=apart[-1].rescaled)  # fmt: skip
-
-
-def _spread_of_factors(report: StepReport) -> float:
-    factors = [r.gradient_factor for r in report.layers.values() if r.gradient_factor > 0]
-    return max(factors) / min(factors) if factors else 1.0
 
 
 @loop_fault("batch-too-small", "Batches of very few samples",

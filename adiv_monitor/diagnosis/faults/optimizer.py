@@ -8,15 +8,11 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.could_train import strength
 from adiv_monitor.diagnosis.faults.fault import (
-    FEWEST_REPORTS,
     Number,
     act_if,
     fault,
-    loop_fault,
     of_layers,
-    reported,
     stepped,
     told,
 )
@@ -28,14 +24,12 @@ from adiv_monitor.diagnosis.readings import (
     at_first,
     by_layer,
     named,
-    optimizer_of,
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
 
 # Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.
 LONG_MOMENTUM = 0.975
-ENDLESS_MOMENTUM = 0.999  # keeps each gradient for 1,000 steps
 # Duration of momentum relative to the run; beyond it, later gradients hardly count.
 LONGER_THAN_THE_RUN = 10.0
 # parameter_cosine late in the run; healthy runs with momentum or Adam have 0.25 to 0.5.
@@ -107,32 +101,6 @@ def first_pull(record: Record) -> float:
 def _setting(record: Record, name: str) -> float:
     setting = record.facts.settings.get(name)
     return float(setting) if isinstance(setting, int | float) else 0.0
-
-
-@loop_fault("momentum-too-long", "Momentum above 0.999", shown_by=reported("momenta"))
-def momentum_too_long(record: Record) -> Iterator[Finding]:
-    """Find momentum of so long a memory that old gradients outweigh all new ones."""
-    most = {r.step: max(r.momenta, default=0.0) for r in record.reports}
-    high = [step for step, momentum in most.items() if momentum > ENDLESS_MOMENTUM]
-    if len(high) >= FEWEST_REPORTS:
-        largest = max(most.values())
-        yield Finding("momentum-too-long", strength(record) if largest >= 1 else "watch",
-            f"The momentum, or Adam's first beta, reaches {largest:.5g}: old gradients stay.",
-            (Evidence("momentum", largest, ENDLESS_MOMENTUM),),
-            (Advice("use a momentum of 0.9, and end a schedule that raises it below 1"),),
-            since=high[0])  # fmt: skip
-
-
-@loop_fault("state-lost", "The optimizer's state is new in each step", shown_by=stepped)
-def state_lost(record: Record) -> Iterator[Finding]:
-    """Find an optimizer with momentum, or Adam, that begins every measured step without state."""
-    if len(record.reports) > FEWEST_REPORTS and all(r.state_new for r in record.reports):
-        yield Finding("state-lost", "watch",
-            f"{optimizer_of(record)} begins every measured step without the averages of "
-            "earlier gradients, which it makes anew.",
-            (Evidence("measured steps without state", len(record.reports), FEWEST_REPORTS),),
-            (Advice("look for optimizer.state.clear(), or for state that is loaded or reset in "
-                    "each step"),))  # fmt: skip
 
 
 @fault("projection-fights", "Other code changes the weights",
