@@ -162,7 +162,8 @@ def no_gradient(record: Record) -> Iterator[Finding]:
         return
     norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
     least = ROUNDING * abs(record.losses[0])
-    if all(norm <= least for norm in norms) and record.reports[-1].coverage > 0.5:
+    small = all(norm <= least for norm in norms) and not any(clipped(record))
+    if small and record.reports[-1].coverage > 0.5:
         yield Finding("zero-gradient", act_if(course.is_measure(record)),
             "In every measured step, the gradient of the loss is zero, or no more than rounding.",
             (Evidence("largest gradient at a layer", max(norms), least),),
