@@ -67,6 +67,9 @@ IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
 MASKED = LAYERS | {"c": reading(idle_share=0.85)}  # as for masked language models
 FLAT = {name: reading(descent=0.0, idle_share=1.0, update_ratio=math.nan) for name in "abc"}
 ROUNDED = {name: reading(descent=1e-18, update_ratio=1e-11) for name in "abc"}
+CLIPPED_AWAY = {
+    name: reading(descent=1e-18, update_ratio=1e-11, gradient_factor=1e-9) for name in "abc"
+}
 DIFFERENT = [(float(i),) for i in range(6)]
 HITS = {
     "zero-gradient": run(losses=(0.0,) * 40, layers=FLAT),
@@ -98,6 +101,9 @@ HITS = {
     "left-in-eval since the first evaluation": run(evaluated=[(), (), *[("drop",)] * 4]),
     "same-batch": run(batch=(3.5, 7.0), next_batch=(3.5, 7.0)),
     "clipping-always": run(losses=STILL, layers=SHORT, loss_gradients=(1.0,)),
+    "clipping-always to next to nothing": run(
+        losses=STILL, layers=CLIPPED_AWAY, loss_gradients=(1.0,)
+    ),
     "clipping-always by a scaler": run(
         losses=STILL,
         layers={"a": reading(update_ratio=1e-9, gradient_factor=1e-9)},
