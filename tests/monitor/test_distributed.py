@@ -127,7 +127,9 @@ def take_steps(world: int) -> Found:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*list(CASES)[:-1], pytest.param("four, in turn", marks=pytest.mark.slow)]
+)
 def test_the_report_is_that_of_one_process_with_all_rows(
     name: str, found: dict[int, list[Found]]
 ) -> None:
