@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from adiv_monitor.callback_monitor import (
-    CallbackMonitor,
-    CallbackOptions,
-    Settings,
-    log_stop,
-)
+from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings, log_stop
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.sinks import Sink

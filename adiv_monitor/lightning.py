@@ -13,12 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.callback_monitor import (
-    CallbackMonitor,
-    CallbackOptions,
-    Settings,
-    log_stop,
-)
+from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings, log_stop
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.lightning_base import Callback

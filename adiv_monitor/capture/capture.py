@@ -23,7 +23,7 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
-from adiv_monitor.capture.selection import Layer, Selection, listed, named_modules
+from adiv_monitor.capture.selection import Layer, Selection, named_modules
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Piece, Pieces, overlap
@@ -210,15 +210,8 @@ class Capture:
         self._survey_note = trace.learn(self.selection, self.plan, self.watching.record, unseen)
 
     def notes(self) -> list[str]:
-        """Return notes for the report about uses of parameters that are measured only partly."""
+        """Return notes for the report."""
         notes = [self._survey_note] if self._survey_note else []
-        partly = defaultdict(list)
-        for p in self.selection.due_parameters if self.without_rule.unmeasured else ():
-            why = self.without_rule.why(id(p))
-            if why is not None and self.layers.of_parts(p):
-                partly[why].append(self.selection.names[id(p)])
-        for why, names in partly.items():
-            notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
         if any(rows.dropped for rows in self.rows.values()):
             notes.append(_DROPPED)
         return notes

@@ -19,12 +19,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.features.rows import (
-    Rows,
-    compute_dtype,
-    contracted,
-    to_compute_dtype,
-)
+from adiv_monitor.features.rows import Rows, compute_dtype, contracted, to_compute_dtype
 from adiv_monitor.features.uses import Use
 
 # A layer with few outputs gets several vectors, until it has this many equations.

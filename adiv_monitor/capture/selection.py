@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adiv_monitor.capture.weights.pieces import (
-    Parts,
-    Piece,
-    Source,
-)
+from adiv_monitor.capture.weights.pieces import Parts, Piece, Source
 from adiv_monitor.capture.weights.shards import (
     held_in_place_of,
     is_parallel,

@@ -23,14 +23,7 @@ from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.recurrent import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
-from adiv_monitor.features.uses import (
-    NESTED,
-    FunctionCall,
-    Refused,
-    found_by,
-    name_of,
-    uses_in,
-)
+from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, found_by, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
@@ -60,7 +53,6 @@ class Watching(Watcher):
         record: the uses that were seen, by module.
         refused: id of a parameter → why the function that uses it can't be measured.
         first: the first module with parameters that ran; None: none did.
-        passes: the number of its calls.
         batch: `sums_of` what entered it.
         differentiates_inputs: whether anything that entered it requires a gradient, in any call.
     """

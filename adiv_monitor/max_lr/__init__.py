@@ -2,14 +2,7 @@
 
 from adiv_monitor.max_lr.apply import parametrize_model
 from adiv_monitor.max_lr.checkpoints import plain_state_dict
-from adiv_monitor.max_lr.exponents import (
-    MFP,
-    MUP,
-    NTK,
-    PARAMETRIZATIONS,
-    SP,
-    Parametrization,
-)
+from adiv_monitor.max_lr.exponents import MFP, MUP, NTK, PARAMETRIZATIONS, SP, Parametrization
 from adiv_monitor.max_lr.groups import optimizer_groups
 from adiv_monitor.max_lr.multiplier import Multiplier
 from adiv_monitor.max_lr.optimizers import ADAFACTOR, ADAM, MUON, SGD, UpdateRule, update_rule

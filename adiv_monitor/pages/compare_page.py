@@ -5,8 +5,9 @@ import math
 from itertools import chain
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.diagnosis import Diagnosis, without_secrets
+from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.health import GRADIENT, measure_title
+from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import NAMED, Cell

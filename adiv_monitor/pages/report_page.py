@@ -7,8 +7,9 @@ from typing import Any
 
 from adiv_monitor.diagnosis.course import difference
 from adiv_monitor.diagnosis.diagnose import follows, running_headline, what_happens
-from adiv_monitor.diagnosis.diagnosis import Diagnosis, without_secrets
+from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.findings import all_trials, checks
 from adiv_monitor.pages.heat import heat_map, heat_measures

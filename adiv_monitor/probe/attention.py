@@ -28,12 +28,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths.attention_sums import (
-    AttentionSums,
-    ScaleSums,
-    move_sums,
-    scale_sums,
-)
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, move_sums, scale_sums
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from adiv_monitor.diagnosis.diagnosis import strict
+from adiv_monitor.diagnosis.plain import strict
 from adiv_monitor.files import file_path
 from adiv_monitor.report import StepReport
 

@@ -125,7 +125,7 @@ class FinalGradient:
     def _equations(
         self, layer: Layer, rows: LayerRows, parts: Parts, sums: Sequence[Equations]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return γv, h and γv of the gradient that was there before; see `Evidence`."""
+        """Return γv, h and γv of the gradient that was there before; see `StepSums`."""
         features = next(call.features for call in rows.calls if call.arrived)
         # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
         now = of_gradient(features, *layer.change(self._gamma(parts)), rows.v)

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.selection import (
-    elements,
-    named_modules,
-    paths_of_parameters,
-    trainable,
-)
+from adiv_monitor.capture.selection import elements, named_modules, paths_of_parameters, trainable
 from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version

@@ -7,14 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adiv_layers.autocast import without_autocast
-from adiv_layers.forms import (
-    Correction,
-    affine_like,
-    check_form,
-    least_square,
-    norm_like,
-    times,
-)
+from adiv_layers.forms import Correction, affine_like, check_form, least_square, norm_like, times
 from adiv_layers.kernels.maps import Patches
 from adiv_layers.ops import output_scaled
 

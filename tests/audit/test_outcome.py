@@ -12,12 +12,7 @@ from rich.console import Console
 
 from adiv_monitor.audit.command.output import show
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.diagnosis.finding import (
-    NO_TIME,
-    Advice,
-    Finding,
-    Trial,
-)
+from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Finding, Trial
 from adiv_monitor.pages import page
 
 SMALL = made_up(["stem", "head"], 3)

@@ -23,19 +23,13 @@ from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.experiments import (
-    answers,
-    exchange,
-    loss_inputs,
-    modules,
-    places,
-    state,
-)
+from adiv_monitor.audit.experiments import answers, exchange, loss_inputs, modules, places, state
 from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.faults import (
+    data,
     initialisation,
     inputs,
     optimizer,
@@ -941,7 +935,7 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(HEALTHY.setup(), batches=leaked()),
         {"share of the target's variance that one feature explains":
             of_fact("target-leak", "share")},
-        (inputs, ("DETERMINED",)),
+        (data, ("DETERMINED",)),
     ),
     "targets-moved": Picture(
         "a convolutional net learns which pixels are bright; the targets' rows and columns are "
@@ -949,7 +943,7 @@ PICTURES: dict[str, Picture] = {
         lambda: by_pixels(transposed=True),
         {"correlation of pixels and targets": of_fact("targets-moved", "own"),
          "the same if the targets are moved": of_fact("targets-moved", "best")},
-        (inputs, ("FITS", "BETTER")),
+        (data, ("FITS", "BETTER")),
         lambda: by_pixels(transposed=False),
     ),
     "same-batch": Picture(
@@ -963,7 +957,7 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(HEALTHY.setup(), batches=in_order(HEALTHY.setup().batches)),
         {"variance of labels within a batch, over that in shuffled batches":
             of_fact("unshuffled", "ratio")},
-        (inputs, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
+        (data, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
     ),
     "one-sided-weights": Picture(
         "all weights from torch.rand, over √(fan-in)",
@@ -1217,7 +1211,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (inputs, ("EXPLAINS", "BEHIND")),
+        (data, ("EXPLAINS", "BEHIND")),
     ),
     "labels-unrelated": Picture(
         "inputs and labels are shuffled separately",
@@ -1225,7 +1219,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (inputs, ("LEARNT", "PER_CLASS")),
+        (data, ("LEARNT", "PER_CLASS")),
     ),
     "loss-stuck": Picture(
         "the loss compares with other samples' targets",

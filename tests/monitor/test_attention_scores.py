@@ -15,13 +15,7 @@ from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention as arguments
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention import attention_reading
-from adiv_monitor.maths.attention_sums import (
-    AttentionSums,
-    ScaleSums,
-    combined,
-    merge,
-    tensors_of,
-)
+from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, combined, merge, tensors_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.probe import attention
 from adiv_monitor.report import AttentionReading

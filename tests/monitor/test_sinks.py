@@ -16,11 +16,7 @@ from example_reports import LAYERS, reading, report
 from adiv_monitor.report import MEASURES, StepReport
 from adiv_monitor.report.wording import not_measured
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
-from adiv_monitor.sinks.scalars import (
-    FRONT_MEASURES,
-    board_scalars,
-    summary_scalars,
-)
+from adiv_monitor.sinks.scalars import FRONT_MEASURES, board_scalars, summary_scalars
 
 GOLDEN = Path(__file__).parent / "golden" / "table.txt"
 

@@ -11,11 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from adiv_layers import (
-    AffineLikeLinear,
-    GradientOnlyLinear,
-    PatchNormConv2d,
-)
+from adiv_layers import AffineLikeLinear, GradientOnlyLinear, PatchNormConv2d
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import (
-    PRODUCTS,
-    Call,
-    Derived,
-    flat,
-    given,
-    see_calls,
-)
+from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, Derived, flat, given, see_calls
 from adiv_monitor.audit.experiments.questions import looks
 from adiv_monitor.audit.training.batches import first, size_of
 from adiv_monitor.audit.training.setup import Fork

@@ -21,18 +21,8 @@ from adiv_monitor.audit.experiments.calls import (
     rate_of,
     see_calls,
 )
-from adiv_monitor.audit.experiments.changed_inputs import (
-    SAMPLES,
-    ChangedInputs,
-    still,
-)
-from adiv_monitor.audit.experiments.questions import (
-    Look,
-    Untold,
-    asks,
-    looks,
-    of_each_call,
-)
+from adiv_monitor.audit.experiments.changed_inputs import SAMPLES, ChangedInputs, still
+from adiv_monitor.audit.experiments.questions import Look, Untold, asks, looks, of_each_call
 from adiv_monitor.audit.experiments.state import MAPS
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded

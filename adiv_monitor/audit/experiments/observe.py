@@ -46,7 +46,7 @@ from adiv_monitor.audit.training.train import (
 )
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
-from adiv_monitor.diagnosis.diagnosis import without_secrets
+from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.rerun.eager import forced_eager

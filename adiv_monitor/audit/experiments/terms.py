@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.experiments.backward import backward, compared
 from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped, watched
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
-from adiv_monitor.audit.experiments.questions import asks, looks
+from adiv_monitor.audit.experiments.questions import Look, asks, looks
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import train
@@ -289,7 +289,7 @@ _EXACT = 1e-3
 
 
 @looks("target-attached")
-class Attached:
+class Attached(Look):
     """Tells a network that runs twice, and gets minus a constant share of the gradients once.
 
     That of the value that follows is the discount, if a temporal difference is not cut off there.
@@ -304,9 +304,6 @@ class Attached:
         if isinstance(output, Tensor) and output.requires_grad:
             output.retain_grad()
             self._made.setdefault(path, []).append(output)
-
-    def see(self, call: Call) -> None:
-        """Nothing: the outputs of modules tell."""
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the first such module."""

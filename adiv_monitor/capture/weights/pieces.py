@@ -9,12 +9,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.shards import (
-    gradient_part,
-    is_shard,
-    part_of,
-    range_of_part,
-)
+from adiv_monitor.capture.weights.shards import gradient_part, is_shard, part_of, range_of_part
 
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
 

@@ -8,24 +8,11 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.fault import (
-    Number,
-    act_if,
-    fault,
-    of_layers,
-    stepped,
-    told,
-)
+from adiv_monitor.diagnosis.faults.fault import Number, act_if, fault, of_layers, stepped, told
 from adiv_monitor.diagnosis.faults.rates import less_momentum, suffers
 from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import (
-    Typical,
-    at_first,
-    by_layer,
-    named,
-    worst_first,
-)
+from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.diagnosis.record import Record
 
 # Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.

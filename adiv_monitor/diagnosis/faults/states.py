@@ -13,6 +13,7 @@ from statistics import median
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.faults import rates
+from adiv_monitor.diagnosis.faults.data import BEHIND, EXPLAINS
 from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_REPORTS,
     Number,
@@ -23,13 +24,7 @@ from adiv_monitor.diagnosis.faults.fault import (
     stepped,
     told,
 )
-from adiv_monitor.diagnosis.faults.inputs import (
-    BEHIND,
-    EXPLAINS,
-    by_training,
-    is_broken,
-    non_finite,
-)
+from adiv_monitor.diagnosis.faults.inputs import by_training, is_broken, non_finite
 from adiv_monitor.diagnosis.faults.rates import other_rates, usual_factor
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH, value_of
