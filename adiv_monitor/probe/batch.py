@@ -273,6 +273,7 @@ class FirstPass:
             self._computed |= call.computed
             if not call.computed and any(isinstance(x, _View) for x in call.leaves):
                 self._judged = call
+                self._outputs = []  # placeholders stand for them now
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
