@@ -334,3 +334,18 @@ def test_a_hook_that_scales_the_gradient_of_an_output_counts(in_place: bool) -> 
     assert found.update_cosine == pytest.approx(plain.update_cosine, rel=1e-9)
     assert found.effective_lr == pytest.approx(plain.effective_lr, rel=1e-9)
     assert found.descent == pytest.approx(plain.descent * 9, rel=1e-9)
+
+
+def test_gradients_taken_without_accumulating_are_no_part_of_the_step() -> None:
+    """`autograd.grad` for the weights, with `.grad` zeroed in place, loses no rows."""
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+
+    def probe_then_train(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(2):
+            torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        loss_of(model, batch).backward()
+
+    same(one_step(model, probe_then_train), expected)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -112,3 +113,46 @@ def test_encoders_take_their_fast_path_where_nothing_requires_gradients(
     assert len(taken) == STEPS
     monitored = trained(encoder, PATHS[name], 1)
     assert len(taken) == 2 * STEPS and all(map(torch.equal, monitored, plain))
+
+
+def test_a_part_is_evaluated_on_its_fast_path_while_a_report_waits(taken: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), encoder())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(4, 5, SIZE)
+    with Monitor(model, optimizer, every_n_steps=2) as monitor:
+        for step in range(4):
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                model[1](x)
+            model.train()
+            assert len(taken) == step + 1
+    assert [report.step for report in monitor.reports] == [0, 2]
+
+
+@pytest.mark.slow  # it compiles
+def test_a_compiled_model_draws_the_same_numbers_where_inductor_falls_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise inductor draws its own: measured steps, which run eagerly, would draw others."""
+    monkeypatch.setattr("torch._inductor.config.fallback_random", True)
+    runs = []
+    for monitored in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        compiled, optimizer = torch.compile(model), torch.optim.SGD(model.parameters(), 0.1)
+        losses, states = [], []
+        with Monitor(model, optimizer, every_n_steps=2) if monitored else nullcontext():
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = compiled(torch.randn(20, 6)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+                states.append(torch.get_rng_state())
+        runs.append((torch.stack(losses), torch.stack(states)))
+    (plain, before), (seen, after) = runs
+    assert torch.equal(before, after)
+    torch.testing.assert_close(seen, plain)
