@@ -201,50 +201,19 @@ _AB = {"w": (4, 3), "b": (3,)}
 case("addmm", lambda p, x: torch.addmm(p.b, x, p.w), _AB, (5, 4), Of("w", "b"))
 case(
     "addmm-left",
-    lambda p, x: torch.addmm(p.b, p.w, x, beta=3),
+    lambda p, x: torch.addmm(p.b, p.w, x),
     {"w": (3, 4), "b": (5,)},
     (4, 5),
     Of("w", channels=(0,)),
     constant(-1, name="b"),
 )
 case(
-    "addmv",
-    lambda p, x: torch.addmv(p.b, p.w, x, alpha=2),
-    {"w": (3, 4), "b": (3,)},
-    (4,),
-    W,
-    constant(-1, name="b"),
-)
-case(
-    "addr",
-    lambda p, x: torch.addr(p.b, x, p.w, alpha=2, beta=3),
-    {"w": (3,), "b": (3,)},
-    (5,),
-    W,
-    constant(-1, name="b"),
-)
-case(
-    "addbmm",
-    lambda p, x: torch.addbmm(p.b, x, p.w, alpha=0.5, beta=2),
-    {"w": (2, 4, 3), "b": (3,)},
-    (2, 5, 4),
-    W,
-    constant(-1, name="b"),
-)
-case(
     "baddbmm",
-    lambda p, x: torch.baddbmm(p.b, x, p.w, alpha=0.5),
+    lambda p, x: torch.baddbmm(p.b, x, p.w),
     {"w": (2, 4, 3), "b": (2, 1, 3)},
     (2, 5, 4),
     W,
     Of("b"),
-)
-case(
-    "bilinear",
-    lambda p, x, y: F.bilinear(x, y, p.w, p.b),
-    {"w": (2, 3, 4), "b": (2,)},
-    randn((5, 3), (5, 4)),
-    Of("w", "b"),
 )
 
 # --- einsum --------------------------------------------------------------------------------------
@@ -411,7 +380,7 @@ case("mul-in-place", lambda p, x: x.mul_(p.w), (4,), (2, 3, 4), gain(-1, groups=
 case("div", lambda p, x: p.w / x, (4,), (2, 3, 4), gain(-1, groups=4))
 case(
     "addcmul",
-    lambda p, x, y: torch.addcmul(y, x, p.w, value=0.5),
+    lambda p, x, y: torch.addcmul(y, x, p.w),
     (4,),
     randn((2, 3, 4), (2, 3, 4)),
     gain(-1, groups=4),
@@ -438,12 +407,10 @@ case("prelu-one", lambda p, x: F.prelu(x, p.w), (1,), (2, 4), gain(groups=1))
 # --- offsets -------------------------------------------------------------------------------------
 
 case("add", lambda p, x: x + p.w, (4,), (2, 3, 4), constant(-1))
-case("add-alpha", lambda p, x: torch.add(x, p.w, alpha=-0.5), (4,), (2, 3, 4), constant(-1))
 case("add-in-place", lambda p, x: x.add_(p.w), (4,), (2, 3, 4), constant(-1), overwrites=True)
 case("add-positions", lambda p, x: x + p.w, (3, 4), (2, 3, 4))
 case("add-positions-first", lambda p, x: x + p.w, (1, 4, 2, 3), (2, 4, 2, 3))
 case("sub", lambda p, x: x - p.w, (4,), (2, 3, 4), constant(-1))
-case("sub-from", lambda p, x: torch.sub(p.w, x, alpha=2), (4,), (2, 3, 4), constant(-1))
 
 # --- tokens --------------------------------------------------------------------------------------
 
@@ -464,14 +431,6 @@ def written(x: Tensor, index: Any, value: Tensor, *, copy: bool = True) -> Tenso
     x = x * 1.0 if copy else x
     x[index] = value
     return x
-
-
-def onto_zeros(x: Tensor, value: Tensor) -> Tensor:
-    """Write a class token and data into a tensor of zeros."""
-    z = torch.zeros(2, 4, 4, dtype=torch.float64, device=x.device)
-    z[:, 0] = value
-    z[:, 1:] = x
-    return z
 
 
 case(
@@ -512,13 +471,6 @@ case(
     (4,),
     mask(2, 3),
     constant(-1, part=masked),
-)
-case(
-    "set-in-zeros",
-    lambda p, x: onto_zeros(x, p.w),
-    (4,),
-    (2, 3, 4),
-    constant(-1, part=lambda z: z[:, 0]),
 )
 
 # --- look-ups ------------------------------------------------------------------------------------

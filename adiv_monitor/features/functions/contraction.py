@@ -61,15 +61,13 @@ class Operand:
         return dict(zip(self.letters, self.tensor.shape, strict=True))
 
 
-def contractions(
-    call: FunctionCall, operands: Sequence[Operand], result: str, factor: float = 1.0
-) -> list[Use]:
+def contractions(call: FunctionCall, operands: Sequence[Operand], result: str) -> list[Use]:
     """Return one use for each trained operand, with the others fixed; none if nothing is data."""
     theirs = [call.of_model(operand.tensor) for operand in operands]
     if all(theirs):
         return []
     found = (
-        contraction(operand, [*operands[:i], *operands[i + 1 :]], result, factor=factor)
+        contraction(operand, [*operands[:i], *operands[i + 1 :]], result)
         for i, operand in enumerate(operands)
         if call.is_weight(operand.tensor)
     )
@@ -81,27 +79,23 @@ def contraction(
     others: Sequence[Operand],
     result: str,
     *,
-    factor: float = 1.0,
     bias: Tensor | None = None,
-    bias_factor: float = 1.0,
 ) -> Use | None:
-    """Z = factor · Σ W x₁ x₂ … + bias_factor · b; None if an operand has a letter twice.
+    """Z = Σ W x₁ x₂ … + b; None if an operand has a letter twice.
 
     Args:
         weight: the parameter.
         others: the other operands.
         result: the letters of z.
-        factor: factor of the product.
         bias: a parameter (outputs,), if z's last letter is the weight's only output.
-        bias_factor: factor of the bias.
     """
     if any(len(set(o.letters)) < len(o.letters) for o in (weight, *others)):
         return None
     form = Form.of(weight, others, result)
-    of_bias = None if bias is None else float(bias_factor)
+    of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> Features:
-        phi = form.phi(rows) if factor == 1 else factor * form.phi(rows)
+        phi = form.phi(rows)
         if form.blocks:
             block = to_device(form.block_of(rows), rows.device)
             return BlockFeatures(phi[:, 0], block, form.block_count)
@@ -109,9 +103,7 @@ def contraction(
 
     def whole() -> Whole | None:
         found = form.whole()
-        if found is None:
-            return None
-        return Whole(found if factor == 1 else factor * found, (of_bias or 0.0) ** 2)
+        return None if found is None else Whole(found, of_bias or 0.0)
 
     bare = replace(form, data=())  # a step keeps layout and shape: the data would live as long
     return Use("linear", weight.tensor, bias, features, bare.layout, whole, bare.shaped)
