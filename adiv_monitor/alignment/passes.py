@@ -4,7 +4,7 @@ The pass records a graph, of which nothing is differentiated: it tells which lay
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -23,9 +23,8 @@ from adiv_monitor.alignment.seen import Seen
 from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
 from adiv_monitor.capture.weights.shards import is_parallel, is_shard
 from adiv_monitor.errors import AdivError
-from adiv_monitor.features.recurrent import RecurrentCall, uses_of
-from adiv_monitor.features.uses import Refused, Use
-from adiv_monitor.probe.recording import Found, Recording
+from adiv_monitor.features.uses import Use
+from adiv_monitor.probe.recording import Recording
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of
@@ -80,7 +79,7 @@ def look(model: nn.Module, probe: Probe) -> "Uses":
             return uses
 
     uses = run(modules, surroundings, None, look_at_uses, by_all_ranks=True, keeps=())
-    paths = [*uses.seen, *uses.passed]
+    paths = [*uses.calls]
     if isinstance(probe.layers, Sequence) and paths:  # some may fit what this pass does not reach
         known = [*paths, *(path for path, _ in model.named_modules())]
         if idle := [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]:
@@ -104,16 +103,14 @@ class Uses(Recording):
         probe: the probe.
 
     Attributes:
-        passed: path of a layer that is not chosen → the chosen ones that feed it.
         refused: by name of a parameter that the pass uses, why it is not measured.
     """
 
     def __init__(self, model: nn.Module, probe: Probe) -> None:
-        self.passed: dict[str, set[str]] = {}
         self.refused: dict[str, str] = {}
         self._probe = probe
         # By node of the graph, the layers whose output it makes; beyond a table lies its sum.
-        self._made: dict[Any, Collection[str]] = {}
+        self._made: dict[Any, set[str]] = defaultdict(set)
         self._tables = set[str]()
         self._names: dict[str, str] = {}  # of weights in their modules
         self._fed: dict[str, set[str]] = defaultdict(set)
@@ -131,12 +128,19 @@ class Uses(Recording):
     @cached_property
     def seen(self) -> dict[str, Seen]:
         """The chosen layers by path, in the order of their first calls."""
-        return {path: Seen(calls) for path, calls in self.calls.items()}
+        every = ((path, Seen(calls)) for path, calls in self.calls.items())
+        chosen = self._probe.layers
+        return {path: x for path, x in every if is_chosen(path, x.layer.module, chosen)}
 
     def aligned(self) -> Iterator[AlignedLayer]:
         """Yield the same layers, without what refers to activations."""
-        before: list[str] = []
-        for path, seen in self.seen.items():
+        feeding = dict[str, set[str]]()  # by path, a chosen layer itself; else those that feed it
+        for path in self.calls:
+            # Only earlier layers count, so that there are no cycles.
+            fed = set[str]().union(*(feeding.get(x, ()) for x in self._fed[path]))
+            seen, feeding[path] = self.seen.get(path), {path} if path in self.seen else fed
+            if seen is None:
+                continue
             source, use = seen.layer.weight, seen.use
             assert source is not None and use.weight is not None
             groups, outputs, fan_in = seen.matrices(seen.weight()).shape
@@ -153,13 +157,11 @@ class Uses(Recording):
                 module=seen.layer.module,
                 name=self._names[path],
                 weights=tuple(piece.parameter for piece in source.pieces),
-                # Only earlier layers count, so that there are no cycles.
-                predecessors=tuple(p for p in before if p in self._fed[path]),
+                predecessors=tuple(x for x in feeding if x in fed),
                 entrywise=tuple(self._acting[path]),
                 is_table=seen.is_table,
                 groups=groups,
             )
-            before.append(path)
 
     def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take a use of weights."""
@@ -170,35 +172,18 @@ class Uses(Recording):
         if layer.weight is None or _is_entrywise(use):
             self._act(layer.parameters, sources)
             return
+        if layer.bias is not None:
+            self._act((piece.parameter for piece in layer.bias.pieces), [layer.path])
         if use.kind == "offset":
             self._tables.add(layer.path)
-            sources = set()
-        self._see(layer, use, use.layout(output), sources)
-        self._makes([output], [layer.path])
-
-    def unrolled(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: object,
-        found: Mapping[str, Found],
-    ) -> None:
-        """Take the linear maps in a recurrent call."""
-        if len(found) < len(uses_of(made)):
-            raise Refused("some of its weights are not known")
-        sources = self._sources(outputs[0])
-        for first in range(0, len(made.maps), made.directions):
-            gave = set[str]()
-            for uses in made.maps[first : first + made.directions]:
-                own = [found[use.part][0].path for use in uses]
-                state = set(own[2:] or own)
-                # The input map gets the layer's input, the other maps its state.
-                into = sources, sources | state, set(own[:2])
-                for use, whence in zip(uses, into, strict=False):
-                    self._see(*found[use.part], whence)
-                gave |= state
-            sources = gave
-        self._makes(outputs, sources)
+        else:
+            self._fed[layer.path] |= sources
+        place = self.layers.names.place(id(layer.weight.pieces[0].parameter))
+        self._names.setdefault(layer.path, place.home[1])
+        self.take(layer, use, use.layout(output))
+        for made in (output, output._base):
+            if made is not None and made.grad_fn is not None:
+                self._made[made.grad_fn].add(layer.path)
 
     def whole(self, module: nn.Module, names: list[str], *_: Any) -> None:
         """Say why parameters without a rule are not measured."""
@@ -207,33 +192,11 @@ class Uses(Recording):
                 "no rule describes how it is used, or a transform of torch.func hides its rows"
             )
 
-    def _see(self, layer: Layer, use: Use, z: Tensor, sources: set[str]) -> None:
-        """Take a call of a layer, which gets the outputs of other layers."""
-        path = layer.path
-        if layer.bias is not None:
-            self._act((piece.parameter for piece in layer.bias.pieces), [path])
-        # Layers that are not chosen stand for those that feed them.
-        sources = set[str]().union(*(self.passed.get(x, {x}) for x in sources))
-        if not is_chosen(path, layer.module, self._probe.layers):
-            self.passed[path] = self.passed.get(path, set()) | sources - {path}
-            return
-        assert layer.weight is not None
-        place = self.layers.names.place(id(layer.weight.pieces[0].parameter))
-        self._names.setdefault(path, place.home[1])
-        self._fed[path] |= sources
-        self.take(layer, use, z)
-
     def _act(self, parameters: Iterable[nn.Parameter], paths: Iterable[str]) -> None:
         """Note parameters that are added to, or scale, the outputs of layers entry by entry."""
         parameters = list(parameters)
         for path in paths:
             self._acting[path].update(dict.fromkeys(parameters))
-
-    def _makes(self, outputs: Iterable[Tensor], paths: Collection[str]) -> None:
-        for tensor in outputs:
-            for made in (tensor, tensor._base):
-                if made is not None and made.grad_fn is not None:
-                    self._made[made.grad_fn] = {*self._made.get(made.grad_fn, ()), *paths}
 
     def _sources(self, output: Tensor) -> set[str]:
         """Return the layers from whose outputs the inputs of a function were computed."""

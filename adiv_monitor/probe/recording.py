@@ -1,8 +1,7 @@
 """Records the calls of layers in a run of the probe: rows of their features and outputs."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
@@ -14,13 +13,8 @@ from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Pieces
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.functions.linear import affine
-from adiv_monitor.features.recurrent import RecurrentCall, maps_of, uses_of
 from adiv_monitor.features.rows import Index, Rows, to_device
 from adiv_monitor.features.uses import Refused, Use
-from adiv_monitor.rerun.randomness import Randomness
-
-Found = tuple[Layer, Use, Tensor]  # the use of a layer and its output, (*rows, channels)
 
 
 @dataclass(eq=False)
@@ -97,28 +91,6 @@ class Recording(SecondPass):
         self.calls[layer.path].append(call)
         return call
 
-    def maps(
-        self, made: RecurrentCall, outputs: tuple[Tensor, ...], random: Randomness | None
-    ) -> list[Tensor]:
-        """Record the linear maps in a recurrent call."""
-        if made.refusal is not None:
-            raise Refused(made.refusal)
-        maps, found = maps_of(made, outputs[0].dtype, random), dict[str, Found]()
-        for use in uses_of(made):
-            layer = self.layers.of(use)
-            if layer is not None and layer.weight is not None:
-                x, z = maps[use.part]
-                known = replace(use, features=affine(x, use.weight, use.bias).features)
-                found[use.part] = layer, known, z
-        self.unrolled(made, outputs, random, found)
-        return [x for use in uses_of(made) for x in (use.weight, use.bias) if x is not None]
-
-    def unrolled(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
-        found: Mapping[str, Found],
-    ) -> None:
-        """Take what was found in a recurrent call, by the name of the map."""
-        raise NotImplementedError
+    def maps(self, *_: object) -> list[Tensor]:
+        """Refuse a recurrent call: unrolling it anew in every run is not worth it."""
+        raise Refused("recurrent layers are not measured on a probe")

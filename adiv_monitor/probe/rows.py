@@ -1,6 +1,6 @@
 """The rows of the layers of a step on the probe; at θ before the step also Φ and G."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,11 @@ from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.sampling import winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.recurrent import RecurrentCall, Returned, unroll
-from adiv_monitor.features.rows import Rows, joined
-from adiv_monitor.features.uses import Use, as_it_is
+from adiv_monitor.features.rows import joined
+from adiv_monitor.features.uses import Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.probe.recording import Call, Found, Recording
-from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.twin import Arguments
+from adiv_monitor.probe.recording import Call, Recording
 
 Gradients = Sequence[Tensor | None]
 
@@ -125,54 +121,17 @@ class ProbeRows(Recording):
         if layer is not None:
             viewed, layout = at_gradient(output, use.layout)
             call = self.take(layer, use, use.layout(output))
-            self.ask([viewed], lambda gradients: _arrives(call, gradients[0], layout))
 
-    def unrolled(
-        self,
-        made: RecurrentCall,
-        outputs: tuple[Tensor, ...],
-        random: Randomness | None,
-        found: Mapping[str, Found],
-    ) -> None:
-        """Take the rows of the maps in a recurrent call."""
-        calls = {part: self.take(*of_map) for part, of_map in found.items()}
-        returned = Returned.of(made, outputs)
+            def arrive(gradients: Gradients) -> None:
+                if gradients[0] is not None:
+                    call.G = call.rows.take(layout(gradients[0]))
 
-        def arrive(gradients: Gradients) -> None:
-            for linear in unroll(made, returned, gradients, random)[0]:
-                if linear.use.part in calls:
-                    _arrives(calls[linear.use.part], linear.gradient, as_it_is)
+            self.ask([viewed], arrive)
 
-        self.ask(outputs, arrive)
-
-    def whole(
-        self,
-        module: nn.Module,
-        names: list[str],
-        arguments: Arguments,
-        outputs: Outputs,
-        tensors: list[Tensor],
-    ) -> None:
-        """Take the rows of a module that is measured as a whole."""
-        layer = self.layers.of_whole(module, [module.get_parameter(name) for name in names])
-        if layer is None or layer.path not in self._known:
-            return
-        z, began = outputs.rows(tensors), self._forwards.forward
-
-        def features(rows: Rows) -> Features:
-            given = module, names, arguments, outputs, rows.take(z), began, rows
-            return self._without_rule.features(*given)
-
-        call = self.take(layer, Use(layer.kind, None, None, features), z)
-        of_z: Callable[[Tensor], Tensor] = lambda gradient: outputs.rows([gradient])  # noqa: E731
-        self.ask(tensors, lambda gradients: _arrives(call, gradients[0], of_z))
+    def whole(self, *_: object) -> None:
+        """Pass over a module that is measured as a whole."""
 
     def ask(self, tensors: Sequence[Tensor], take: Callable[[Gradients], None]) -> None:
         """Let a function take the gradients of tensors, if the loss is known."""
         if all(x.requires_grad for x in tensors):
             self._asked.append(([get_gradient_edge(x) for x in tensors], take))
-
-
-def _arrives(call: Call, gradient: Tensor | None, layout: Callable[[Tensor], Tensor]) -> None:
-    if gradient is not None:
-        call.G = call.rows.take(layout(gradient))
