@@ -332,14 +332,10 @@ class DenseFeatures(Features):
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
-        if self.bias is None:
-            assert self.phi is not None
-            return self.phi
-        assert self._column is not None
-        column = self._column[..., None]
-        if self.phi is None:
-            return column
-        return torch.cat([self.phi, column.expand(-1, self.phi.shape[1], 1)], dim=2)
+        parts = [] if self.phi is None else [self.phi]
+        if self._column is not None:
+            parts.append(self._column[..., None].expand(-1, self.groups, 1))
+        return torch.cat(parts, 2)
 
 
 def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:

@@ -64,10 +64,6 @@ class _Call:
         self.query, self.key, self.inputs = self.query.detach(), self.key.detach(), ()
         vars(self).pop("_push", None)
 
-    def arrive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradient."""
-        [self.gradient] = gradients
-
     @property
     def score_gradient(self) -> Callable[[slice], Tensor] | None:
         """A function that returns G of a slice of the queries; None: G is not known."""
@@ -141,10 +137,10 @@ class Attentions:
         calls: the calls that were seen, by path.
         refused: path → the reason why an attention is not measured.
         saw_any: whether any was seen.
-        ask: called with tensors and a function that gets their gradients, if the loss is known.
+        ask: called with a tensor and a function that gets its gradient, if there is one.
     """
 
-    ask: Callable[[Sequence[Tensor], Callable[[Sequence[Tensor | None]], None]], None]
+    ask: Callable[[Tensor, Callable[[Tensor], None]], None]
 
     def __init__(
         self,
@@ -191,7 +187,7 @@ class Attentions:
                 scores = attention(**given)
             k = of_heads(by_head(given["key"]), q.shape[1]).expand(len(q), -1, -1, -1)
             taken = _Call(held, q, k, scores)
-            self.ask([call()], taken.arrive)
+            self.ask(call(), partial(setattr, taken, "gradient"))
             self.calls[path].append(taken)
             before.append(taken)
 

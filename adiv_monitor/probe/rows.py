@@ -19,8 +19,6 @@ from adiv_monitor.features.uses import Use
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.recording import Call, Recording
 
-Gradients = Sequence[Tensor | None]
-
 
 class RowsOfLayer:
     """The rows of one layer: at most `max_rows` of all calls, each equally likely.
@@ -97,18 +95,18 @@ class ProbeRows(Recording):
         self._attentions = self.watching.attentions = attentions
         if attentions is not None:
             attentions.ask = self.ask
-        # What leads to G: gradients of these go to a function that takes their rows.
-        self._asked: list[tuple[list[GradientEdge], Callable[[Gradients], None]]] = []
+        self._asked: list[tuple[GradientEdge, Callable[[Tensor], None]]] = []
 
     def differentiate(self, loss: Tensor) -> None:
         """Take G of the rows: the gradient of a loss. The graph stays for attentions."""
-        edges = [edge for several, _ in self._asked for edge in several]
-        if edges and loss.requires_grad:
+        if self._asked and loss.requires_grad:
+            edges, takes = zip(*self._asked, strict=True)
             keeps = self._attentions is not None
-            found = iter(torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True))
+            found = torch.autograd.grad(loss, edges, retain_graph=keeps, allow_unused=True)
             with torch.no_grad():
-                for several, take in self._asked:
-                    take([next(found) for _ in several])
+                for gradient, take in zip(found, takes, strict=True):
+                    if gradient is not None:
+                        take(gradient)
 
     def of_layers(self) -> dict[str, RowsOfLayer]:
         """Return the rows of the step's layers that were called."""
@@ -122,16 +120,15 @@ class ProbeRows(Recording):
             viewed, layout = at_gradient(output, use.layout)
             call = self.take(layer, use, use.layout(output))
 
-            def arrive(gradients: Gradients) -> None:
-                if gradients[0] is not None:
-                    call.G = call.rows.take(layout(gradients[0]))
+            def arrive(gradient: Tensor) -> None:
+                call.G = call.rows.take(layout(gradient))
 
-            self.ask([viewed], arrive)
+            self.ask(viewed, arrive)
 
     def whole(self, *_: object) -> None:
         """Pass over a module that is measured as a whole."""
 
-    def ask(self, tensors: Sequence[Tensor], take: Callable[[Gradients], None]) -> None:
-        """Let a function take the gradients of tensors, if the loss is known."""
-        if all(x.requires_grad for x in tensors):
-            self._asked.append(([get_gradient_edge(x) for x in tensors], take))
+    def ask(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Let a function take the gradient of a tensor, if there is one."""
+        if tensor.requires_grad:
+            self._asked.append((get_gradient_edge(tensor), take))

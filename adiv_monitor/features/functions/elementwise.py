@@ -21,11 +21,8 @@ from adiv_monitor.features.rows import (
 )
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
 
-# Autograd nodes that save the mean and 1/√(var + ε) for the backward pass.
-_KEEP_MOMENTS = (
-    *("NativeBatchNormBackward0", "CudnnBatchNormBackward0"),
-    "NativeGroupNormBackward0",
-)
+# Autograd nodes that save the mean and 1/√(var + ε) for the backward pass; names begin so.
+_KEEP_MOMENTS = ("NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
 
 
 def gain(
@@ -171,7 +168,7 @@ def batch_norm(
 def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return mean and 1/√(var + ε) that the function saved; None if saved-tensor hooks are on."""
     node: Any = result.grad_fn
-    if node is None or node.name() not in _KEEP_MOMENTS or hooks_keep():
+    if node is None or not node.name().startswith(_KEEP_MOMENTS) or hooks_keep():
         return None
     mean, reciprocal = node._saved_result1, node._saved_result2
     # In pure half precision, the saved statistics are rounded to half precision as well.

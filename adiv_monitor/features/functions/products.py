@@ -62,7 +62,7 @@ def added(
     of_a, of_b, result = Operand(a, f"{stack}ik"), Operand(b, f"{stack}kj"), f"{stack}ij"
     is_affine = call.of_model(input) and call.of_model(b) and not call.of_model(a)
     if is_affine and b.dim() == 2 and input.shape == b.shape[1:]:
-        return [contraction(of_b, [of_a], result, bias=input)]
+        return [contraction(of_b, of_a, result, bias=input)]
     found = contractions(call, [of_a, of_b], result)
     if call.is_weight(input) and call.has_data(a, b):
         return [*found, offset(input, call.result.shape)]
