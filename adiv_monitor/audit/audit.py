@@ -104,10 +104,11 @@ def audit(
         batches: an iterable of batches; one is taken for each step, and if there are fewer, they
             are repeated. A data set of samples is shuffled, in batches of 16.
         loss: function (model, batch) → the loss, one number; or a loss (output, target) → number,
-            such as `nn.CrossEntropyLoss()`, whose second parameter is named so: the model is called
-            with all parts of a batch but the last, which is the target. None: the model returns an
-            object with the loss as its `loss`, called as `model(**batch)`, `model(*batch)` or
-            `model(batch)`.
+            such as `nn.CrossEntropyLoss()`: the model is called with all parts of a batch but the
+            last, which is the target. The names of the parameters tell: the first one of the former
+            is `model`, `net`, `network`, `module` or `m`, or the second one `batch`, `b` or `data`.
+            None: the model returns an object with the loss as its `loss`, called as
+            `model(**batch)`, `model(*batch)` or `model(batch)`.
         optimizer: optimizer of the model's parameters, with the learning rates to test, or a
             function that makes one for a model. None: AdamW with learning rate 1e-3.
         steps: number of training steps, at least 1; None: 60, or fewer if a step is costly, but at

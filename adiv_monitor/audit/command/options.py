@@ -161,12 +161,20 @@ _READ: Mapping[Any, Mapping[str, Any]] = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser that raises UsageError, with further options of argparse's."""
+    shown = argparse.RawDescriptionHelpFormatter
+    return _Parser(
+        command, description=description, formatter_class=shown, allow_abbrev=False, **options
+    )
 
 
 def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
@@ -175,26 +183,18 @@ def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
     Raises:
         UsageError: there is no such option, or its value is not as expected.
     """
-    parser = Parser(
-        "adiv-audit",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+    asks = parser("adiv-audit", description, argument_default=argparse.SUPPRESS)
     usual = asdict(Config())
     for name, kind in get_type_hints(Config).items():
         shown = f" (default: {usual[name]})" if usual[name] or name == "seed" else ""
-        about: dict[str, Any] = {
-            **_READ.get(kind, {}),
-            "help": (HELP[name] + shown).replace("%", "%%"),
-        }
+        about = {**_READ.get(kind, {}), "help": (HELP[name] + shown).replace("%", "%%")}
+        if name == "precision":
+            about["choices"] = _PRECISIONS
         if name == "model":
-            parser.add_argument("model", nargs="?", metavar="MODEL", **about)
+            asks.add_argument("model", nargs="?", metavar="MODEL", **about)
         else:
-            about |= {"choices": _PRECISIONS} if name == "precision" else {}
-            parser.add_argument(option(name), dest=name, **about)
-    return vars(parser.parse_args(argv))
+            asks.add_argument(option(name), dest=name, **about)
+    return vars(asks.parse_args(argv))
 
 
 def read(argv: Sequence[str], description: str) -> tuple[Config, list[str]]:
