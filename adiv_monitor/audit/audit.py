@@ -60,19 +60,16 @@ def check_training(model: object, loss: object, optimizer: object) -> None:
 
 def check_model(model: object) -> None:
     """Raise TypeError or ValueError if this is no model, or has nothing to train."""
+    got = f"audit(model=…): got a {type(model).__name__}"
     if not isinstance(model, nn.Module):
-        raise TypeError(f"audit(model=…): got {type(model).__name__}, expected a torch.nn.Module")
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(
-            f"audit(model=…): got a {type(model).__name__} whose parameter {lazy[0]} has no shape "
-            "yet, expected one that has run: call it with one batch first"
-        )
+        raise TypeError(f"{got}, expected a torch.nn.Module")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            told = "has no shape yet, expected one that has run: call it with one batch first"
+            raise ValueError(f"{got} whose parameter {name} {told}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"audit(model=…): got a {type(model).__name__} without trainable parameters, expected "
-            "at least one with requires_grad=True"
-        )
+        told = "expected at least one with requires_grad=True"
+        raise ValueError(f"{got} without trainable parameters, {told}")
 
 
 def audit(

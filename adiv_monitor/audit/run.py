@@ -1,5 +1,6 @@
 """One audit: the run of a copy, its diagnosis, and the trials of other rates and fixes."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training import batches as drawn
 from adiv_monitor.audit.training.setup import COSTLY, Setup, name_of, of_batch, seeded
-from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
+from adiv_monitor.audit.training.train import Progress, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import compared, course, end, start
 from adiv_monitor.diagnosis.record import Record
@@ -39,11 +40,12 @@ def run(given: Mapping[str, Any]) -> AuditReport:
         batches = drawn.loader_of(batches, drawn.DEFAULT_SIZE, of.seed)
         notes.append(f"The data set was shuffled, in batches of {drawn.DEFAULT_SIZE}: give a "
                      "DataLoader for batches as your loop has them.")  # fmt: skip
-    with each_warning_once(), seeded(of.seed):
+    with warnings.catch_warnings(), seeded(of.seed):
         with drawn.as_drawn(batches):
             kept = drawn.taken(batches, most, next(of.model.parameters()).device)
         setup = Setup(of.model, of.optimizer or adamw, loss, kept, most, of.clip_norm, of.seed)
         cost, differentiates = counted(setup)
+        warnings.simplefilter("ignore")  # this pass has shown them
         if steps is None:
             most = max(FEWEST_STEPS, int(MOST_STEPS * min(1.0, COSTLY / cost)))
             if most < MOST_STEPS:

@@ -72,6 +72,10 @@ def _run(argv: list[str]) -> int:
         return _compare(argv[1:])
     config, of_file = read(argv, __doc__ or "")
     OF_FILE.set(of_file)
+    return _audit(config)
+
+
+def _audit(config: Config) -> int:
     for package in ("yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the user's own modules lie here
@@ -120,20 +124,20 @@ def hits(rule: alarms.Rule, report: AuditReport) -> list[str]:
     if not rule.comparison:
         return list(_findings(rule, report))
     found: dict[str, list[str]] = {}
-    for step in report.record.reports:
-        for layer, value, error in alarms.compared(rule, step):
-            told = found.setdefault(layer, [])
-            if rule.holds(value, error):
-                shown = f"{value:.4g}" + (f" ± {error:.1g}" if error else "")
-                told.append(f"{shown} (step {step.step})")
-    if not found:
+    watching, steps = alarms.Alarms([rule.text]), report.record.reports
+    for step in steps:
+        for alarm in watching.of(step):
+            error = f" ± {alarm.standard_error:.1g}" if alarm.standard_error else ""
+            said = f"{alarm.value:.4g}{error} (step {step.step})"
+            found.setdefault(alarm.layer, []).append(said)
+    if watching.idle or not steps:
         at_any = replace(rule, layers="*")
-        known = {at for x in report.record.reports for at, *_ in alarms.compared(at_any, x)}
+        known = {at for step in steps for at, *_ in alarms.compared(at_any, step)}
         raise UsageError(
             f"--fail-if {rule.text!r}: nothing could be compared: {rule.measure} was measured at "
             f"{listed(sorted(known)) or 'no layer'}; some measures need their option"
         )
-    return [f"{layer}: {', '.join(values)}" for layer, values in found.items() if values]
+    return [f"{layer}: {', '.join(values)}" for layer, values in found.items()]
 
 
 def _findings(rule: alarms.Rule, report: AuditReport) -> Iterator[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from adiv_monitor import alarms
 from adiv_monitor.audit.audit import audit, check_numbers
@@ -17,12 +17,10 @@ from adiv_monitor.diagnosis.finding import STRENGTHS
 from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
-_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
-_GONE = (
-    *("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"),
-    *("attention-saturated", "padding-is-word", "loss-own-fall"),
-)
+_GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
+         "attention-saturated", "padding-is-word", "loss-own-fall")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
@@ -101,7 +99,7 @@ class Config:
     steps: int | None = OF_AUDIT["steps"]
     seed: int = OF_AUDIT["seed"]
     device: str | None = None
-    precision: str = "32-true"
+    precision: Precision = "32-true"
     realised: bool = OF_AUDIT["realised"]
     attention: bool = OF_AUDIT["attention"]
     alignment: bool = OF_AUDIT["alignment"]
@@ -158,6 +156,7 @@ _READ: Mapping[Any, Mapping[str, Any]] = {
     tuple[int, ...] | None: {"type": _shape, "metavar": "SHAPE"},
     Mapping[str, Any]: {"type": _arguments, "metavar": "JSON"},
     Sequence[str]: {"action": "append", "metavar": "RULE"},
+    Precision: {"choices": get_args(Precision)},
 }
 
 
@@ -188,8 +187,6 @@ def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
     for name, kind in get_type_hints(Config).items():
         shown = f" (default: {usual[name]})" if usual[name] or name == "seed" else ""
         about = {**_READ.get(kind, {}), "help": (HELP[name] + shown).replace("%", "%%")}
-        if name == "precision":
-            about["choices"] = _PRECISIONS
         if name == "model":
             asks.add_argument("model", nargs="?", metavar="MODEL", **about)
         else:
@@ -261,15 +258,13 @@ def _as_line(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options of a YAML file as the command line gives them."""
     for key, value in content.items():
         name = str(key).replace("_", "-")
-        if isinstance(value, bool):
-            yield f"--{name}" if value else f"--no-{name}"
-            continue
         is_rules = name == "fail-if" and isinstance(value, list)
         for item in value if is_rules else [value]:
-            text = str(item)
-            if isinstance(item, dict | list):
-                text = _POWER.sub(r"\1", json.dumps(item))
-            if item is not None:
+            if isinstance(item, bool):
+                yield f"--{name}" if item else f"--no-{name}"
+            elif item is not None:
+                is_data = isinstance(item, dict | list)
+                text = _POWER.sub(r"\1", json.dumps(item)) if is_data else str(item)
                 yield text if name == "model" else f"--{name}={text}"
 
 

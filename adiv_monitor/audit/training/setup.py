@@ -123,8 +123,7 @@ class Setup:
         with seeded(self.seed):
             optimizer = _copy(own, memo) if own is not None else self.optimizer(model)  # type: ignore[operator]
         _check_optimizer(model, optimizer)
-        peaks = lifted(optimizer, self.steps) if own is None else self.lifted
-        for i, rate in peaks.items():  # forks have no scheduler
+        for i, rate in self.lifted.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
         lost = tuple(_carried_over(self.model, own, model))
@@ -204,9 +203,10 @@ def _carried_over(model: nn.Module, optimizer: Optimizer | None, other: nn.Modul
     """
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         hooks = [*(p._backward_hooks or {}).values()]
-        for hook in filter(_is_plain, hooks * p.requires_grad):
+        plain = [hook for hook in hooks if _is_plain(hook)]
+        for hook in plain * p.requires_grad:
             q.register_hook(hook)  # type: ignore[no-untyped-call]
-        if getattr(p, "_post_accumulate_grad_hooks", None) or not all(map(_is_plain, hooks)):
+        if getattr(p, "_post_accumulate_grad_hooks", None) or len(plain) < len(hooks):
             yield f"parameter '{name}'"
     if optimizer and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
         yield "the optimizer"
@@ -216,9 +216,9 @@ def _is_plain(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is a function that refers to nothing but numbers and Python modules."""
     if not isinstance(hook, FunctionType):
         return False
-    used = [hook.__globals__[n] for n in hook.__code__.co_names if n in hook.__globals__]
-    closure = [cell.cell_contents for cell in hook.__closure__ or ()]
-    return all(isinstance(x, (int, float, ModuleType)) for x in (*used, *closure))
+    names = inspect.getclosurevars(hook)
+    used = (*names.globals.values(), *names.nonlocals.values())
+    return all(isinstance(x, (int, float, ModuleType)) for x in used)
 
 
 def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -226,13 +226,13 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
     Returns whether there were any.
     """
-    names = ("backward_hooks", "post_accumulate_grad_hooks", "backward_pre_hooks")
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
     holders = (*model.parameters(), *model.modules())
-    found = [hooks for x in holders for name in names if (hooks := getattr(x, f"_{name}", None))]
-    found += filter(None, [optimizer._optimizer_step_pre_hooks])
-    for hooks in found:
+    found = [getattr(x, name, None) for x in holders for name in names]
+    kept = [hooks for hooks in (*found, optimizer._optimizer_step_pre_hooks) if hooks]
+    for hooks in kept:
         hooks.clear()
-    return bool(found)
+    return bool(kept)
 
 
 # Warm-ups

@@ -123,14 +123,12 @@ def _per_layer(fork: Fork, layers: Layers, record: Seen) -> None:
     """Scale the learning rates as `rates.rates_per_layer` recommends, in groups of their own."""
     wanted = {} if record is None else rates.rates_per_layer(record, layers)
     some(wanted, "no layer is known to move unlike the others")
-    factors = {
-        id(p): wanted.get(path, 1.0)
-        for path, module in named_modules(fork.model)
-        for p in module.parameters(recurse=False)
-    }
-    scale_rate(fork.optimizer, 1.0)
+    scale_rate(fork.optimizer, 1.0)  # there are rates
+    factors: dict[nn.Parameter, float] = {}
+    for path, module in named_modules(fork.model):
+        factors |= dict.fromkeys(module.parameters(recurse=False), wanted.get(path, 1.0))
     fork.optimizer.param_groups[:] = [
-        {**group, "params": [p], "lr": group["lr"] * factors.get(id(p), 1.0)}
+        {**group, "params": [p], "lr": group["lr"] * factors.get(p, 1.0)}
         for group in fork.optimizer.param_groups
         for p in group["params"]
     ]
@@ -158,17 +156,13 @@ def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, to:
         group[key] = to
 
 
-@fix("no-clip")
-def _no_clip(fork: Fork, layers: Layers, record: Seen) -> None:
-    some(fork.clip_norm is not None, "gradients are not clipped")
-    fork.clip_norm = None
-
-
-@fix("clip")
-def _clip(fork: Fork, layers: Layers, record: Seen) -> None:
+@fix("no-clip", clips=False)
+@fix("clip", clips=True)
+def _clip(fork: Fork, layers: Layers, record: Seen, clips: bool) -> None:
     """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
-    some(fork.clip_norm is None, "gradients are clipped already")
-    fork.clip_norm = 1.0 if record is None else rates.clip_norm(record)
+    some((fork.clip_norm is None) is clips, f"gradients are {'not ' * (not clips)}clipped already")
+    norm = 1.0 if record is None else rates.clip_norm(record)
+    fork.clip_norm = norm if clips else None
 
 
 @fix("adamw", rescales=True)
