@@ -63,10 +63,9 @@ def check_model(model: object) -> None:
     got = f"audit(model=…): got a {type(model).__name__}"
     if not isinstance(model, nn.Module):
         raise TypeError(f"{got}, expected a torch.nn.Module")
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            told = "has no shape yet, expected one that has run: call it with one batch first"
-            raise ValueError(f"{got} whose parameter {name} {told}")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        told = "has no shape yet, expected one that has run: call it with one batch first"
+        raise ValueError(f"{got} whose parameter {lazy[0]} {told}")
     if not any(p.requires_grad for p in model.parameters()):
         told = "expected at least one with requires_grad=True"
         raise ValueError(f"{got} without trainable parameters, {told}")

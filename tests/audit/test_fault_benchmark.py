@@ -57,15 +57,16 @@ def test_a_sample_is_every_nth_run() -> None:
     assert len(whole) == len(CASES) + len(HEALTHY)
 
 
+@pytest.mark.slow
 def test_equal_seeds_make_equal_runs() -> None:
-    for bed in (HEALTHY["gpt-adamw"], CASES["mlp-sgd: exposure ×/÷ e^1.5"]):
-        one, same, other = (bed.build(seed) for seed in (0, 0, 1))
-        assert len(one.batches) == BATCHES
-        for batch, twin in zip(one.batches, same.batches, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(batch, twin, strict=True))
-        weights, equal = one.model.state_dict(), same.model.state_dict()
-        assert all(torch.equal(weights[name], equal[name]) for name in weights)
-        assert not torch.equal(one.batches[0][0], other.batches[0][0])
+    bed = CASES["mlp-sgd: exposure ×/÷ e^1.5"]
+    one, same, other = (bed.build(seed) for seed in (0, 0, 1))
+    assert len(one.batches) == BATCHES
+    for batch, twin in zip(one.batches, same.batches, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(batch, twin, strict=True))
+    weights, equal = one.model.state_dict(), same.model.state_dict()
+    assert all(torch.equal(weights[name], equal[name]) for name in weights)
+    assert not torch.equal(one.batches[0][0], other.batches[0][0])
 
 
 @pytest.mark.slow(one_in=8)

@@ -93,7 +93,7 @@ def plain() -> Any:
 
 def test_each_is_read_or_refused_in_one_line(whole: bool) -> None:
     base, steps = plain(), step_report().to_dict(quantiles=True)
-    every = 1 if whole else 5  # of these places
+    every = 1 if whole else 20  # of these places
     given: list[Any] = [(AuditReport, base, at) for at in list(places(base))[::every]]
     given += [(StepReport, steps, at) for at in list(places(steps))[::every]]
     read = refused = 0
@@ -109,14 +109,14 @@ def test_each_is_read_or_refused_in_one_line(whole: bool) -> None:
     assert refused > 2 * read > 1000 / every
 
 
-@pytest.mark.slow(one_in=80)
-@pytest.mark.parametrize("part", range(80))
+@pytest.mark.slow(one_in=320)
+@pytest.mark.parametrize("part", range(320))
 def test_what_is_read_is_shown(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its pictures, which take seconds."""
     monkeypatch.setattr("adiv_monitor.pages.report_page.loss_picture", lambda *_: None)
     monkeypatch.setattr("adiv_monitor.pages.compare_page.two_losses", lambda *_: None)
     base = plain()
-    for at in list(places(base))[1 + part :: 80]:
+    for at in list(places(base))[1 + part :: 320]:
         for wrong in WRONG:
             try:
                 found = AuditReport.from_dict(changed(base, at, wrong))

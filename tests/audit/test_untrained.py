@@ -117,7 +117,7 @@ ARCHITECTURES: dict[str, Callable[[], Setup]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(one_in=26, first=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_probe_finds_a_fault_in_an_untrained_architecture(name: str) -> None:
     pytest.importorskip("torchvision")

@@ -144,7 +144,7 @@ def optimizer_of(name: str, arguments: Mapping[str, Any]) -> Optimizer | Optimiz
             one: Optimizer = found(of, **arguments)
         return one
 
-    return found if exists else made  # type: ignore[no-any-return]
+    return found if exists else made
 
 
 def own_losses(file: str) -> dict[int, float]:

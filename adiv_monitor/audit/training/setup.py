@@ -123,7 +123,8 @@ class Setup:
         with seeded(self.seed):
             optimizer = _copy(own, memo) if own is not None else self.optimizer(model)  # type: ignore[operator]
         _check_optimizer(model, optimizer)
-        for i, rate in self.lifted.items():  # forks have no scheduler
+        peaks = lifted(optimizer, self.steps) if own is None else self.lifted
+        for i, rate in peaks.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
         lost = tuple(_carried_over(self.model, own, model))
