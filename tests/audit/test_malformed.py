@@ -7,14 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from example_audits import findings, record, trial
 from example_reports import attention, reading, report
 
-from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.record import ActivatedOutput
 from adiv_monitor.report import Alarm, AlignmentReading, StepReport, Turn
@@ -144,15 +142,3 @@ def shown(found: AuditReport) -> None:
 def test_text_that_is_no_report_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         AuditReport.from_json(text)
-
-
-def test_compare_tells_what_is_wrong_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at = ("record", "reports", 0, "layers", "a", "rows_seen")
-    file = tmp_path / "report.json"
-    file.write_text(json.dumps(changed(plain(), at, 1.5)))
-    assert main(["compare", str(file), str(file), "--out", str(tmp_path / "page")]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "record.reports[0].layers['a'].rows_seen: got 1.5, expected a whole number" in told

@@ -178,24 +178,6 @@ def test_trials_are_reproducible_bit_for_bit() -> None:
             assert advice.trial == trials[advice.fix]
 
 
-def test_what_is_for_all_layers_is_tried_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a rate is, wherever what is wrong shows."""
-    seen: list[tuple[str, tuple[str, ...]]] = []
-
-    def trial(runs: Runs) -> Trial:
-        seen.append((runs.fix, tuple(runs.layers)))
-        return Trial(runs.fix, 20, 1.0, 2.0, None, 0.1)
-
-    monkeypatch.setattr(Runs, "trial", trial)
-    advice = (
-        Advice("in the layers", "layer-norm"),
-        Advice("in all", "batch-norm", everywhere=True),
-        Advice("a rate", "rate*0.1"),
-    )
-    tried([replace(finding(), layers=("0",), advice=advice)], healthy(), ran(healthy()))
-    assert seen == [("layer-norm", ("0",)), ("batch-norm", ()), ("rate*0.1", ())]
-
-
 def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,18 +192,6 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front(
     dropped = finding("rate*0.3", name="dropout-too-high", strength="watch")
     (only,) = tried([dropped], healthy(), seen)
     assert only.strength == "watch"  # a tenth less is no merit of less dropout
-
-
-@pytest.mark.parametrize("name", ["bounded-logits", "input-scale"])
-def test_what_can_not_be_overfitted_stands_behind_a_fact_whose_fix_helps(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    fixed_to(monkeypatch, **{"rate*100": 0.1})
-    symptom = finding("look", name="cannot-overfit")
-    fact = finding("rate*100", name=name, strength="watch")
-    first, second = tried([symptom, fact], healthy(), ran(healthy()))
-    assert (first.name, first.strength) == (name, "act")
-    assert (second.name, second.strength) == ("cannot-overfit", "watch")
 
 
 def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:
