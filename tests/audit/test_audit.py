@@ -122,20 +122,6 @@ def test_what_was_given_is_untouched() -> None:
     assert report.record.facts.resumed
 
 
-def test_the_same_audit_twice_says_the_same() -> None:
-    loader = torch.utils.data.DataLoader(batches(1, 40)[0][0], 8, shuffle=True)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return model(batch).square().mean() * (1 + random.random() + np.random.random())
-
-    model = mlp(nn.Dropout())
-    found = []
-    for _ in range(2):
-        found.append(audit(model, loader, **{**QUICK, "loss": loss}).record.losses)
-        torch.rand(1), random.random(), np.random.random()  # the program goes on
-    assert found[0] == found[1]
-
-
 def on_a_machine(times_slower: float, **given: Any) -> dict[str, Any]:
     """The report, but for measured times, of an audit whose clock runs that much faster."""
     torch.manual_seed(0)
@@ -194,15 +180,6 @@ def test_the_whole_of_it() -> None:
     assert report.record.overfit is not None
     assert steps[:9] == [("training", step + 1, 20) for step in range(9)]
     assert {what for what, _, _ in steps} == {"training", "learning rates", "fixes"}
-
-
-@pytest.mark.slow
-def test_a_compiled_model() -> None:
-    model = mlp()
-    expected = seen(model, optimizer=sgd())
-    record = seen(torch.compile(model, backend="eager"), optimizer=sgd())
-    assert record.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert record.units.keys() == {f"_orig_mod.{path}" for path in expected.units}
 
 
 def test_ctrl_c_while_fixes_are_tried_keeps_what_was_found() -> None:
