@@ -19,7 +19,7 @@ from adiv_monitor.features.rows import shares_memory, to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
-from adiv_monitor.rerun.thread import ThreadState, run_apart
+from adiv_monitor.rerun.thread import run_apart
 
 SAMPLES = 8
 # Arguments of these types do not hold tensors that have to be cut, too.
@@ -215,7 +215,7 @@ class Batch:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
             return
         try:
-            with ThreadState(), torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():
                 run_apart(body, *args)
         except Exception as error:
             self._fail(error)
