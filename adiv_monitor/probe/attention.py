@@ -130,8 +130,8 @@ class Attentions:
     Args:
         selection: the parameters to measure.
         generator: the monitor's own random number generator.
-        fail: called with a path and an unexpected exception; exceptions that state why an attention
-            can't be measured are kept in `refused`.
+        fail: called with what failed and an unexpected exception; exceptions that state why an
+            attention can't be measured are kept in `refused`.
 
     Attributes:
         calls: the calls that were seen, by path.
@@ -238,4 +238,4 @@ class Attentions:
             self.refused[path] = str(error).partition("\n")[0]
         except Exception as error:
             self.refused[path] = f"measuring it failed: {type(error).__name__}: {error}"
-            self._fail(path, error)
+            self._fail(f"attention of '{path}'", error)

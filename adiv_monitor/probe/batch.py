@@ -225,13 +225,18 @@ class Batch:
     @property
     def why_no_loss(self) -> str:
         """Why the loss is not known; "" if it is."""
+        if self._loss is None:
+            return (
+                "realised_cosine and the cosines of attention are missing: they need the loss; "
+                "pass it as `loss=` or `realised=`."
+            )
         if not isinstance(self._loss, nn.Module) or self._judged is not None:
             return ""
         return (
-            f"{type(self._loss).__name__} was not seen to be called with the output of the module "
-            "that was called (is it another instance than the loop's, is it called inside of the "
-            "model, or is its input computed from the output, outside of a module?); a function of "
-            "the output is an alternative"
+            f"The loss on the probe is not known: {type(self._loss).__name__} was not seen to be "
+            "called with the output of the module that was called (is it another instance than the "
+            "loop's, is it called inside of the model, or is its input computed from the output, "
+            "outside of a module?); a function of the output is an alternative."
         )
 
     def run(self) -> Losses | None:
@@ -239,7 +244,7 @@ class Batch:
         assert self._module is not None and self._call is not None
         args, kwargs = self._call.again((), self._samples)
         output = self._module(*args, **kwargs)
-        if self._loss is None or self.why_no_loss:
+        if self.why_no_loss:
             return None
         if not isinstance(self._loss, nn.Module):
             return Losses.of(self._loss(output))

@@ -150,8 +150,8 @@ class Fetched:
             - moved: nonzero if the optimizer moved the weights before the gradient was computed.
             - loss_change: realised change of the loss.
             - loss_changes: realised change of every sample's loss.
-            - began, stepped: some weights as the optimizer's step began, and as it ended.
             - untrained: norms of some entries of each parameter that the optimizer does not step.
+            - began, stepped: some weights as the optimizer's step began, and as it ended.
             - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
             - batch, next_batch: those of `Capture`.
 

@@ -323,7 +323,10 @@ def test_without_a_loss_the_activations_are_known() -> None:
             for name in ("single_layer_share", "first_order_error"):
                 assert getattr(reading, name) == pytest.approx(values[name], **EXACT)
     assert report.realised_loss_change is None
-    assert any("realised_cosine is missing: it needs the loss" in note for note in report.notes)
+    assert any(
+        "realised_cosine and the cosines of attention are missing: they need the loss" in note
+        for note in report.notes
+    )
     assert (
         trained(model, sgd, loop(batches), realised=True, loss=CRITERION)
         .layers["head"]
