@@ -283,7 +283,7 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step, of one rank or of all."""
-        report = understand(part, self._history, self._failures.tell)
+        report = understand(part, self._history)
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))
         return report

@@ -1,7 +1,6 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
 from collections.abc import Sequence
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -30,12 +29,8 @@ from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
-# The most numbers of a layer that a rank sends for the ceiling: 8 MiB, half a second to decompose.
-_MOST_SUMS = 2**20
-# The numbers of products that a CPU and a GPU do in the time that the check of γ takes.
-_AS_CHECK, _AS_LAUNCHES = 2**25, 2**30
 # Reasons for a missing attainable_cosine.
-_TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
+_OF_RANKS = "it needs the rows of all ranks in one place."
 _SUMMED = (
     "several backward passes went through one forward pass, so only sums of their rows are known."
 )
@@ -76,7 +71,7 @@ class FinalGradient:
         self.measured: dict[str, LayerInProgress] = {}
         self.pieces: dict[str, PieceShares] = {}
         self.without_ceiling: dict[str, list[str]] = {
-            why: [] for why in (_TOO_LARGE, _SUMMED, _COMPUTED)
+            why: [] for why in (_OF_RANKS, _SUMMED, _COMPUTED)
         }
         self.moved: list[str] = []
         self._out = out
@@ -159,17 +154,11 @@ class FinalGradient:
             self.moved.append(layer.path)
         reason = _why_from_rows(features, shared=rows.is_shared)
         change, e = layer.change(self._gamma(parts)), None
-        # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
-        by_rows = seen == total and trusted and _gram_is_less(features, layer, G)
-        if by_rows:
-            assert isinstance(features, DenseFeatures)
-            e = features.gram() @ G  # right only if γ = c·GᵀΦ, which is checked
-        elif parts:
+        if parts:
             e = features.move(*change)
             e = e if self._scale is None else e / self._scale
         known = {"precision": max([call.precision for call in calls]), "reason": reason}
-        known |= {"total": total, "e_by_rows": by_rows, "partial": bool(parts), "averaged": 1.0}
+        known |= {"total": total, "partial": bool(parts), "averaged": 1.0}
         self._out.begin(layer.path, _about(layer, features), seen, **known)
         if of_passes is not None and not rows.is_shared:
             h = summed(
@@ -214,24 +203,17 @@ class FinalGradient:
             block.plain_step(self._scale, lose)
 
     def _send_ceiling(self, layer: Layer, rows: LayerRows) -> None:
-        """Send `attainable_cosine`, or with several ranks the sums from which it follows."""
+        """Send `attainable_cosine`, or note why it is missing."""
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
         paths, why = [layer.path], ""
         if not layer.is_direct and not (ceiling is None and is_whole):
             why = _COMPUTED
         elif not is_whole:
             why = _SUMMED
-        elif ceiling is not None and self._is_alone:
-            self._out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
+        elif ceiling is not None and not self._is_alone:
+            why = _OF_RANKS
         elif ceiling is not None:
-            gram, cross, square = ceiling.sums()
-            numbers = torch.cat([part.flatten() for part in (gram, cross, square)])
-            if len(numbers) > _MOST_SUMS:
-                why = _TOO_LARGE
-            else:
-                groups, width = gram.shape[:2]
-                self._out.add("layers", paths, {}, ceiling_groups=groups, ceiling_width=width)
-                self._out.add("ceilings", paths, {"sum": numbers})
+            self._out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
         if why:
             self.without_ceiling[why].append(layer.path)
 
@@ -285,16 +267,3 @@ def _why_from_rows(features: Features, *, shared: bool) -> str:
         features.mixes_rows or features.weight_gain is not None
     )
     return "weighed" if weighs else ""  # gradient-only layers weigh rows by design
-
-
-def _gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
-    """Return whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P·N.
-
-    It equals e only if all rows are seen and γ = GᵀΦ.
-    """
-    if not layer.is_direct or not isinstance(features, DenseFeatures):  # γ is JᵀGᵀΦ
-        return False
-    rows, outputs = G.shape
-    width = sum(layer.sizes) / outputs if outputs else 0
-    saved = rows * (width * outputs - rows * (width + outputs))
-    return saved > (_AS_LAUNCHES if G.is_cuda else _AS_CHECK) and features.has_gram

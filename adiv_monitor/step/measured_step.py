@@ -17,7 +17,6 @@ from torch import Tensor
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.weights.pieces import Parts
-from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import REALISED, names_of
@@ -64,8 +63,7 @@ class MeasuredStep:
         whole: WholeModel,
     ) -> None:
         self._capture = capture
-        # When the gradient is final: whether there is one rank, and whether a step follows.
-        self._is_alone = self._takes_step = True
+        self._takes_step = True  # whether a step follows when the gradient is final
         self._probe = probe
         self._whole = whole
         self._unreached: dict[str, str] = {}
@@ -94,7 +92,7 @@ class MeasuredStep:
             skipped: > 0 if a fused optimizer found inf and skips this step.
         """
         self._gradient = None  # left over from an earlier attempt at this step, which raised
-        self._is_alone, self._takes_step = world_size() == 1, steps
+        self._takes_step = steps
         self._unreached.clear()
         self._out = Outgoing()
         flags = {"gradient_scale": scale, "skipped": skipped, "moved": self._moved}
@@ -337,7 +335,7 @@ class MeasuredStep:
         with _without_autocast(x.G for x in measured.values()):
             for block in blocks:
                 with losing(block.layers, self._lose):
-                    block.send(self._out, measured, self._generator, is_alone=self._is_alone)
+                    block.send(self._out, measured, self._generator)
         measured.clear()
         blocks.clear()
 

@@ -96,24 +96,16 @@ class RunHistory:
             self.telling = None
         return self.telling
 
-    def checks(
-        self,
-        sums: StepSums,
-        reasons: Sequence[str],
-        *,
-        doubted: bool,
-    ) -> None:
+    def checks(self, sums: StepSums, reasons: Sequence[str]) -> None:
         """Learn from a check which gradients the next one is to check.
 
         Args:
             sums: the layers, in the units of the optimizer's gradient.
             reasons: why the gradient of each is not that of its rows; see `outcome.py`.
-            doubted: the sampled rows speak against a gradient that was not checked.
         """
         is_sound = all(reason in _FORESEEN for reason in reasons)
         told = [sums.paths[i] for i in np.flatnonzero(sums.checked)]
         is_whole = told != [self.telling]
-        is_sound &= is_whole or not doubted
         is_sound &= len(set(sums.layers["factor"].tolist())) == 1
         was_sound, self.sound = self.sound, set(sums.paths) if is_sound else set()
         self.checked = 0 if is_whole else self.checked + 1

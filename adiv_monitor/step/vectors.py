@@ -134,16 +134,12 @@ class Family:
         products: Mapping[str, Float[Tensor, "layers rows"]],
         active: Float[Tensor, "layers rows"],
         generator: np.random.Generator,
-        *,
-        with_sum: bool,
     ) -> None:
         """Send the numbers of the rows, of which the products are known already."""
         of_rows = active if self._is_stacked else active[0]
         found, rows = self._features.common(of_rows), dict(products)
         if found:
             rows["common"], rows["length"] = found
-            if with_sum:
-                out.add("features", paths, {"sum": self._features.weight_sum(of_rows)})
         groups = 0 if self._scale is None else self._scale.shape[2]
         if self._scale is not None and groups == 1:
             rows["scale"] = self._scale[..., 0]
@@ -204,16 +200,13 @@ class Block:
                 with losing(family.layers, fail):
                     family.move([change(x.layer) for x in family.layers], of, Vector.D)
 
-    def send(
-        self, out: Outgoing, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
-    ) -> None:
+    def send(self, out: Outgoing, kept: Container[str], generator: np.random.Generator) -> None:
         """Send the numbers of the rows to the host.
 
         Args:
             out: takes them.
             kept: paths of the layers that were not lost.
             generator: chooses the scales that are reported one by one if there are too many.
-            is_alone: there is one rank; else its sum of features is needed too.
         """
         named, V = self._named, self._vectors
         chain = named.index(Vector.Z)  # neighbours among those before
@@ -225,7 +218,7 @@ class Block:
         paths = [x.layer.path if x.layer.path in kept else None for x in self.layers]
         for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
-            family.send(out, paths[at], own, active[at], generator, with_sum=not is_alone)
+            family.send(out, paths[at], own, active[at], generator)
 
 
 def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -> list[Block]:

@@ -40,8 +40,7 @@ from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly, unsharded, vectors
-from adiv_monitor.step.merge_ranks import merge_ranks
-from adiv_monitor.step.merge_sums import prepared
+from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, encode
 from adiv_monitor.step.rank_contribution import RankContribution
 
@@ -353,7 +352,7 @@ def _seconds(data: bytes, world: int) -> float:
     for _ in range(5):
         began = time.perf_counter()
         parts = {rank: decode(data) for rank in range(world)}
-        merge_ranks(parts, world, 128, np.random.default_rng(0))
+        merge_ranks(parts, world, 128)
         times.append(time.perf_counter() - began)
     return median(times)
 

@@ -5,13 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from adiv_monitor import Monitor
 from adiv_monitor.maths import measures
 from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
 from adiv_monitor.maths.estimates import (
-    Estimate,
     Sample,
     Sum,
     mean_of_active,
@@ -156,9 +153,7 @@ def random_sums(groups: int, known: str) -> StepSums:
             layers[name] = random.exponential(size=count) + 20
     about = (About("linear"),) * count
     paths = tuple(map(str, range(count)))
-    nothing = (blank(name, 0) for name in ("equations", "features", "ceilings"))
-    equations, features, ceilings = nothing
-    return StepSums(paths, about, layers, rows, entries, equations, moves, features, ceilings)
+    return StepSums(paths, about, layers, rows, entries, blank("equations", 0), moves)
 
 
 @pytest.mark.parametrize("known", ["", "gradients", "sums"])
@@ -167,36 +162,13 @@ def random_sums(groups: int, known: str) -> StepSums:
 def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
     sums = random_sums(groups, known)
     together = measure(sums, updated=True, has_applied=True)
-    assert len(together.values) > 20 and not together.lost
+    assert len(together.values) > 20
     for i in range(len(SIZES)):
         alone = measure(sums.pick(np.array([i])), updated=True, has_applied=True)
         for name, found in alone.values.items():
             np.testing.assert_allclose(together.values[name][:, i], found[:, 0], rtol=1e-12)
         for name, levels in alone.quantiles.items():
             np.testing.assert_allclose(together.quantiles[name][i], levels[0], rtol=1e-12)
-        for flag in ("idle_seen", "suspected", "holds_more", "is_finite"):
-            assert getattr(together, flag)[i] == getattr(alone, flag)[0]
-
-
-def test_a_layer_that_cannot_be_measured_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exception becomes its reason in the report, with a warning."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    taken = measures.update_ratio
-
-    def fails(d_d: Sum, z_z: Sum, sample: Sample) -> Estimate:
-        if sample.total[0] == 10:
-            raise ArithmeticError("a test")
-        return taken(d_d, z_z, sample)
-
-    monkeypatch.setattr(measures, "update_ratio", fails)
-    warns = pytest.warns(UserWarning, match="layer '0': measuring it failed: ArithmeticError")
-    with warns, Monitor(model, optimizer) as monitor:
-        model[2](model[1](model[0](torch.randn(10, 3)))[:5]).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert list(monitor.latest.layers) == ["2"]
-    assert monitor.latest.unsupported == {"0": "measuring it failed: ArithmeticError: a test"}
 
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
@@ -223,7 +195,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert [sums.rows[name].tolist() for name in ("G_G", "e_G")] == [[8, 0, 0], [0, 1, 2]]
     np.testing.assert_array_equal(sums.rows["scale"], [np.nan, 2, 4])
     entries = [(0, -1, 1), (1, -1, 3), (1, -1, 4), (1, 2, 1), (1, 1, 2)]
-    assert [of.item() for of in sums.entries] == entries
+    assert [of.item()[:3] for of in sums.entries] == entries
     assert [of.tolist() for of in found.flags["batch"]] == [[1, 2]]
     assert [call.G_G.tolist() for call in found.attention["z"]] == [[[6]], [[7]]]
     assert found.pieces[DOTS.index("w_w")].tolist() == [3, 4]
