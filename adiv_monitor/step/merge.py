@@ -18,7 +18,7 @@ from adiv_monitor.maths.attention_sums import AttentionSums, merge
 from adiv_monitor.maths.sums import DOTS, TABLES, Array, StepSums, Table, blank, in_order
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
-from adiv_monitor.step.rank_contribution import Facts, RankContribution
+from adiv_monitor.step.rank_contribution import RankContribution
 
 # Columns of the table of layers that add up; NaN if one rank does not know its part.
 _ADDED = "total", "moved", "terms", "active", "G_G", "own_G", "own_own", "scale_sum"
@@ -93,7 +93,7 @@ def merge_ranks(
     for part in several:  # their probes together are one
         for path in part.attention.keys() - no_attention:
             attention[path].append(part.attention[path])
-    told = [part.facts for part in several if part.sums.paths] or [first.facts]
+    told = [part for part in several if part.sums.paths] or [first]
     whole = replace(
         first,
         report=_report(several, sums.paths, lost, notes),
@@ -101,13 +101,11 @@ def merge_ranks(
         refused=refused,
         misdescribed=misdescribed,
         rows_lost=tuple(lost),
-        facts=Facts(
-            updated=told[0].updated,
-            gradient_changed=any(of.gradient_changed for of in told),
-            gradient_lost=any(of.gradient_lost for of in told),
-            has_applied=all(of.has_applied for of in told),
-            weights_changed=any(of.weights_changed for of in told),
-        ),
+        updated=told[0].updated,
+        gradient_changed=any(of.gradient_changed for of in told),
+        gradient_lost=any(of.gradient_lost for of in told),
+        has_applied=all(of.has_applied for of in told),
+        weights_changed=any(of.weights_changed for of in told),
         is_settled=True,
         attention={path: merge(own) for path, own in attention.items()},
         no_attention=no_attention,

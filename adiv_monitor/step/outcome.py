@@ -14,7 +14,7 @@ from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
 from adiv_monitor.step.gradient_check import earlier_share, settled
-from adiv_monitor.step.rank_contribution import Facts, RankContribution
+from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
@@ -68,12 +68,12 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     report = replace(part.report, turn=turn and replace(turn, elements=part.elements))
     if part.refused:
         return replace(report, notes=(*report.notes, *part.refused))
-    facts, sums = part.facts, part.sums if part.is_settled else settled(part.sums)
+    sums = part.sums if part.is_settled else settled(part.sums)
     measured = measure(
         sums,
-        updated=facts.updated,
-        has_applied=facts.has_applied,
-        gradient_lost=facts.gradient_lost,
+        updated=part.updated,
+        has_applied=part.has_applied,
+        gradient_lost=part.gradient_lost,
     )
     paths, reasons = sums.paths, sums.layers["reason"].tolist()
     if "more" in reasons:  # a forgotten `zero_grad()` would show in all layers
@@ -83,9 +83,9 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     if not part.is_settled:  # ranks would not agree on what they check
         history.checks(sums, reasons)
     broken = _non_finite(sums)
-    readings = _readings(sums, measured, facts, broken)
+    readings = _readings(sums, measured, part, broken)
     attention, of_attention = _attention(part.attention, part.no_attention)
-    update_lost = facts.weights_changed and not facts.has_applied
+    update_lost = part.weights_changed and not part.has_applied
     notes = [*report.notes]
     for what, which in broken.items():
         verb = "are" if what.endswith("s") else "is"
@@ -93,7 +93,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     for reason, sentence in _FROM_ROWS.items():
         sentence += ". Their readings are estimated from rows alone."
         notes += _told(sentence, paths, [of == reason for of in reasons])
-    notes += _told(_GRADIENT_LOST, paths, [facts.gradient_lost] * len(paths))
+    notes += _told(_GRADIENT_LOST, paths, [part.gradient_lost] * len(paths))
     notes += _told(_UPDATE_LOST, paths, [update_lost] * len(paths))
     notes += _told(_IDLE, paths, _is_idle(sums, measured))
     notes += _told(_ZEROED, paths, sums.was_zeroed)
@@ -162,12 +162,12 @@ def _non_finite(sums: StepSums) -> dict[str, Mask]:
 
 
 def _readings(
-    sums: StepSums, found: Measured, facts: Facts, broken: Mapping[str, Mask]
+    sums: StepSums, found: Measured, part: RankContribution, broken: Mapping[str, Mask]
 ) -> dict[str, LayerReading]:
     """Return the readings of all layers."""
     if not sums.paths:
         return {}
-    if facts.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
+    if part.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             found.values.pop(name, None)
     names = [name for name in found.values if name in MEASURES]

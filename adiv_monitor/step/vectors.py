@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +25,6 @@ from adiv_monitor.step.transfer import Outgoing
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
-M = TypeVar("M")
 _ORDER = tuple(Vector)
 
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
@@ -175,13 +173,8 @@ class Block:
             at = slice(end, end := end + len(family.layers))
             self._parts.append((family, {vector: self._of[vector][at] for vector in named}, at))
 
-    def plain_step(self, scale: Tensor | None, fail: Fail) -> None:
-        """Compute e = Φγᵀ, and its part by the other rows.
-
-        Args:
-            scale: the number by which γ must be divided; None: 1.
-            fail: called with path and exception of layers that fail.
-        """
+    def plain_step(self, fail: Fail) -> None:
+        """Compute e = Φγᵀ, and its part by the other rows; `fail` as in `blocks_of`."""
         for family, of, _ in self._parts:
             with losing(family.layers, fail):
                 e, made = of[Vector.E], family.layers[0].e
@@ -189,8 +182,6 @@ class Block:
                     e.copy_(made)
                 else:
                     family.move([x.gamma for x in family.layers], of, Vector.E)
-                    if scale is not None:
-                        e /= scale
                 family.split(of)
 
     def update(self, change: Callable[[Layer], Change], kept: Container[str], fail: Fail) -> None:
@@ -241,33 +232,17 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
         assert first.features is not None
         size = max(first.features.size, first.G.numel()) if several[1:] else 0
         for part in _in_parts(several, size, first.G.device):
-            for family in _made(Family, part, fail, lambda x: [x]):
-                G = family.layers[0].G
-                blocks[G.shape, G.dtype, G.device].append(family)
-    found = []
+            with losing(part, fail):
+                G = part[0].G
+                blocks[G.shape, G.dtype, G.device].append(Family(part))
+    found = list[Block]()
     for families in blocks.values():
         G = families[0].layers[0].G
         size = G.numel() * max(len(family.layers) for family in families)
         for some in _in_parts(families, size, G.device):
-            found += _made(partial(Block, updates=updates), some, fail, lambda x: x.layers)
+            with losing([x for family in some for x in family.layers], fail):
+                found.append(Block(some, updates=updates))
     return found
-
-
-def _made(
-    make: Callable[[list[P]], M],
-    of: list[P],
-    fail: Fail,
-    layers: Callable[[P], Sequence[LayerInProgress]],
-) -> list[M]:
-    """Make one of all parts; one of each, if that fails, so that one layer spares the others."""
-    try:
-        return [make(of)]
-    except Exception:
-        found = []
-        for part in of:
-            with losing(layers(part), fail):
-                found.append(make([part]))
-        return found
 
 
 def _in_parts(several: list[P], size: int, device: torch.device) -> list[list[P]]:

@@ -121,8 +121,8 @@ def cost(job: Job) -> Cost:
         stacked += k * R * m if 4 * R * m <= vectors.STACKED else 0
         largest = max(largest, 10 * 4 * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
-        # The layer and entries of its scales; the sum of features; the equations; the rows.
-        sent += k * (33_300 + 12 * n + 72 * m + 148 * kept) if N > 1 else 0
+        # The layer and entries of its scales; the equations; the rows.
+        sent += k * (49_700 + 72 * m + 148 * kept) if N > 1 else 0
     tables = job.due * job.looked_up
     moved += 13 * b * tables / S
     held += b * tables / S

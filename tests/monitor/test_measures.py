@@ -18,8 +18,7 @@ from adiv_monitor.maths.estimates import (
     share_error,
 )
 from adiv_monitor.maths.readings import measure
-from adiv_monitor.maths.sums import DOTS, PAIRS, About, StepSums, blank, names_of
-from adiv_monitor.step.parameter_steps import PieceNumbers
+from adiv_monitor.maths.sums import PAIRS, About, StepSums, blank, names_of
 from adiv_monitor.step.transfer import Outgoing, fetch
 
 
@@ -183,11 +182,9 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     out.add("entries", ["y"], {"scale": of_two[:1]}, row=np.array([1, 0]))
     out.flags["batch"] = [torch.tensor([1, 2])]
     out.forget("lost")
-    products = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
     scale = ScaleSums(*(torch.ones(1, 1, 1),) * 3)
     calls = [AttentionSums(torch.tensor(0.0), scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
-    found = fetch(out, products, {"z": calls})
-    sums = found.sums
+    sums, flags, attention = fetch(out, {"z": calls})
     assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))
     assert sums.is_sound and sums.seen.tolist() == [1, 2]
     assert sums.layers["groups"].tolist() == [0, 3]
@@ -196,10 +193,8 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     np.testing.assert_array_equal(sums.rows["scale"], [np.nan, 2, 4])
     entries = [(0, -1, 1), (1, -1, 3), (1, -1, 4), (1, 2, 1), (1, 1, 2)]
     assert [of.item()[:3] for of in sums.entries] == entries
-    assert [of.tolist() for of in found.flags["batch"]] == [[1, 2]]
-    assert [call.G_G.tolist() for call in found.attention["z"]] == [[[6]], [[7]]]
-    assert found.pieces[DOTS.index("w_w")].tolist() == [3, 4]
-    assert (found.updated, found.has_applied) == (True, False)
+    assert [of.tolist() for of in flags["batch"]] == [[1, 2]]
+    assert [call.G_G.tolist() for call in attention["z"]] == [[[6]], [[7]]]
 
 
 # --- quantiles -----------------------------------------------------------------------------------
