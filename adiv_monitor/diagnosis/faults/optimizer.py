@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.fault import Number, act_if, fault, of_layers, stepped, told
+from adiv_monitor.diagnosis.faults.fault import (
+    LEARNING,
+    Number,
+    act_if,
+    fault,
+    of_layers,
+    stepped,
+    told,
+)
 from adiv_monitor.diagnosis.faults.rates import less_momentum, suffers
 from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
@@ -132,7 +140,8 @@ def _first_cosines(record: Record) -> dict[str, Typical]:
     return first[0] if known else {}
 
 
-@fault("optimizer-turns", "The optimizer turns the step away from the gradient", shown_by=stepped)
+@fault("optimizer-turns", "The optimizer turns the step away from the gradient", shown_by=stepped,
+       explains=LEARNING[:-1])  # fmt: skip
 def optimizer_turns(record: Record) -> Iterator[Finding]:
     """Find steps that go uphill or follow gradients of many steps ago.
 
