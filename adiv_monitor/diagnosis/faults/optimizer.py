@@ -140,8 +140,7 @@ def _first_cosines(record: Record) -> dict[str, Typical]:
     return first[0] if known else {}
 
 
-@fault("optimizer-turns", "The optimizer turns the step away from the gradient", shown_by=stepped,
-       explains=LEARNING[:-1])  # fmt: skip
+@fault("optimizer-turns", "The optimizer turns the step away from the gradient", shown_by=stepped)
 def optimizer_turns(record: Record) -> Iterator[Finding]:
     """Find steps that go uphill or follow gradients of many steps ago.
 
@@ -181,11 +180,11 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
 def _straightened(record: Record) -> Iterator[Advice]:
     """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
     momentum = _momentum(record)
-    if wrong_sign := _sign_is_wrong(record):
+    if _sign_is_wrong(record):
         yield Advice("look for maximize=True, or for code that turns the gradient round")
-    if momentum:
+    elif momentum:
         yield Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
-    elif not wrong_sign:
+    else:
         yield Advice("look for code that changes gradients or weights before the step")
 
 
