@@ -75,21 +75,22 @@ def explained(findings: Sequence[Finding], record: Record) -> list[Finding]:
 def _first_cause(findings: Sequence[Finding], record: Record) -> Finding | None:
     """Return the first cause to act on that no other one explains; None: there is none.
 
-    A finding to watch that explains the first one to act on is its cause, unless its own fixes can
-    be tried, or trials have shown that the learning rate is the cause.
+    In an audit, a finding to watch that explains the first one to act on is its cause, unless its
+    own fixes can be tried, a trial has shown that the learning rate is the cause, or what it
+    explains comes last anyway.
     """
     act = [finding for finding in findings if finding.strength == "act"]
     causes = [finding for finding in act if is_cause(finding)]
     names = {name for f in causes for name in fault_of(f).explains if name != f.name}
     causes.sort(key=lambda finding: finding.name in names)
-    if first := next(iter([*causes, *act]), None):
-        by_rate = first.name.startswith("rate-") and any(t.helps for t in record.rates.values())
-        by_rate |= not record.is_audited
-        watched = [f for f in findings if f.strength == "watch" and not follows(f) and not by_rate
-                   and first.name in fault_of(f).explains
-                   and not any(advice.fix for advice in f.advice)]  # fmt: skip
-        return next(iter([*watched, *causes]), None)
-    return None
+    first = next(iter([*causes, *act]), None)
+    if first is None or not record.is_audited or fault_of(first).about == "last":
+        return first if causes else None
+    by_rate = first.name.startswith("rate-") and any(t.helps for t in record.rates.values())
+    watched = [f for f in findings if f.strength == "watch" and not (by_rate or follows(f))
+               and first.name in fault_of(f).explains
+               and not any(advice.fix for advice in f.advice)]  # fmt: skip
+    return next(iter([*watched, *causes]), None)
 
 
 def follows(finding: Finding) -> bool:

@@ -401,7 +401,7 @@ def test_causes_come_before_what_follows_from_them() -> None:
     assert acts == ["input-scale", "rate-too-high", "dead-units"]
 
 
-def seen(*names: str, of: Record = record()) -> list[tuple[str, str]]:
+def seen(*names: str, of: Record) -> list[tuple[str, str]]:
     """Findings of a run in which questions found each one thing."""
     facts = {n: HITS[n].probed[n] for n in names}
     return [(f.name, f.strength) for f in diagnose(replace(of, probed=facts))]
@@ -422,8 +422,11 @@ def test_what_is_to_be_watched_is_the_cause_of_what_it_explains() -> None:
     assert seen("samples-mixed", of=dead) == [("samples-mixed", "act"), ("dead-units", "watch")]
     assert seen("input-partly-ignored", of=dead)[0] == ("dead-units", "act")  # no cause of it
     assert seen("no-activation", of=dead)[0] == ("dead-units", "act")  # its fix is tried instead
-    high = record(rates=trials(own=1.5, x01=0.5))
-    assert seen("samples-mixed", of=high)[-1] != ("rate-too-high", "watch")
+    unused = Wiring(unreached=("a.weight",), unused=("a.weight",))
+    high = replace(record(rates=trials(own=1.5, x01=0.5)), wiring=unused)
+    assert seen(of=high) == [("rate-too-high", "act"), ("unreached", "watch")]  # a trial shows it
+    stuck = record(overfit=Trial("overfit", 100, 2.2, 2.3, None, 0.01), wiring=unused)
+    assert seen(of=stuck) == [("unreached", "watch"), ("cannot-overfit", "watch")]
 
 
 def test_values_that_stop_being_finite_are_a_cause_only_from_the_start() -> None:

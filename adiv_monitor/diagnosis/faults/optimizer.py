@@ -9,7 +9,6 @@ from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
 from adiv_monitor.diagnosis.faults.fault import (
-    LEARNING,
     Number,
     act_if,
     fault,
