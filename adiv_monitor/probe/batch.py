@@ -244,7 +244,7 @@ class Batch:
         assert self._module is not None and self._call is not None
         args, kwargs = self._call.again((), self._samples)
         output = self._module(*args, **kwargs)
-        if self.why_no_loss:
+        if self._loss is None or self.why_no_loss:
             return None
         if not isinstance(self._loss, nn.Module):
             return Losses.of(self._loss(output))

@@ -4,7 +4,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -108,7 +107,8 @@ class WholeModel:
 
         Other code may train what the optimizer does not: another optimizer, or a moving average.
         """
-        pairs = zip_longest(self._versions.items(), map(float, norms), fillvalue=0.0)
+        known = [*map(float, norms)] or [0.0] * len(self._versions)
+        pairs = zip(self._versions.items(), known, strict=True)
         now = {id(p): (weakref.ref(p), number, norm) for (p, number), norm in pairs}
         before, self._history.untrained = self._history.untrained, now
         return {key: before[key] == seen if key in before else None for key, seen in now.items()}
