@@ -109,7 +109,9 @@ class WholeModel:
         """
         known = [*map(float, norms)] or [0.0] * len(self._versions)
         pairs = zip(self._versions.items(), known, strict=True)
-        now = {id(p): (weakref.ref(p), number, norm) for (p, number), norm in pairs}
+        now: dict[int, tuple[weakref.ref[Tensor], int, float]] = {
+            id(p): (weakref.ref(p), number, norm) for (p, number), norm in pairs
+        }
         before, self._history.untrained = self._history.untrained, now
         return {key: before[key] == seen if key in before else None for key, seen in now.items()}
 
