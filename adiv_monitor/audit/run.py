@@ -118,8 +118,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     kind = type(model).__name__
     told = (
         "expected a model that gives its own loss, as the `loss` of an object or a dict: give "
-        "audit a loss, (model, batch) → number, or batches that hold what the model computes its "
-        "loss from, such as labels"
+        "audit a loss, (model, batch) → number, or batches that hold labels"
     )
     try:
         output = drawn.called(model, batch)
