@@ -33,7 +33,8 @@ _MEASURED = ("max_rows", "realised", "attention", "alignment")  # what else of a
 def run(given: Mapping[str, Any]) -> AuditReport:
     """Run an audit with the arguments of `audit`."""
     of = SimpleNamespace(**given)
-    steps, notes, batches, most = of.steps, list[str](), of.batches, of.steps or MOST_STEPS
+    steps, most = of.steps, of.steps or MOST_STEPS
+    batches, notes = of.batches, list[str]()
     loss = loss_of_output if of.loss is None else of_batch(of.loss)
     facts = {"data": drawn.in_words(batches), "loss": name_of(of.loss), **(of._facts or {})}
     if drawn.is_data_set(batches):

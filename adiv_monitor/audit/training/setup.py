@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -291,14 +291,7 @@ class LossError(ValueError):
 
 def first_tensor(output: Any) -> Tensor | None:
     """Return the first tensor of a model's output, or its logits; None if it holds no tensor."""
-    if isinstance(output, Tensor):
-        return output
-    if hasattr(output, "logits"):
-        return first_tensor(output.logits)
-    parts = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(output, (Mapping, tuple, list)):
-        return None
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+    return next(tensors(getattr(output, "logits", output)), None)
 
 
 @dataclass(frozen=True)
