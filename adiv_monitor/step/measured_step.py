@@ -19,7 +19,6 @@ from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
-from adiv_monitor.maths.sums import REALISED, names_of
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps
@@ -158,15 +157,7 @@ class MeasuredStep:
         self._finish()  # first: the product with γ overwrites the difference
         self._out.flags["gradient_changed"] = [self._steps.finish_update()]
         if self._probe is not None:
-            self._probe.updated()
-            for path, moved in self._probe.realised.items():
-                columns = dict(zip(names_of(REALISED), moved.products, strict=True))
-                self._out.add("moves", [path], columns)
-                self._out.add("layers", [path], {}, moved=moved.total)
-            if self._probe.loss_change is not None:
-                change, changes = self._probe.loss_change
-                self._out.flags["loss_change"] = [change]
-                self._out.flags["loss_changes"] = [] if changes is None else [changes]
+            self._probe.updated(self._out)
 
     @torch.no_grad()
     def applied(self) -> None:
