@@ -83,7 +83,7 @@ LAYERS = np.dtype(
         *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
         *_columns("<f8", "averaged", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
-        *_columns("<f8", "rows_bound", "entries_bound"),
+        *_columns("<f8", "rows_bound", "entries_bound", "earlier_share"),
     ]
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
@@ -159,6 +159,8 @@ class StepSums:
               backward passes average over ranks.
             - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it
               is.
+            - earlier_share: ‖gradient that was there before‖ / ‖γ‖; 0 if rounding explains
+              it.
             - terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the
               backward passes left, as far as the rows determine it.
             - active, G_G, concentration: of one pass over all rows, number of rows with a nonzero
@@ -296,6 +298,8 @@ class StepSums:
         c = np.where(np.isnan(factor), 1.0, factor)[of_row]
         if (c == 1).all():
             return replace(self, layers=layers)
+        for name in ("G_G", "own_G", "own_own"):
+            layers[name] *= np.where(np.isnan(factor), 1.0, factor) ** 2
         is_one = (layers["groups"] == 1)[of_row]
         for (a, b), name in zip(PAIRS, _ROWS, strict=True):
             rows[name] *= c ** ((a in (_OWN, _G)) + (b in (_OWN, _G)))

@@ -241,12 +241,9 @@ def _without_parts(sums: StepSums, world: int) -> StepSums:
     layers = sums.layers
     lacks = layers["partial"] & (layers["ranks"] < world)
     layers["reason"][lacks & (layers["reason"] == "")] = "ranks"
-    undefined = [_OF_PARAMETERS if some else () for some in lacks]
-    about = [
-        replace(of, undefined=(*of.undefined, *more))
-        for of, more in zip(sums.about, undefined, strict=True)
-    ]
-    return replace(sums, about=tuple(about))
+    pairs = zip(sums.about, lacks.tolist(), strict=True)
+    more = (replace(of, undefined=of.undefined + _OF_PARAMETERS * some) for of, some in pairs)
+    return replace(sums, about=tuple(more))
 
 
 def _report(
@@ -295,16 +292,13 @@ def _trains_with(first: RankContribution, other: RankContribution) -> bool:
     """Whether the optimizers of two ranks get the same gradients of the same layers."""
     if first.report.turn != other.report.turn:
         return False
-    place = {path: i for i, path in enumerate(other.sums.paths)}
-    layers, rounding = first.sums.layers, first.sums.rounding
-    for i, path in enumerate(first.sums.paths):
-        if path not in place or layers["partial"][i]:
-            continue
-        mine, others = layers["gamma_gamma"][i], other.sums.layers["gamma_gamma"][place[path]]
-        larger = max(mine, others)
-        if abs(mine - others) > LIKENESS_TOLERANCE * larger and larger > rounding[i] ** 2:
-            return False
-    return True
+    place, layers = {path: i for i, path in enumerate(other.sums.paths)}, first.sums.layers
+    both = [i for i, p in enumerate(first.sums.paths) if p in place and not layers["partial"][i]]
+    mine = layers["gamma_gamma"][both]
+    others = other.sums.layers["gamma_gamma"][[place[first.sums.paths[i]] for i in both]]
+    larger = np.maximum(mine, others)
+    is_known = larger > first.sums.rounding[both] ** 2
+    return not (is_known & (abs(mine - others) > LIKENESS_TOLERANCE * larger)).any()
 
 
 def _make_up_the_gradient(sums: StepSums) -> bool:

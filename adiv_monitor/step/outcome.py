@@ -13,7 +13,7 @@ from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
-from adiv_monitor.step.gradient_check import earlier_share, settled
+from adiv_monitor.step.gradient_check import settled
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
@@ -186,7 +186,7 @@ def _readings(
             gradient_factor=float(factors[i]),
             features=about.features,
             non_finite=tuple(what for what, which in broken.items() if which[i]),
-            earlier_share=earlier_share(sums, i),
+            earlier_share=float(sums.layers["earlier_share"][i]),
             module=about.module,
             standard_error={n: errors[n] for n in own if errors[n]},
             scale_quantiles=spread.get("scale", ()),

@@ -94,17 +94,9 @@ class ParameterSteps:
         flat.apply(torch._foreach_copy_, tensors)
         return flat
 
-    def before(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the parameter before the step; None if there is no copy, or no longer."""
-        key = self._whole.get(id(parameter))
-        if key is None or self._before is None or self._before is self._taken:
-            return None
-        return self._before.views.get(key)
-
-    def update_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return w of a parameter after the optimizer's step; None if there is no copy of it."""
-        key = self._whole.get(id(parameter))
-        return None if key is None else to_compute_dtype(self.taken[key])
+    def update_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return w of a parameter of which a piece is the whole, after the optimizer's step."""
+        return to_compute_dtype(self.taken[self._whole[id(parameter)]])
 
     def gamma(self, parts: Parts) -> Parts:
         """Return γ of every piece, with those that were all-gathered."""

@@ -19,14 +19,14 @@ class Columns(NamedTuple):
 
     Attributes:
         table: the table.
-        paths: the layers; None: was lost.
+        paths: the layers.
         tensors: by column, for each layer equally many lines.
         known: by column, numbers that are known on the host: one, or one for each line of a layer.
         counts: how many lines each layer has; the others are padding.
     """
 
     table: str
-    paths: Sequence[str | None]
+    paths: Sequence[str]
     tensors: Mapping[str, Tensor]
     known: Mapping[str, Index | float]
     counts: Sequence[int] | None
@@ -40,6 +40,7 @@ class Outgoing:
 
             - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
             - weights_changed: nonzero if the weights changed after the optimizer's step.
+            - around: norms of all weights before and after an optimizer's closure.
             - skipped: > 0 if a fused optimizer found inf and did nothing.
             - `DOTS`: dot products of pieces of parameters, by `ParameterSteps`.
             - loss_change: realised change of the loss.
@@ -69,7 +70,7 @@ class Outgoing:
     def add(
         self,
         table: str,
-        paths: Sequence[str | None],
+        paths: Sequence[str],
         tensors: Mapping[str, Tensor],
         counts: Sequence[int] | None = None,
         **known: Index | float,

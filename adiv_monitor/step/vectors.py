@@ -128,7 +128,7 @@ class Family:
     def send(
         self,
         out: Outgoing,
-        paths: Sequence[str | None],
+        paths: Sequence[str],
         products: Mapping[str, Float[Tensor, "layers rows"]],
         active: Float[Tensor, "layers rows"],
         generator: np.random.Generator,
@@ -191,12 +191,11 @@ class Block:
                 with losing(family.layers, fail):
                     family.move([change(x.layer) for x in family.layers], of, Vector.D)
 
-    def send(self, out: Outgoing, kept: Container[str], generator: np.random.Generator) -> None:
+    def send(self, out: Outgoing, generator: np.random.Generator) -> None:
         """Send the numbers of the rows to the host.
 
         Args:
             out: takes them.
-            kept: paths of the layers that were not lost.
             generator: chooses the scales that are reported one by one if there are too many.
         """
         named, V = self._named, self._vectors
@@ -206,7 +205,7 @@ class Block:
             products.append(dots(self._of[Vector.OWN], self._of[Vector.G]))
         by_name = dict(zip(names_of(pairs_of(named)), products, strict=True))
         active = by_name["G_G"].sign()
-        paths = [x.layer.path if x.layer.path in kept else None for x in self.layers]
+        paths = [x.layer.path for x in self.layers]
         for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
             family.send(out, paths[at], own, active[at], generator)
@@ -269,7 +268,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 def _of_several(
     scale: Float[Tensor, "layers rows groups"],
     out: Outgoing,
-    paths: Sequence[str | None],
+    paths: Sequence[str],
     generator: np.random.Generator,
 ) -> dict[str, Tensor]:
     """Return the sums over each row's scales, and send some of the scales."""

@@ -175,7 +175,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     for path, seen in (("x", 1), ("y", 2), ("lost", 1)):
         out.begin(path, About(path), seen, total=seen)
     of_two = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    out.add("rows", ["y", None], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
+    out.add("rows", ["y", "lost"], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
     out.add("rows", ["lost", "x"], {"G_G": torch.tensor([[7.0], [8.0]])})
     out.add("layers", ["lost", "y"], {"active": torch.tensor([5.0, 6.0])}, groups=3)
     out.add("entries", ["x", "y"], {"scale": of_two}, [1, 2])
