@@ -95,7 +95,7 @@ class Armed:
         """Put the hooks on; call `release` afterwards, even if this raises."""
         eager = forced_eager()
         hooks: list[tuple[Callable[[], object], Callable[[], object]]] = [
-            (eager.__enter__, eager.leave),
+            (eager.__enter__, eager.__exit__),
             (partial(self.others.follow, self._drop), self.others.leave),
             *((hook.put_on, hook.remove) for hook in self.hooks),
             (self.capture.attach, self.capture.detach),
