@@ -141,7 +141,7 @@ class Armed:
             self.capture,
             told=part.report.unsupported,
             off=off,
-            is_measured=not (part.refused or self.step.discarded),
+            is_measured=not part.refused,
         )
         learning_rates = tuple(fetch_numbers(rates.of_groups))
         group_of = rates.groups if len(set(learning_rates)) > 1 else {}
@@ -400,12 +400,12 @@ class StepController:
         self.disarm()
         armed.capture.tell(self._trace)
         if armed.closure_calls not in (None, 1):
-            notes.append(
+            why = (
                 f"Step {armed.number} was not measured: the optimizer evaluated its closure "
                 f"{armed.closure_calls} times, so no single gradient belongs to its update."
             )
-            self.failures.warn("closure", f"adiv_monitor: {notes[-1]}")
-            armed.step.discard()
+            self.failures.warn("closure", f"adiv_monitor: {why}")
+            armed.step.discard(why)
         elif has_optimizer:
             armed.step.updated()
         if self._alignment is not None:

@@ -53,6 +53,7 @@ class FinalGradient:
         generator: the monitor's own random numbers.
         passes: the backward passes of the step.
         out: takes the numbers for the host.
+        reached: paths of the layers that a gradient reached.
         measured: by path, the layers that have begun.
         pieces: by path, the share of the layer's dot products of parameters that counts here.
         noted: paths of layers by the note about them, with {} in place of the paths.
@@ -63,6 +64,7 @@ class FinalGradient:
     generator: np.random.Generator
     passes: Passes
     out: Outgoing = field(default_factory=Outgoing)
+    reached: list[str] = field(default_factory=list)
     measured: dict[str, LayerInProgress] = field(default_factory=dict)
     pieces: dict[str, dict[int, float]] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -81,6 +83,7 @@ class FinalGradient:
             updates: whether an optimizer step follows.
         """
         self._captured, self._steps, self._updates = captured, steps, updates
+        self.reached = [layer.path for layer in captured]
         self._is_alone = world_size() == 1
         self._factors = self._of_passes() if self._is_alone else {}
 
@@ -147,7 +150,7 @@ class FinalGradient:
         change = layer.change(self._steps.gamma(parts))
         e = features.move(*change) if parts else None
         known = {"precision": max([call.precision for call in calls]), "reason": reason}
-        known |= {"total": total, "partial": bool(parts), "averaged": 1.0}
+        known |= {"total": total, "partial": bool(parts)}
         self.out.begin(layer.path, _about(layer, features), seen, **known)
         if of_passes is not None and not rows.is_shared:
             h = summed(
@@ -160,7 +163,11 @@ class FinalGradient:
             for of_bias, sides in enumerate(of_both):
                 if sides:
                     columns = dict(zip(("now", "h", "before"), sides, strict=False))
-                    self.out.add("equations", [layer.path], columns, of_bias=float(of_bias))
+                    self.out.add(
+                        *("equations", [layer.path], columns),
+                        of_bias=of_bias,
+                        number=np.arange(len(sides[0])),
+                    )
         found = {} if rows.linear is None else {"rule_error": rows.linear}
         errors = [call.replay_error for call in calls if call.replay_error is not None]
         if errors:

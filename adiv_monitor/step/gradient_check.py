@@ -97,7 +97,9 @@ def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> St
         reasons.append("ranks" if reason == "more" and path in lost else reason)
     factors[np.abs(factors - 1) <= sums.tolerance * _EXACT] = 1.0
     layers["reason"] = reasons
-    layers["averaged"] = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
+    averaged = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
+    is_known = layers["gamma_gamma"] > 0
+    layers["gradient_factor"] = np.where(is_known, factors / averaged, np.nan)
     return replace(sums, layers=layers).in_units(factors)
 
 

@@ -20,7 +20,7 @@ from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
-from adiv_monitor.maths.sums import REALISED, names_of
+from adiv_monitor.maths.sums import NO_SUMS, REALISED, names_of
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps
@@ -32,7 +32,7 @@ from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 from adiv_monitor.step.vectors import Change, losing
 from adiv_monitor.step.whole_model import WholeModel
 
-_MOVED_BEFORE = (
+_MOVED = (
     "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
     "update does not start where the gradient was computed: not measured."
 )
@@ -50,7 +50,7 @@ class MeasuredStep:
         probe: measures on the probe what was requested; None: nothing was.
         unsharded: gathers gradients and updates of sharded parameters.
         whole: follows the whole model.
-        discarded: whether the step can't be measured.
+        refused: why the step can't be measured; "": it can.
         around: norms of all weights before an optimizer's closure computes the gradient, and
             afterwards.
     """
@@ -62,12 +62,9 @@ class MeasuredStep:
     probe: ProbeStep | None
     unsharded: UnshardedParameters
     whole: WholeModel
-    discarded: bool = False
+    refused: str = ""
     around: list[Tensor] = field(default_factory=list)
     _unreached: dict[str, str] = field(default_factory=dict)
-    _refused: set[str] = field(
-        default_factory=set
-    )  # paths of layers that had rows, but were refused
     _steps: ParameterSteps | None = None
 
     def __post_init__(self) -> None:
@@ -165,10 +162,10 @@ class MeasuredStep:
         weights = [part_of(p) for p in self.capture.selection.parameters]
         return torch._foreach_norm(weights) if weights else ()
 
-    def discard(self) -> None:
+    def discard(self, why: str) -> None:
         """Drop the step: it can't be measured."""
         self._reset()
-        self.discarded = True
+        self.refused = why
         if self.probe is not None:
             self.probe.discard()
 
@@ -202,11 +199,12 @@ class MeasuredStep:
             keeps_gradient=steps is not None and steps.has_copies,
         )
         before, after = np.array(flags["around"]).reshape(2, -1)
-        if not np.array_equal(before, after, equal_nan=True):
+        moved = "" if np.array_equal(before, after, equal_nan=True) else _MOVED
+        if refused := tuple(why for why in (*part.refused, self.refused, moved) if why):
             report = StepReport(number, {}, {}, 0.0, tuple(notes))
-            part = RankContribution(report, refused=(*part.refused, _MOVED_BEFORE))
+            part = replace(part, report=report, sums=NO_SUMS, refused=refused)
         self.whole.describe(part, flags)
-        if not (part.refused or self.discarded):
+        if not part.refused:
             given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
             gradients, zeroed = passes.told(*given)
             part.report = replace(
@@ -217,7 +215,7 @@ class MeasuredStep:
                 batch=tuple(map(float, flags["batch"])),
                 next_batch=tuple(map(float, flags["next_batch"])),
             )
-        part.rows_lost = (*part.rows_lost, *self._refused)
+        part.rows_lost = tuple(path for path in found.reached if path not in part.sums.paths)
         self.history.learn(part)
         if probe is not None and not part.refused:
             part.attention = {path: merge(calls) for path, calls in attention.items()}
@@ -252,7 +250,6 @@ class MeasuredStep:
         self._layers.forget(path)
         if isinstance(error, Refused):
             self._unreached[path] = str(error)
-            self._refused.add(path)
         else:
             self.fail(path, error)
 

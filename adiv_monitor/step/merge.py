@@ -152,14 +152,13 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
     # Of all rows where every rank knows them, else of the sampled rows.
     some = (entries["row"] < 0) == layers["knows_scales"][entries["layer"]]
     some &= counted["entries"] & (entries["key"] < of_entries[entries["layer"]])
-    equations, of_rank = (of["equations"][counted["equations"]] for of in (tables, ranks))
     sums = StepSums(
         paths,
         tuple(abouts[path] for path in paths),
         layers,
         rows=rows,
         entries=entries[some],
-        equations=_added(equations, of_rank, counts.sum(0)),
+        equations=_added(tables["equations"][counted["equations"]], counts.sum(0)),
         moves=in_order(tables["moves"][counted["moves"]]),
     )
     sums = sums.with_rows(kept[np.argsort(rows["layer"][kept], kind="stable")])
@@ -209,25 +208,20 @@ def _layers(
     return found
 
 
-def _added(lines: Table, rank: Index, ranks: Index) -> Table:
+def _added(lines: Table, ranks: Index) -> Table:
     """Return the equations with h summed over the ranks, where every rank has them.
 
     Args:
         lines: the equations of all ranks.
-        rank: the rank of each.
         ranks: number of ranks that count, of each layer.
     """
-    of = 2 * lines["layer"].astype(np.int64) + lines["of_bias"].astype(np.int64)
-    order = np.lexsort((rank, of))
-    lines, of, rank = lines[order], of[order], rank[order]
-    # The place of an equation among those of its rank.
-    place = _places(of * len(ranks) + rank)
-    _, first, same, number = np.unique(
-        of * len(lines) + place, return_index=True, return_inverse=True, return_counts=True
+    which = np.stack([lines[name] for name in ("layer", "of_bias", "number")])
+    _, first, same, count = np.unique(
+        which, axis=1, return_index=True, return_inverse=True, return_counts=True
     )
     found: Table = lines[first]
-    found["h"] = np.bincount(same, lines["h"], len(first))
-    return found[number == ranks[found["layer"]]]
+    found["h"] = np.bincount(same.reshape(-1), lines["h"], len(first))
+    return found[count == ranks[found["layer"]]]
 
 
 def _places(ordered: Index) -> Index:

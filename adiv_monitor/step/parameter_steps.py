@@ -61,7 +61,7 @@ class ParameterSteps:
                 buffer.div_(scale.to(buffer.device))
         self._gamma = self._copied.views
         self.keys = self._copied.keys
-        self.products = {"gamma_gamma": self._copied.squares()}
+        self.products = {"gamma_gamma": self._copied.dots(self._copied)}
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -125,8 +125,7 @@ class ParameterSteps:
         """
         w = self._taken
         assert w is not None
-        # Beside those of a it is rounded as they are, so that the cosine of what is equal is 1.
-        self.products["w_w"] = w.dots(w) if self._keeps_update else w.squares()
+        self.products["w_w"] = w.dots(w)
         if self._copied is not None:
             self.products["w_gamma"] = w.dots(self._copied)
         else:

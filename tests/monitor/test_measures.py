@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -182,8 +182,8 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     out.add("entries", ["y"], {"scale": of_two[:1]}, row=np.array([1, 0]))
     out.flags["batch"] = [torch.tensor([1, 2])]
     out.forget("lost")
-    scale = ScaleSums(*(torch.ones(1, 1, 1),) * 3)
-    calls = [AttentionSums(torch.tensor(0.0), scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
+    scale = (torch.ones(1, 1, 1),) * 3
+    calls = [AttentionSums(torch.tensor(0.0), *scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
     sums, flags, attention = fetch(out, {"z": calls})
     assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))
     assert sums.is_sound and sums.seen.tolist() == [1, 2]
