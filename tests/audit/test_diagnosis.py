@@ -238,6 +238,7 @@ MILDER = [
     ("constant-data watch", probed("constant-data", words={
         "of": "input", "input": "x", "type": "float"}, samples=9.0, value=0.0)),
     ("zero-gradient act", probed("zero-gradient")),
+    ("zero-gradient watch", record(wiring=ZERO)),
     ("zero-gradient watch", record({"a": reading(idle_share=1.0, scale_mean=17.0)}, wiring=ZERO)),
     ("zero-slope watch", probed("zero-slope", words={"kind": "step"})),
     ("decay-fights watch", penalty(2.0)),
@@ -313,7 +314,7 @@ NEAR_MISSES = {
     "epsilon-dominates": probed("epsilon-dominates", share=0.45, epsilon=1.0, root=2.0),
     "terms-opposed": opposed(-0.9),
     "zero-slope": probed("zero-slope", words={"kind": "clip"}, share=0.1),
-    "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9), wiring=ZERO),
+    "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9)),
     "class-weights": probed("class-weights", slope=0.45, correlation=1.0),
     "padding-counts": probed("padding-counts", share=0.04),
     "penalty-dominates": penalised(0.25),
