@@ -92,25 +92,6 @@ def test_the_heat_map_says_what_tables_say() -> None:
     assert measure["cells"] == "AAABAAIAAwA="  # 0, 1, 2, 3
 
 
-def test_the_bad_end_is_the_dark_one() -> None:
-    layers = {
-        name: reading(update_cosine=value, harmed_fraction=value)
-        for name, value in (("low", 0.0), ("high", 1.0))
-    }
-    heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), ["update_cosine", "harmed_fraction"])
-    assert heat is not None
-    cosine, harmed = (
-        [heat["palettes"][measure["palette"]][level] for level in measure["levels"]]
-        for measure in heat["measures"]
-    )
-    dark, light = "#472d7b", "#fde725"
-    assert (cosine, harmed) == ([dark, light], [light, dark])
-    assert [(m["low"], m["high"]) for m in heat["measures"]] == [
-        ("worse ≤ 0", "1"),
-        ("0", "1 worse"),
-    ]
-
-
 def test_pages_and_pictures_have_the_same_cells() -> None:
     layers = {"a": reading(update_ratio=0.1), "b": reading(update_ratio=math.nan)}
     layers["c"] = replace(reading(update_ratio=20.0), non_finite=("outputs",))

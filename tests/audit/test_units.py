@@ -11,21 +11,13 @@ from adiv_monitor.audit.experiments.modules import Units
 
 MODULES: dict[str, nn.Module] = {
     "relu": nn.ReLU(),
-    "relu6": nn.ReLU6(),
     "hardtanh": nn.Hardtanh(-2, 1),
     "gelu": nn.GELU(),
-    "silu": nn.SiLU(),
-    "mish": nn.Mish(),
     "elu": nn.ELU(),
-    "selu": nn.SELU(),
-    "celu": nn.CELU(),
     "tanh": nn.Tanh(),
     "sigmoid": nn.Sigmoid(),
-    "softsign": nn.Softsign(),
-    "hardsigmoid": nn.Hardsigmoid(),
     "hardswish": nn.Hardswish(),
     "softplus": nn.Softplus(),
-    "log_sigmoid": nn.LogSigmoid(),
 }
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x.relu(),

@@ -1,199 +1,62 @@
-"""Edits of single calls, which are tried where no finding explains a loss that stays high.
+"""Edits of single calls: what a line may have meant to compute.
 
-As in program repair by search (Le Goues et al. 2012), each edit changes one line's calls of one
-function in a fork, which then trains as the run did. An edit that leaves the loss far lower shows
-the line where the fault is, whatever its kind.
+An edit replaces the result of one call. Rearrangements take axes, operands, masks, ends or targets
+the other way; what is left out returns its input.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, given
-from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.audit.training.train import Progress, silent
-from adiv_monitor.audit.trials.trial import (
-    NEVER,
-    Cap,
-    CapReached,
-    affordable,
-    at_the_end,
-    compared,
-    losses_of,
-)
-from adiv_monitor.diagnosis.record import Fact, Probed, Record
+from adiv_monitor.audit.experiments.calls import Call, given
 
-FOR_EDITS = 12.0  # largest cost, in the unit of `Facts.step_cost`
-MOST = 40  # edits of which the first third of a run is made
-BEST = 3  # of them whose runs are made whole
-ALIKE = 0.3  # of the first loss: an edit outside the model that changes it more is another loss
-# An edit counts if it leaves less than this share of the loss: a rearrangement does so only where
-# the former order is wrong; a function that is left out may have slowed a healthy training.
-REARRANGED, LEFT_OUT = 0.75, 0.5
-
-_SUBTRACT = ("sub", "__sub__", "rsub", "div", "__truediv__", "true_divide", "kl_div")
-_SCALE = ("mul", "__mul__", "__rmul__", "div", "__truediv__")
-_VIEWS = ("view", "reshape", "flatten", "unflatten", "__getitem__")
-_KEPT = ("linear", "to", "float", "contiguous", "clone", "type", "embedding", "dropout")
+_SCALE = ("mul", "multiply", "__mul__", "__rmul__", "div", "__truediv__")
+_ORDERED = ("sub", "__sub__", "__rsub__", "rsub", "div", "__truediv__", "kl_div")
+_VIEWS = ("view", "reshape", "flatten")
 _COMPARE = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "sub", "__sub__"),
 )
-_WITHOUT_AXIS = (*_VIEWS, *_SCALE, *_SUBTRACT, "squeeze", "unsqueeze")
-Result = Callable[[Call], Any]
+_NO_AXIS = (*_SCALE, *_ORDERED, *_VIEWS, "__getitem__", "unflatten", "squeeze", "unsqueeze")
+# What trains as well without these functions may train faster. Dropout has findings of its own.
+_KEPT = (
+    *("__get__", "__set__", "to", "float", "contiguous", "clone", "type", "linear", "embedding"),
+    *("relu", "gelu", "silu", "elu", "selu", "leaky_relu", "mish", "softplus", "dropout"),
+)
 
 
-@dataclass
-class Edit:
-    """A change of all calls of a function in one line.
+class Edit(NamedTuple):
+    """A change of a call.
 
     Attributes:
-        words: the change.
-        call: the first of them, in the recorded pass.
-        share: the share of the loss below which it counts.
-        results: by number of the call, what it returns instead.
+        words: The change, behind the name of the function.
+        result: The new result, from the call.
+        leaves_out: Whether the function is left out.
     """
 
     words: str
-    call: Call
-    share: float
-    results: dict[int, Result] = field(default_factory=dict)
-
-    def apply(self, call: Call) -> Any:
-        """Return the call's new result; `NotImplemented`: it is none of these."""
-        result = self.results.get(call.number)
-        return NotImplemented if result is None or call.name != self.call.name else result(call)
+    result: Callable[[Call], Any]
+    leaves_out: bool = False
 
 
-def with_edits(
-    setup: Setup, record: Record, *, cap: Cap = NEVER, progress: Progress = silent
-) -> Record:
-    """Return the record with the best edit, if one leaves the loss far lower than any rate does.
-
-    Args:
-        setup: training setup.
-        record: record of the unchanged run, with `rates` if learning rates were tried.
-        cap: time by which the runs end.
-        progress: called with ("edits", edits done, edits).
-
-    Raises:
-        KeyboardInterrupt: the user interrupted a run.
-    """
-    edits, without = _edits(setup), record.losses[: setup.steps]
-    cap.left = affordable(record, FOR_EDITS)
-    short = max(1, setup.steps // 3)
-    begun: list[tuple[float, int]] = []
-    for number, edit in enumerate(edits):
-        progress("edits", number, len(edits))
-        losses = _run(replace(setup, steps=short), record, edit, cap)
-        end = at_the_end(losses, short)
-        is_same = edit.call.path is not None or abs(losses[0] - without[0]) < ALIKE * abs(
-            without[0]
-        )
-        if losses and is_same and end < at_the_end(without[:short], short):
-            begun.append((end, number))
-    rates = [trial.loss for trial in record.rates.values()]
-    facts = []
-    for _, number in sorted(begun)[:BEST]:
-        edit = edits[number]
-        found = compared("", _run(setup, record, edit, cap), without, setup.steps)
-        if found.pays and found.loss < edit.share * min([found.loss_without, *rates]):
-            numbers = {"loss": found.loss, "without": found.loss_without}
-            facts.append(Fact(edit.call.place, numbers, {"edit": edit.words}))
-    facts.sort(key=lambda fact: fact.numbers["loss"])
-    return replace(record, probed={**record.probed, "one-edit": Probed(tuple(facts[:1]))})
+def edits_of(call: Call) -> Iterator[Edit]:
+    """Yield the edits of a call that has returned a tensor; some may not run."""
+    tensors = given(call)
+    if tensors:
+        for edits in (_axes, _views, _operands, _masks, _ends, _targets, _left_out):
+            yield from edits(call, tensors)
 
 
-def _run(setup: Setup, record: Record, edit: Edit, cap: Cap) -> tuple[float, ...]:
-    """Return the losses of a run with an edit; () if it does not run, or there is no time."""
-    fork = setup.fork()
-    change_calls(fork, edit.apply)
-    try:
-        cap.check(record, setup.steps)
-        cap.left -= setup.steps
-        return losses_of(fork)
-    except CapReached:
-        return ()
-    except Exception:  # no such edit: shapes or kinds do not fit
-        return ()
-
-
-def _is_same_loss(edit: Edit, losses: Sequence[float], without: Sequence[float]) -> bool:
-    """Return whether two runs have the same loss: the edit is in the model, or changes no size."""
-    return edit.call.path is not None or abs(losses[0] - without[0]) < ALIKE * abs(without[0])
-
-
-def _edits(setup: Setup) -> list[Edit]:
-    """Return the edits of the first batch's pass, those nearest to the loss first."""
-    found: dict[tuple[str, str, str], Edit] = {}
-    for call in reversed(calls_of(setup.fork(), lambda call: isinstance(call.result, Tensor))):
-        for words, share, result in (*_rearranged(call), *_left_out(call)):
-            edit = found.setdefault((call.line, call.name, words), Edit(words, call, share))
-            edit.results[call.number] = result
-    return [*found.values()][:MOST]
-
-
-def _left_out(call: Call) -> Iterator[tuple[str, float, Result]]:
-    """Yield the edit that returns the first argument, if it has the result's shape and dtype."""
-    x = call.argument(0, "input")
-    is_alike = isinstance(x, Tensor) and x.is_floating_point() and x.dtype == call.result.dtype
-    is_new = x is not call.result and call.name not in (*_KEPT, "__get__", "__set__")
-    if is_alike and is_new and x.shape == call.result.shape and "rand" not in call.name:
-        yield "left out", LEFT_OUT, lambda call: call.argument(0, "input")
-
-
-def _rearranged(call: Call) -> Iterator[tuple[str, float, Result]]:
-    """Yield edits that take axes, operands, masks or targets in another order or sense."""
-    several = given(call)
-    x, axes = (several[0], several[0].ndim) if several else (call.result, 0)
-    axis = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
-    if type(axis) is int and call.name not in (
-        *_VIEWS,
-        "unsqueeze",
-        "squeeze",
-        *_SCALE,
-        *_SUBTRACT,
-    ):
-        for other in set(range(axes)) - {axis % max(axes, 1)}:
-            yield f"with dim={other}", REARRANGED, partial(_along, axis=other)
-    if call.name in _VIEWS[:3] and x.numel() == call.result.numel():
-        for pair in combinations(range(min(axes, 3)), 2):
-            yield f"after transpose{pair}", REARRANGED, partial(_transposed, pair=pair)
-    if call.name in _SUBTRACT and len(several) == 2 and several[0].shape == several[1].shape:
-        yield "with its operands exchanged", REARRANGED, _exchanged
-    if (
-        call.name in _SCALE
-        and type(call.args[1]) in (int, float)
-        and call.args[1] not in (0, 1, -1)
-    ):
-        yield f"by 1/{call.args[1]:g}", REARRANGED, _inverted
-    if any(
-        y.dtype.is_floating_point is False and str(y.dtype) == "torch.bool" for y in several[1:]
-    ):
-        yield "with the mask inverted", REARRANGED, _unmasked
-    if call.name == "__getitem__" and _ends(call.args[1]) != call.args[1]:
-        yield "at the other end", REARRANGED, lambda call: call.args[0][_ends(call.args[1])]
-    if call.name in _COMPARE and call.path is None and len(several) > 1:
-        y = several[1]
-        for axis in range(y.ndim):
-            for words, change in _ORDERS.items():
-                yield (
-                    f"with targets {words} along axis {axis}",
-                    REARRANGED,
-                    partial(_of_targets, change=partial(change, axis=axis)),
-                )
-        for pair in combinations(range(1, y.ndim), 2):
-            if y.shape[pair[0]] == y.shape[pair[1]]:
-                yield (
-                    f"with targets transposed{pair}",
-                    REARRANGED,
-                    partial(_of_targets, change=lambda y, pair=pair: y.transpose(*pair)),
-                )
+def _axes(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    axis = call.kwargs.get("dim", call.args[1] if call.args[1:] else None)
+    axes = tensors[0].ndim
+    if type(axis) is int and axes and call.name not in _NO_AXIS:
+        for other in {*range(axes)} - {axis % axes}:
+            yield Edit(f"with dim={other}", partial(_along, axis=other))
 
 
 def _along(call: Call, axis: int) -> Any:
@@ -202,8 +65,24 @@ def _along(call: Call, axis: int) -> Any:
     return call.function(call.args[0], axis, *call.args[2:], **call.kwargs)
 
 
+def _views(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    if call.name in _VIEWS:
+        for pair in combinations(range(min(tensors[0].ndim, 3)), 2):
+            words = "after a transpose of axes {} and {}".format(*pair)
+            yield Edit(words, partial(_transposed, pair=pair))
+
+
 def _transposed(call: Call, pair: tuple[int, int]) -> Any:
-    return call.function(call.args[0].transpose(*pair).contiguous(), *call.args[1:], **call.kwargs)
+    x = call.args[0].transpose(*pair).contiguous()
+    return call.function(x, *call.args[1:], **call.kwargs)
+
+
+def _operands(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    second = call.args[1] if call.args[1:] else None
+    if call.name in _ORDERED and isinstance(second, Tensor) and second.shape == tensors[0].shape:
+        yield Edit("with its operands exchanged", _exchanged)
+    if call.name in _SCALE and type(second) in (int, float) and abs(second) not in (0, 1):
+        yield Edit("by the inverse number", lambda call: call.function(call.args[0], 1 / second))
 
 
 def _exchanged(call: Call) -> Any:
@@ -211,11 +90,12 @@ def _exchanged(call: Call) -> Any:
     return call.function(y, x, *others, **call.kwargs)
 
 
+def _masks(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    if any(x.dtype is torch.bool for x in tensors[1:]):
+        yield Edit("with its mask inverted", _inverted)
+
+
 def _inverted(call: Call) -> Any:
-    return call.function(call.args[0], 1 / call.args[1])
-
-
-def _unmasked(call: Call) -> Any:
     def change(x: Any) -> Any:
         return ~x if isinstance(x, Tensor) and x.dtype is torch.bool else x
 
@@ -223,20 +103,52 @@ def _unmasked(call: Call) -> Any:
     return call.function(call.args[0], *map(change, call.args[1:]), **kwargs)
 
 
-def _ends(index: Any) -> Any:
-    """Return an index with the last place for the first one, and the first for the last."""
+def _ends(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    if call.name == "__getitem__" and _has_end(call.args[1]):
+        yield Edit("at the other end", lambda call: call.args[0][_other_end(call.args[1])])
+
+
+def _has_end(index: Any) -> bool:
+    every = index if isinstance(index, tuple) else (index,)
+    return any(type(i) is int and i in (0, -1) for i in every)
+
+
+def _other_end(index: Any) -> Any:
     if isinstance(index, tuple):
-        return tuple(_ends(i) for i in index)
+        return tuple(map(_other_end, index))
     return {0: -1, -1: 0}.get(index, index) if type(index) is int else index
+
+
+def _targets(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    if call.path is not None or call.name not in _COMPARE or not tensors[1:]:
+        return
+    y = tensors[1]
+    for axis in range(y.ndim):
+        for words, change in _ORDERS.items():
+            yield Edit(
+                f"with targets {words} along axis {axis}",
+                partial(_of_second, change=partial(change, axis=axis)),
+            )
+    for i, j in combinations(range(1, y.ndim), 2):
+        if y.shape[i] == y.shape[j]:
+            words = f"with targets whose axes {i} and {j} are transposed"
+            yield Edit(words, partial(_of_second, change=lambda y, i=i, j=j: y.transpose(i, j)))
 
 
 _ORDERS: dict[str, Callable[..., Tensor]] = {
     "reversed": lambda y, axis: y.flip(axis),
-    "moved by one": lambda y, axis: y.roll(1, axis),
+    "moved on by one": lambda y, axis: y.roll(1, axis),
     "moved back by one": lambda y, axis: y.roll(-1, axis),
 }
 
 
-def _of_targets(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
+def _of_second(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
     x, y, *others = call.args
     return call.function(x, change(y), *others, **call.kwargs)
+
+
+def _left_out(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    x, made = tensors[0], call.result
+    is_alike = x.is_floating_point() and (x.shape, x.dtype) == (made.shape, made.dtype)
+    if call.path is not None and is_alike and x is not made and call.name not in _KEPT:
+        yield Edit("left out", lambda call: given(call)[0], leaves_out=True)

@@ -438,7 +438,7 @@ def tried(
     causes = {finding.name for finding in raised if fault_of(finding).explains}
     has_cause = any(f.strength == "act" and is_cause(f) for f in said)
     if causes or (raised and not has_cause):  # consequences come after their cause
-        said = explained(sorted(said, key=lambda finding: finding.name not in causes))
+        said = explained(sorted(said, key=lambda finding: finding.name not in causes), record)
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 

@@ -13,7 +13,8 @@ def _is_far(record: Record) -> bool:
 
 
 told(__name__, "one-edit", "One line keeps the loss high", _is_far,
-     "{place} keeps the loss high: {edit}, it ends at {loss:.3g} instead of {without:.3g}.",
-     [Number("loss with the edit", "loss")],
-     Advice("compare this line with what it should compute"),
+     "With one line changed, the loss ends at {loss:.3g} instead of {without:.3g}: {place} {edit}.",
+     [Number("loss with the change", "loss")],
+     Advice("check what this line should compute: the change shows that it is wrong, not that the "
+            "change is right"),
      explains=LEARNING)  # fmt: skip
