@@ -24,15 +24,13 @@ from adiv_monitor.audit.trials.trial import (
     compared,
     losses_of,
 )
+from adiv_monitor.diagnosis.faults.edits import LEFT_OUT, REARRANGED
 from adiv_monitor.diagnosis.record import Fact, Probed, Record
 
 FOR_EDITS = 12.0  # largest cost, in the unit of `Facts.step_cost`
 MOST, SHORT = 24, 4  # edits that are tried; each first in a run of 1/4 of the steps
 BEST = 2  # of them get a whole run
 ALIKE = 0.3  # of the first loss: a change outside the model that alters it more makes another loss
-# A rearrangement that leaves less than this share of the loss finds a wrong order; a function that
-# is left out may have slowed a healthy training.
-REARRANGED, LEFT_OUT = 0.75, 0.4
 
 
 @dataclass
@@ -67,7 +65,7 @@ class Candidate:
         return NotImplemented if result is None or call.name != self.call.name else result(call)
 
     def keeps_loss(self, losses: Losses, without: Losses) -> bool:
-        """Return whether two runs have the same loss: the edit is in the model, or changes no size."""
+        """Return whether the loss is the same function of the outputs, as far as its size tells."""
         off = abs(losses[0] - without[0])
         return self.call.path is not None or off < ALIKE * abs(without[0])
 
