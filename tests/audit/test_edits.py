@@ -58,7 +58,7 @@ KEPT = {
     "random numbers": called(torch.randn_like, X),
     "a function of the loss": called(torch.exp, X, path=None),
     "a mask of the future": called(Tensor.masked_fill, X, MASK, 7.0),
-    "a constant that is added": called(torch.add, X.requires_grad_(), Y),
+    "a constant that is added": called(torch.add, X.clone().requires_grad_(), Y),
     "no place at an end": called(Tensor.__getitem__, X, 1),
     "an index of tensors": called(Tensor.__getitem__, X, PLACES),
 }
