@@ -246,6 +246,8 @@ MILDER = [
     ("uneven-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"}, sums=1.0)),
+    ("one-edit act", probed("one-edit", words={"edit": "left out"}, loss=0.4, without=1.0)),
+    ("one-edit watch", probed("one-edit", words={"edit": "left out"}, loss=0.6, without=1.0)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),
