@@ -25,7 +25,7 @@ from adiv_monitor.capture.forwards import Forward, FunctionToCall
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, move_sums, scale_sums
+from adiv_monitor.maths.attention_sums import AttentionSums, move_sums, scale_sums
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 
@@ -94,7 +94,7 @@ class _Call:
             return None, None
         return move_sums(self.scores, G, self._move(tangents))
 
-    def scale(self, generator: np.random.Generator) -> ScaleSums[Tensor]:
+    def scale(self, generator: np.random.Generator) -> tuple[Tensor, ...]:
         """Return the sums of the scales."""
         like, sizes = self.query, [p.numel() for p in self.held]
         count, given = sum(sizes), {"dtype": like.dtype, "device": like.device}
@@ -109,7 +109,7 @@ class _Call:
         active, moment = self.score_gradient or self.scores.probabilities, 1 if is_exact else 3
         found = [scale_sums(self.scores, active, some, moment) for some in several]
         counts, *sums = zip(*found, strict=True)
-        return ScaleSums(counts[0], *(torch.stack(several, -1) for several in sums))
+        return counts[0], *(torch.stack(several, -1) for several in sums)
 
 
 class Attentions:
@@ -191,7 +191,7 @@ class Attentions:
         e = [torch.zeros_like(p) if p.grad is None else p.grad for p in call.held]
         is_finite = call.query.isfinite().all() & call.key.isfinite().all()
         broken = (~is_finite).to(call.scores.query.dtype)
-        call.sums = AttentionSums(broken, call.scale(self._generator), *call.moved(e))
+        call.sums = AttentionSums(broken, *call.scale(self._generator), *call.moved(e))
         del call._push  # its graph holds the parameters, which the step changes in place
 
     def updated(self, taken: Mapping[nn.Parameter, Tensor]) -> None:
