@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,7 +98,8 @@ class _Call:
     def scale(self, generator: np.random.Generator) -> tuple[Tensor, ...]:
         """Return the sums of the scales."""
         like, sizes = self.query, [p.numel() for p in self.held]
-        count, given = sum(sizes), {"dtype": like.dtype, "device": like.device}
+        count = sum(sizes)
+        given: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         is_exact = count * like.numel() <= _MOST_EXACT
         random = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
         drawn = (torch.randn(count, generator=random, **given) for _ in range(_MOVES))
