@@ -24,7 +24,6 @@ from torch.nn import functional
 
 from adiv_monitor.capture.forwards import Forward, FunctionToCall
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import AttentionSums, move_sums, scale_sums
@@ -85,7 +84,7 @@ class _Call:
         """Return the first-order moves of q and k for changes of the parameters."""
         push, of = self._push, self.scores
         with without_autocast(self.query):
-            moves = map(to_compute_dtype, push(tangents))
+            moves = iter(push(tangents))
         dq = next(moves) if self.query.requires_grad else torch.zeros_like(of.query)
         return dq, next(moves) if self.key.requires_grad else torch.zeros_like(of.key)
 
@@ -94,10 +93,7 @@ class _Call:
         G = self.score_gradient
         if G is None:
             return None, None
-        unit = torch.stack([t.abs().amax() for t in tangents]).amax()
-        unit = torch.where(unit == 0, 1, unit)  # half precision cannot represent small changes
-        dq, dk = (x * unit for x in self._move([t / unit for t in tangents]))
-        return move_sums(self.scores, G, (dq, dk))
+        return move_sums(self.scores, G, self._move(tangents))
 
     def scale(self, generator: np.random.Generator) -> tuple[Tensor, ...]:
         """Return the sums of the scales."""
@@ -130,8 +126,8 @@ class Attentions:
     Args:
         selection: the parameters to measure.
         generator: the monitor's own random number generator.
-        fail: called with a path and an unexpected exception; exceptions that state why an attention
-            can't be measured are kept in `refused`.
+        fail: called with what failed and an unexpected exception; exceptions that state why an
+            attention can't be measured are kept in `refused`.
 
     Attributes:
         calls: the calls that were seen, by path.
@@ -238,4 +234,4 @@ class Attentions:
             self.refused[path] = str(error).partition("\n")[0]
         except Exception as error:
             self.refused[path] = f"measuring it failed: {type(error).__name__}: {error}"
-            self._fail(path, error)
+            self._fail(f"attention of '{path}'", error)

@@ -20,7 +20,7 @@ from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
-from adiv_monitor.maths.sums import NO_SUMS, REALISED, names_of
+from adiv_monitor.maths.sums import NO_SUMS
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps
@@ -139,15 +139,7 @@ class MeasuredStep:
         self._finish()  # first: the product with γ overwrites the difference
         out.flags["gradient_changed"] = [self._steps.finish_update()]
         if self.probe is not None:
-            self.probe.updated()
-            for path, moved in self.probe.realised.items():
-                columns = dict(zip(names_of(REALISED), moved.products, strict=True))
-                out.add("moves", [path], columns)
-                out.add("layers", [path], {}, moved=moved.total)
-            if self.probe.loss_change is not None:
-                change, changes = self.probe.loss_change
-                out.flags["loss_change"] = [change]
-                out.flags["loss_changes"] = [] if changes is None else [changes]
+            self.probe.updated(out)
 
     @torch.no_grad()
     def applied(self) -> None:
