@@ -156,14 +156,9 @@ class FinalGradient:
             partial=bool(parts),
         )
         if of_passes is not None and not rows.is_shared:
-            h = summed(
-                [
-                    _times(of, factors[task]) if factors.get(task, 1.0) != 1 else of
-                    for task, of in of_passes.items()
-                ]
-            )
-            of_both = self._equations(layer, rows, parts, [h])
-            for of_bias, sides in enumerate(of_both):
+            pairs = ((of, factors.get(task, 1.0)) for task, of in of_passes.items())
+            h = summed([of if factor == 1 else _times(of, factor) for of, factor in pairs])
+            for of_bias, sides in enumerate(self._equations(layer, rows, parts, [h])):
                 if sides:
                     columns = dict(zip(("now", "h", "before"), sides, strict=False))
                     self.out.add(
@@ -214,7 +209,7 @@ class FinalGradient:
             self.noted[_WITHOUT_CEILING + why].append(layer.path)
 
 
-def _times(side: Equations, factor: float | Tensor) -> Equations:
+def _times(side: Equations, factor: float) -> Equations:
     of_weight, of_bias = (None if x is None else x * factor for x in side)
     return of_weight, of_bias
 

@@ -143,7 +143,8 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
     rows["key"][~counted["rows"]] = np.inf
     if max_rows is not None:
         order = np.lexsort((rows["key"], rows["layer"]))
-        more = order[_places(rows["layer"][order]) == max_rows]
+        layer = rows["layer"][order]
+        more = order[np.arange(len(order)) - np.searchsorted(layer, layer) == max_rows]
         at = rows["layer"][more]
         of_rows[at] = np.minimum(of_rows[at], rows["key"][more])
     kept = np.flatnonzero(rows["key"] < of_rows[rows["layer"]])
@@ -220,12 +221,6 @@ def _added(lines: Table, ranks: Index) -> Table:
     found: Table = lines[first]
     found["h"] = np.bincount(same.reshape(-1), lines["h"], len(first))
     return found[count == ranks[found["layer"]]]
-
-
-def _places(ordered: Index) -> Index:
-    """Return the place of each number among those that equal it."""
-    found: Index = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
-    return found
 
 
 def _without_parts(sums: StepSums, world: int) -> StepSums:

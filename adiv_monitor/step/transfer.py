@@ -1,6 +1,7 @@
 """Transfer of all numbers of a step from device to host at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -132,10 +133,8 @@ def fetch(
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
     """Return all numbers, concatenated, by one transfer from each device."""
     arrays = iter(fetch_tensors([value for value in values if isinstance(value, Tensor)]))
-    found: list[float] = []
-    for value in values:
-        found += next(arrays).reshape(-1).tolist() if isinstance(value, Tensor) else [value]
-    return found
+    several = (next(arrays).ravel().tolist() if isinstance(x, Tensor) else [x] for x in values)
+    return [*chain.from_iterable(several)]
 
 
 def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:
