@@ -157,13 +157,11 @@ def own_losses(file: str) -> dict[int, float]:
         UsageError: the file can't be read, or holds no losses.
     """
     text = Path(file).read_text(encoding="utf-8", errors="replace")
-    try:
+    told = "expected a JSON list of numbers, a metrics.csv, or a trainer_state.json"
+    with blamed(f"--losses {file}: {told}"):
         losses = _of_json(json.loads(text)) if text.lstrip()[:1] in ("[", "{") else _of_csv(text)
         if not losses:
             raise ValueError("it holds no loss")
-    except (ValueError, TypeError, KeyError) as error:
-        told = "expected a JSON list of numbers, a metrics.csv, or a trainer_state.json"
-        raise UsageError(f"--losses {file}: {code.one_line(error)}; {told}") from error
     return losses
 
 
