@@ -188,7 +188,8 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
         x = next((x for x in computed if x.shape == getattr(made, "shape", None)), made)
         if x is made or not made.requires_grad or {x.layout, made.layout} != {torch.strided}:
             return
-        ends = None if call.name in (*STEPS, *MULTIPLIES) else _ends(x, made)
+        may_clip = len(computed) == 1 and call.name not in (*STEPS, *MULTIPLIES)
+        ends = _ends(x, made, len(given(call)) == 1) if may_clip else None
         if ends or call.name in STEPS:
             x.retain_grad()
             made.retain_grad()
@@ -207,13 +208,15 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
             yield Fact(place, {}, {"kind": "step"})
 
 
-def _ends(x: Tensor, made: Tensor) -> Ends | None:
+def _ends(x: Tensor, made: Tensor, alone: bool) -> Ends | None:
     """Return the ends of the range to which entries are cut; None: more than that is done."""
     if made.numel() < FEWEST or x.is_complex() or made.is_complex():
         return None
     low, high = (float(end) for end in torch.aminmax(made.detach()))
     if low == high:  # all entries are outside, on the same side
-        return (low, high) if bool((x < low).all() or (x > high).all()) else None
+        is_outside = bool((x < low).all() or (x > high).all())
+        # A difference, such as that of a tensor and itself, is constant without a clip.
+        return (low, high) if is_outside and alone and bool((x != x.flatten()[0]).any()) else None
     is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
     return (low, high) if is_cut and not torch.equal(made, x) else None
 

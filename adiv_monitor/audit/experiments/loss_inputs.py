@@ -447,16 +447,29 @@ def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
 # A tensor compared with itself
 
 
+_CANCELS = ("sub", "__sub__", "div", "__truediv__")
+
+
 @asks("zero-gradient")
-@torch.no_grad()
+@torch.enable_grad()
 def compared_with_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the losses of a trained model whose output equals its target to the last digit.
+
+    And differences, or ratios, of two equal results with gradients, which cancel.
 
     These are the same entries in memory, or results of different calls. A student that begins as a
     copy of its teacher no longer equals it after training.
     """
-    calls = calls_of(setup.fork_like(trained), _are_equal)
+    fork = setup.fork_like(trained)
+    calls = calls_of(fork, lambda call: _are_equal(call) or _cancels(call))
     return (Fact(call.place) for call in calls)
+
+
+def _cancels(call: Call) -> bool:
+    """Return whether a call in the loss subtracts, or divides, a result by an equal one."""
+    x, y = call.args[:2] if call.name in _CANCELS and call.path is None else (None, None)
+    both = isinstance(x, Tensor) and isinstance(y, Tensor) and x.requires_grad and y.requires_grad
+    return both and x.shape == y.shape and x.numel() > 1 and torch.equal(x, y)
 
 
 def _are_equal(call: Call) -> bool:
