@@ -208,6 +208,21 @@ def test_a_ratio_of_a_result_and_itself_teaches_nothing(cut: bool) -> None:
     assert not facts("zero-slope", setup(loss=of)), "a difference clips nothing"
 
 
+@pytest.mark.parametrize("across", [True, False])
+def test_places_are_no_classes(across: bool) -> None:
+    """Of four places and four classes, which a cross-entropy expects along axis 1."""
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0])
+        return functional.cross_entropy(logits if across else logits.mT, batch[1])
+
+    made = ((torch.randn(8, 4, 5), torch.randint(4, (8, 4))),)
+    found = facts("softmax-over-samples", setup(model=nn.Linear(5, 4), batches=made, loss=of))
+    assert ["runs over the places" in x for x in said("softmax-over-samples", *found)] == [
+        True
+    ] * across
+
+
 def test_what_was_found_before_a_question_failed_is_kept(monkeypatch: Any) -> None:
     def half(*_: Any) -> Any:
         yield Fact("here")

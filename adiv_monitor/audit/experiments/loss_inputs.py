@@ -174,18 +174,36 @@ def of_one(call: Call, fork: Fork) -> Fact | None:
     return _of_shape(call, scores="True")
 
 
-@of_each_call("softmax-over-samples")
-def over_samples(call: Call, fork: Fork) -> Fact | None:
-    """Find softmaxes of (samples, classes) over the first axis, which mix samples.
+@looks("softmax-over-samples")
+class OverAnotherAxis:
+    """Tells softmaxes of (samples, classes) over the first axis, which mix samples.
 
     If the tensors of a batch are of unlike length, as of one bag of instances and its target, their
-    first axis is not that of the samples.
+    first axis is not that of the samples. Also tells cross-entropies of (samples, places, classes)
+    as a linear layer returns them, with as many places: the classes of a cross-entropy are axis 1.
     """
-    samples = size_of(fork.batches[0])
-    alike = all(len(x) == samples for x in tensors(fork.batches[0]) if x.ndim)
-    length, classes = _softmax_over(call, 0) or (0, 0)
-    is_met = alike and length == samples > 1 and classes not in (1, samples)
-    return _of_shape(call) if is_met else None
+
+    def __init__(self, fork: Fork) -> None:
+        self._samples = size_of(fork.batches[0])
+        self._alike = all(len(x) == self._samples for x in tensors(fork.batches[0]) if x.ndim)
+        self._made: list[Tensor] = []
+        self._found: list[Fact] = []
+
+    def see(self, call: Call) -> None:
+        """Look at a call."""
+        length, classes = _softmax_over(call, 0) or (0, 0)
+        if self._alike and length == self._samples > 1 and classes not in (1, self._samples):
+            self._found.append(_of_shape(call))
+        if call.name == "linear" and call.result.ndim == 3:
+            self._made.append(call.result)
+        elif call.name == "cross_entropy" and any(
+            call.argument(0, "input") is x for x in self._made
+        ):
+            self._found.append(_of_shape(call, places="True"))
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the calls."""
+        return self._found
 
 
 def _of_shape(call: Call, **words: str) -> Fact:
