@@ -3,12 +3,11 @@
 A table is a structured array. `StepSums.layers` has one line for each layer. The other tables have
 any number of lines for each, in the order of the layers: sampled rows, entries of scales, equations
 and so on. What is not known is NaN. Tables of several ranks are merged by concatenation of lines
-and addition of sums (`step/merge_sums.py`).
+and addition of sums (`step/merge.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
@@ -21,53 +20,35 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Table = np.ndarray[Any, np.dtype[np.void]]
 
 
-class Vector(str, Enum):
-    """The vectors of a row whose dot products are computed, in their order.
-
-    The part of e by the row's own scale (of rows with several scales), e the move by a plain
-    gradient step, G = ∂L/∂z, d the move by the optimizer's step, the part of d by the bias, z the
-    output, the part of e by the other rows, r the realised move of the step, and b = r − 2h (see
-    `measures.first_order_error`).
-    """
-
-    OWN = "own"
-    E = "e"
-    G = "G"
-    D = "d"
-    BIAS = "bias"
-    Z = "z"
-    REST = "rest"
-    MOVED = "r"
-    BEYOND = "b"
+# The vectors of a row whose dot products are computed, in their order: the part of e by the row's
+# own scale (of rows with several scales), e the move by a plain gradient step, G = ∂L/∂z, d the
+# move by the optimizer's step, the part of d by the bias, z the output, the part of e by the other
+# rows, r the realised move of the step, and b = r − 2h (see `measures.first_order_error`).
+VECTORS = ("own", "e", "G", "d", "bias", "z", "rest", "r", "b")
+Pairs = tuple[tuple[str, str], ...]
 
 
-Pairs = tuple[tuple[Vector, Vector], ...]
-_OWN, _E, _G, _D, _BIAS, _Z, _REST, *_ = Vector
-
-
-def _pairs(
-    vectors: Sequence[Vector], chain: Sequence[Vector], *others: tuple[Vector, Vector]
-) -> Pairs:
+def _pairs(vectors: Sequence[str], chain: Sequence[str], *others: tuple[str, str]) -> Pairs:
     """Return all squares of vectors, then neighbours in a chain that leads them, then others."""
     return (*((v, v) for v in vectors), *pairwise(chain), *others)
 
 
 @cache
-def pairs_of(vectors: tuple[Vector, ...]) -> Pairs:
+def pairs_of(vectors: tuple[str, ...]) -> Pairs:
     """Return the pairs of a row's vectors whose dot products measures need."""
-    chain = [v for v in (_OWN, _E, _G, _D, _BIAS) if v in vectors]
-    return _pairs(vectors, chain, *([(_OWN, _G)] if _OWN in vectors else []))
+    chain = [v for v in VECTORS[:5] if v in vectors]
+    return _pairs(vectors, chain, *([("own", "G")] if "own" in vectors else []))
 
 
 # The vectors on the probe, and the pairs of them, whose dot products are in `StepSums.moves`.
-MOVES = (Vector.G, Vector.MOVED, Vector.D, Vector.BEYOND, Vector.Z)
+MOVES = ("G", "r", "d", "b", "z")
 REALISED = _pairs(MOVES, MOVES[:3])
-PAIRS = pairs_of((_OWN, _E, _G, _D, _BIAS, _Z, _REST))
+PAIRS = pairs_of(VECTORS[:7])
 
 
 def names_of(pairs: Pairs) -> tuple[str, ...]:
     """Return the columns of the dot products of pairs: `a_b` is a_r·b_r."""
-    return tuple(f"{a.value}_{b.value}" for a, b in pairs)
+    return tuple(f"{a}_{b}" for a, b in pairs)
 
 
 def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
@@ -78,22 +59,20 @@ DOTS = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
 LAYERS = np.dtype(
     [
         *_columns("<U8", "reason"),
-        *_columns("?", "e_by_rows", "partial", "knows_scales", "has_common", "has_attainable"),
-        *_columns("<i8", "ranks", "total", "groups", "moved", "ceiling_groups", "ceiling_width"),
+        *_columns("?", "partial", "knows_scales", "has_common", "has_attainable"),
+        *_columns("<i8", "ranks", "total", "groups", "moved"),
         *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
-        *_columns("<f8", "averaged", "active", "G_G", "concentration", "own_G", "own_own"),
+        *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
-        *_columns("<f8", "bound", "common_active", "common_seen", "common_squares"),
+        *_columns("<f8", "rows_bound", "entries_bound", "earlier_share"),
     ]
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
 TABLES = {
     "rows": [*_ROWS, "scale", "mean", "off", "common", "length", "key"],
-    "entries": ["scale"],
-    "equations": ["of_bias", "now", "h", "before"],
+    "entries": ["scale", "key"],
+    "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
-    "features": ["sum"],
-    "ceilings": ["sum"],
 }
 _PLACES = {"entries": ["layer", "row"]}  # of other lines
 KINDS = {"layers": LAYERS} | {
@@ -157,24 +136,24 @@ class StepSums:
               with γ the gradient, w = −u the negative of the optimizer's update, and a the negative
               of the update that was applied in the end. `partial`: this rank holds a part of the
               parameters; the ranks' numbers add up.
-            - factor: c in γ = c·GᵀΦ; NaN if unknown. `averaged` is the part of it by which the
-              backward passes average over ranks.
+            - factor: c in γ = c·GᵀΦ; NaN if unknown. gradient_factor: the same without the
+              averaging over ranks by the backward passes.
             - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it
               is.
+            - earlier_share: ‖gradient that was there before‖ / ‖γ‖; 0 if rounding explains
+              it.
             - terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the
               backward passes left, as far as the rows determine it.
-            - e_by_rows: e is ΦΦᵀG, in the units of G.
             - active, G_G, concentration: of one pass over all rows, number of rows with a nonzero
               gradient, Σ ‖g_r‖² and Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)².
             - own_G, own_own: Σ s_r ‖g_r‖² and Σ s_r² ‖g_r‖² with the scales s_r. `knows_scales`:
               the pass summed the scales of active rows, too. scale_sum, scale_off and scale_max are
               Σ s_r, √Σ (s_r − mean)² and max s_r.
-            - has_common: the features tell `common_share`. common_active, common_seen and
-              common_squares are counts and Σ ‖φ_W‖² over the rows of `features`.
+            - has_common: the features tell `common_share`.
             - attainable: `attainable_cosine`, over all rows.
             - moved: number of all rows on the probe; 0: the realised move is not known.
-            - ceiling_groups, ceiling_width: sizes of the sums in `ceilings`.
-            - bound: every row of this rank with a smaller key is in the sample.
+            - rows_bound, entries_bound: every row of this rank with a smaller key is in the sample,
+              and every one of its scales with a smaller key is among `entries`.
 
         rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
             counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
@@ -182,12 +161,10 @@ class StepSums:
             length: ‖φ_W‖. key: see `capture/sampling.py`.
         entries: scales of a random subset of all rows, where a pass knows them, else of the sampled
             rows that have several. row: the index in `rows`; −1 in the first case, where scales of
-            zero-gradient rows are NaN.
+            zero-gradient rows are NaN. key: as that of rows.
         equations: γv, h of the rows, and γv of the gradient that was there before them, for the
-            weight or the bias; see `capture/check.py`.
+            weight or the bias, whose equations are numbered; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.
-        features: Σ φ over the sampled active rows, if there are several ranks.
-        ceilings: ΦᵀΦ, ΦᵀG and ‖G‖² of one of several ranks, end to end.
     """
 
     paths: tuple[str, ...]
@@ -197,8 +174,6 @@ class StepSums:
     entries: Table
     equations: Table
     moves: Table
-    features: Table
-    ceilings: Table
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -225,6 +200,11 @@ class StepSums:
     def seen(self) -> Index:
         """R, number of sampled rows of every layer."""
         return self.lines("rows")
+
+    @cached_property
+    def active(self) -> Index:
+        """Number of sampled rows with a nonzero gradient of every layer."""
+        return self.total(self.rows["G_G"] != 0).astype(np.int64)
 
     @cached_property
     def checked(self) -> np.ndarray:
@@ -299,17 +279,16 @@ class StepSums:
         c = np.where(np.isnan(factor), 1.0, factor)[of_row]
         if (c == 1).all():
             return replace(self, layers=layers)
-        is_one, by_rows = (layers["groups"] == 1)[of_row], layers["e_by_rows"][of_row]
+        for name in ("G_G", "own_G", "own_own"):
+            layers[name] *= np.where(np.isnan(factor), 1.0, factor) ** 2
+        is_one = (layers["groups"] == 1)[of_row]
         for (a, b), name in zip(PAIRS, _ROWS, strict=True):
-            power = (a in (_OWN, _G)) + (b in (_OWN, _G))
-            of_e = (a in (_E, _REST)) + (b in (_E, _REST))
-            if power or of_e:  # z and d are not linear in G, and e is if it was computed from G
-                rows[name] *= c ** (power + of_e * by_rows)
-        # Else e − D G depends on the units.
+            rows[name] *= c ** ((a in ("own", "G")) + (b in ("own", "G")))
+        # e − D G depends on the units.
         own_e = np.where(is_one, before["scale"] * before["e_G"], before["own_e"])
         own_own = np.where(is_one, before["scale"] ** 2 * before["G_G"], before["own_own"])
         rest = np.maximum(before["e_e"] - 2 * c * own_e + c**2 * own_own, 0.0)
-        is_new = ~by_rows & (c != 1) & (layers["groups"] > 0)[of_row]
+        is_new = (c != 1) & (layers["groups"] > 0)[of_row]
         rows["rest_rest"] = np.where(is_new, rest, rows["rest_rest"])
         return replace(self, layers=layers, rows=rows)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -12,6 +11,7 @@ from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.gradient_check import tells
+from adiv_monitor.step.rank_contribution import RankContribution
 
 # In a run in which nothing changes, all gradients are checked at every so many measured steps.
 _CHECKED_EVERY = 16
@@ -27,20 +27,6 @@ def _cheapest(sums: StepSums) -> str | None:
     features = np.array([about.features or 1 for about in sums.about])
     cost = sums.layers["total"] * features * np.maximum(sums.layers["groups"], 1)
     return sums.paths[min(telling, key=cost.__getitem__)] if telling else None
-
-
-class Untrained(NamedTuple):
-    """A parameter that the optimizer does not step: it does not hold it, or it has no gradient.
-
-    Attributes:
-        parameter: the parameter.
-        version: its version as the step began.
-        norm: norm of some of its entries then.
-    """
-
-    parameter: ref[Tensor]
-    version: int
-    norm: float
 
 
 @dataclass
@@ -64,7 +50,8 @@ class RunHistory:
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
         weights: some weights of earlier steps.
-        untrained: by id, the parameters that the optimizer did not step in the last step.
+        untrained: by id, the parameters that the optimizer did not step in the last step, as it
+            does not hold them or they had no gradient, with version and norm as it began.
     """
 
     gradient_changes: bool = True
@@ -80,15 +67,17 @@ class RunHistory:
     flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
-    untrained: dict[int, Untrained] = field(default_factory=dict)
+    untrained: dict[int, tuple[ref[Tensor], int, float]] = field(default_factory=dict)
 
-    def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
-        """Record the changes seen; each is expected from then on, even if seen only once."""
-        if not self.learnt:
-            self.gradient_changes = self.weights_change = False
-            self.learnt = True
-        self.gradient_changes |= gradient_changed
-        self.weights_change |= weights_changed
+    def learn(self, part: RankContribution) -> None:
+        """Record what a step showed; a change is expected from then on, even if seen only once."""
+        if part.updated and part.sums.paths:
+            self.seen |= {*part.sums.paths, *part.report.unsupported}
+            if not self.learnt:
+                self.gradient_changes = self.weights_change = False
+                self.learnt = True
+            self.gradient_changes |= part.gradient_changed
+            self.weights_change |= part.weights_changed
 
     def asks(self, *, surveys: bool) -> str | None:
         """Return `telling` of the coming step, in which all functions may be watched."""
@@ -96,24 +85,16 @@ class RunHistory:
             self.telling = None
         return self.telling
 
-    def checks(
-        self,
-        sums: StepSums,
-        reasons: Sequence[str],
-        *,
-        doubted: bool,
-    ) -> None:
+    def checks(self, sums: StepSums, reasons: Sequence[str]) -> None:
         """Learn from a check which gradients the next one is to check.
 
         Args:
             sums: the layers, in the units of the optimizer's gradient.
             reasons: why the gradient of each is not that of its rows; see `outcome.py`.
-            doubted: the sampled rows speak against a gradient that was not checked.
         """
         is_sound = all(reason in _FORESEEN for reason in reasons)
         told = [sums.paths[i] for i in np.flatnonzero(sums.checked)]
         is_whole = told != [self.telling]
-        is_sound &= is_whole or not doubted
         is_sound &= len(set(sums.layers["factor"].tolist())) == 1
         was_sound, self.sound = self.sound, set(sums.paths) if is_sound else set()
         self.checked = 0 if is_whole else self.checked + 1

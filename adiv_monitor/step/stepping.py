@@ -1,13 +1,27 @@
-"""The followed optimizer: which object takes the steps, its learning rates, nested steps."""
+"""Optimizers: which object takes the steps, its learning rates, nested steps, steps of others."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.step.failures import Failures
+
+# After this many steps of other optimizers, without one of its own, an armed step is dropped.
+_TOO_MANY = 3
 
 
 def stepping(optimizer: Optimizer | None) -> Optimizer | None:
@@ -92,3 +106,87 @@ def _stack() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+@dataclass(eq=False)
+class Others:
+    """Follows the steps of all optimizers, by torch's global hooks.
+
+    Steps within the monitor's own optimizer's step, and after it, are a part of it.
+
+    Attributes:
+        own: the monitor's optimizer; None: it has none, and other steps are of no interest.
+        parameters: the parameters whose versions are compared before and after a step.
+        failures: handler of exceptions.
+        begun: number of all steps, of any optimizer, that have begun.
+        writes: class names of the other optimizers that stepped, and how many of their steps wrote
+            to the parameters.
+    """
+
+    own: Optimizer | None
+    parameters: Sequence[Tensor]
+    failures: Failures
+    begun: int = 0
+    writes: Counter[str] = field(default_factory=Counter)
+    _drop: Callable[[], object] = list
+    _before: list[int] | None = None
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._has_begun = self.own is None  # the monitor's optimizer
+
+    def follow(self, overtaken: Callable[[], object]) -> None:
+        """Put the hooks on; call `leave` afterwards, even if this raises.
+
+        Args:
+            overtaken: called once, if other optimizers take the steps.
+        """
+        self._drop = overtaken
+        me = weakref.ref(self)  # torch keeps the hooks, also of a monitor that nobody closes
+
+        def guarded(body: Callable[["Others", Optimizer], None]) -> Callable[..., None]:
+            def hook(stepping: Optimizer, *args: Any) -> None:
+                if (others := me()) is not None:
+                    others.failures.safely(body, others, stepping)
+
+            return hook
+
+        handles = self._handles
+        handles.append(register_optimizer_step_pre_hook(guarded(Others._begins)))
+        handles.append(register_optimizer_step_post_hook(guarded(Others._ends)))
+        weakref.finalize(self, _remove, handles)
+
+    def leave(self) -> None:
+        """Remove the hooks."""
+        self._drop = list
+        _remove(self._handles)
+
+    def _begins(self, stepping: Optimizer) -> None:
+        self.begun += 1
+        self._has_begun |= stepping is self.own
+        self._before = None if self._has_begun else self._versions()
+
+    def _ends(self, stepping: Optimizer) -> None:
+        """Record a step; of one with another inside, only that one."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        name = type(stepping).__name__
+        self.writes[name] += before != self._versions()
+        if self.writes.total() >= _TOO_MANY:
+            self._drop()
+            own = type(self.own).__name__
+            self.failures.warn(
+                "overtaken",
+                f"adiv_monitor: another optimizer ({name}) than the monitor's ({own}) trains the "
+                "parameters. Nothing is measured until the monitor's optimizer steps again; create "
+                "a new Monitor for the new optimizer",
+            )
+
+    def _versions(self) -> list[int]:
+        return [*map(version, self.parameters)]
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,13 +1,15 @@
 """Questions about the backward pass: where it stops, what changes it, and where it is steep."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import (
+    ADDS,
     MULTIPLIES,
     PRODUCTS,
     Call,
@@ -18,7 +20,7 @@ from adiv_monitor.audit.experiments.calls import (
     see_calls,
 )
 from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.training.setup import Fork, Setup, without_gradient_hooks
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded, without_gradient_hooks
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
 
@@ -67,7 +69,8 @@ def cuts(fork: Fork) -> list[Call]:
     A cut is a `detach()`, a `.data`, a sample that `torch.normal` draws, or a call under
     `torch.no_grad()` that depends on parameters.
     Values that are added to another path with a gradient, as in a straight-through estimator, or
-    compared with outputs, as the target of a siamese network, meet no parameters.
+    compared with outputs, as the target of a siamese network, meet no parameters; unless that path
+    begins with the same values.
     """
     without: dict[int, tuple[Call, Tensor]] = {}  # tensors are held: ids stay unique
     found: dict[int, Call] = {}
@@ -79,7 +82,7 @@ def cuts(fork: Fork) -> list[Call]:
         if any(x.requires_grad for x in taken):
             if _detaches(call) or _draws(call) or not torch.is_grad_enabled():
                 cut = cut or [call]
-            elif any(x.requires_grad and x.is_leaf for x in taken):
+            elif any(x.requires_grad and x.is_leaf for x in taken) or _is_beside(cut, call):
                 found.update((origin.number, origin) for origin in cut)
         cut = [call] if cut and _draws(call) else cut
         for x in flat(call.result) if cut else ():
@@ -90,6 +93,12 @@ def cuts(fork: Fork) -> list[Call]:
         fork, see, change=lambda call: _drawn(call).detach() if _draws(call) else NotImplemented
     )
     return [*found.values()]
+
+
+def _is_beside(cut: list[Call], call: Call) -> bool:
+    """Return whether a call adds what was cut to what has been computed from it, as in a block."""
+    before = getattr(cut[0].args[0], "grad_fn", None) if cut and call.name in ADDS else None
+    return before is not None and before in nodes_of(x.grad_fn for x in given(call))
 
 
 def _detaches(call: Call) -> bool:
@@ -160,6 +169,64 @@ def gradient_hooks(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact("", {"ratio": ratio, "cosine": cosine}),)
 
 
+# Backward passes written by hand
+
+ENTRIES = 16  # of each argument that are moved
+STEP = 1e-3  # of the argument's rms; functions may compute in single precision
+EXACT = 0.02  # of the larger number
+MOST = 0.5  # of the entries
+
+
+@asks("backward-wrong")
+def backward_wrong(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Compare the backward pass of each custom function with central differences of its forward.
+
+    Entries at which the forward pass is flat are left out, as in straight-through estimators, and
+    so are functions that return an argument as it is: they reverse gradients on purpose.
+    """
+    with torch.enable_grad():
+        nodes = nodes_of([setup.fork().first_loss().grad_fn])
+    kinds = {getattr(type(node), "_forward_cls", torch.autograd.Function) for node in nodes}
+    for kind in (kind for kind in kinds if not kind.__module__.startswith("torch.")):
+        own = kind.forward
+        with patch.object(kind, "forward", autospec=True, side_effect=own) as forward:
+            backward(setup.fork())
+        has_context = kind.setup_context is torch.autograd.Function.setup_context
+        given = forward.call_args_list[0].args[has_context:]
+        for i in (i for i, x in enumerate(given) if getattr(x, "requires_grad", False)):
+            slopes = torch.tensor([*_slopes(kind, given, i)]).reshape(-1, 2)
+            apart = (slopes[:, 0] - slopes[:, 1]).abs()
+            if int((apart > EXACT * slopes.abs().amax(1)).sum()) > MOST * len(slopes):
+                cosine, _ = compared(slopes[:, 1:], slopes[:, :1])
+                by_hand, true = slopes[int(apart.argmax())].tolist()
+                yield Fact(kind.__name__, {"cosine": cosine, "backward": by_hand, "slope": true})
+
+
+def _slopes(kind: Any, given: Sequence[Any], i: int) -> Iterator[tuple[float, float]]:
+    """Yield the slopes of a random sum of results at some entries of an argument.
+
+    Each is given by the backward pass and by a central difference.
+    """
+    args = [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in given]  # fmt: skip
+
+    def total(x: Tensor) -> Tensor:
+        with seeded(0):
+            made = [*flat(kind.apply(*args[:i], x, *args[i + 1 :]))]
+            parts = [(y * torch.randn_like(y, dtype=torch.float64)).sum() for y in made]
+        return torch.stack(parts).sum() * (not any(torch.equal(y, x) for y in made))
+
+    x = args[i].requires_grad_()
+    (gradient,) = torch.autograd.grad(total(x), [x], materialize_grads=True)
+    h = STEP * (float(x.detach().square().mean().sqrt()) or 1.0)
+    drawn = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
+    for entry in drawn[:ENTRIES].tolist():
+        moved = torch.zeros_like(x)
+        moved.view(-1)[entry] = h
+        if slope := float(total(x.detach() + moved) - total(x.detach() - moved)) / (2 * h):
+            yield float(gradient.flatten()[entry]), slope
+
+
 # Functions of zero slope
 
 FEWEST = 8  # entries of a clip; the ends of a range fit two entries of any function
@@ -188,8 +255,8 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
         x = next((x for x in computed if x.shape == getattr(made, "shape", None)), made)
         if x is made or not made.requires_grad or {x.layout, made.layout} != {torch.strided}:
             return
-        may_clip = len(computed) == 1 and call.name not in (*STEPS, *MULTIPLIES)
-        ends = _ends(x, made, len(given(call)) == 1) if may_clip else None
+        cancels = sum(x.shape == y.shape and torch.equal(x, y) for y in given(call)) > 1
+        ends = None if cancels or call.name in (*STEPS, *MULTIPLIES) else _ends(x, made)
         if ends or call.name in STEPS:
             x.retain_grad()
             made.retain_grad()
@@ -208,15 +275,14 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
             yield Fact(place, {}, {"kind": "step"})
 
 
-def _ends(x: Tensor, made: Tensor, alone: bool) -> Ends | None:
+def _ends(x: Tensor, made: Tensor) -> Ends | None:
     """Return the ends of the range to which entries are cut; None: more than that is done."""
     if made.numel() < FEWEST or x.is_complex() or made.is_complex():
         return None
     low, high = (float(end) for end in torch.aminmax(made.detach()))
     if low == high:  # all entries are outside, on the same side
-        is_outside = bool((x < low).all() or (x > high).all())
-        # A difference, such as that of a tensor and itself, is constant without a clip.
-        return (low, high) if is_outside and alone and bool((x != x.flatten()[0]).any()) else None
+        is_outside = bool((x < low).all() or (x > high).all()) and bool((x != x.flatten()[0]).any())
+        return (low, high) if is_outside else None
     is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
     return (low, high) if is_cut and not torch.equal(made, x) else None
 

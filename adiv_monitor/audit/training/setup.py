@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -113,9 +113,8 @@ class Setup:
         except Exception as error:
             raise TypeError(
                 f"audit(model=…): got a {type(self.model).__name__} that copy.deepcopy can't copy "
-                f"({type(error).__name__}: {error}), expected one that it can, since copies of it "
-                "are trained: give it before its first forward pass, without hooks that hold "
-                "tensors, or teach its class __deepcopy__"
+                f"({type(error).__name__}: {error}), expected one that it can: give it before its "
+                "first forward pass, without hooks that hold tensors"
             ) from error
         if not model.training:
             model.train()
@@ -168,15 +167,12 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 def _check_optimizer(model: nn.Module, optimizer: object) -> None:
     kind, own = type(optimizer).__name__, {id(p) for p in model.parameters()}
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"audit(optimizer=…): the factory gave {kind}, expected a torch.optim.Optimizer over "
-            "the parameters of the model that it was called with"
-        )
+        told = "expected a torch.optim.Optimizer of the model that it was called with"
+        raise TypeError(f"audit(optimizer=…): the factory gave {kind}, {told}")
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             f"audit(optimizer=…): got a {kind} that holds none of the parameters of "
-            f"{type(model).__name__}, expected the optimizer that trains this model: make it from "
-            "model.parameters(), or give a function model → optimizer"
+            f"{type(model).__name__}, expected one that is made from model.parameters()"
         )
 
 
@@ -204,9 +200,10 @@ def _carried_over(model: nn.Module, optimizer: Optimizer | None, other: nn.Modul
     """
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         hooks = [*(p._backward_hooks or {}).values()]
-        for hook in filter(_is_plain, hooks * p.requires_grad):
+        plain = [hook for hook in hooks if _is_plain(hook)]
+        for hook in plain * p.requires_grad:
             q.register_hook(hook)  # type: ignore[no-untyped-call]
-        if getattr(p, "_post_accumulate_grad_hooks", None) or not all(map(_is_plain, hooks)):
+        if getattr(p, "_post_accumulate_grad_hooks", None) or len(plain) < len(hooks):
             yield f"parameter '{name}'"
     if optimizer and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
         yield "the optimizer"
@@ -216,9 +213,9 @@ def _is_plain(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is a function that refers to nothing but numbers and Python modules."""
     if not isinstance(hook, FunctionType):
         return False
-    used = [hook.__globals__[n] for n in hook.__code__.co_names if n in hook.__globals__]
-    closure = [cell.cell_contents for cell in hook.__closure__ or ()]
-    return all(isinstance(x, (int, float, ModuleType)) for x in (*used, *closure))
+    names = inspect.getclosurevars(hook)
+    used = (*names.globals.values(), *names.nonlocals.values())
+    return all(isinstance(x, (int, float, ModuleType)) for x in used)
 
 
 def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -226,13 +223,13 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
     Returns whether there were any.
     """
-    names = ("backward_hooks", "post_accumulate_grad_hooks", "backward_pre_hooks")
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
     holders = (*model.parameters(), *model.modules())
-    found = [hooks for x in holders for name in names if (hooks := getattr(x, f"_{name}", None))]
-    found += filter(None, [optimizer._optimizer_step_pre_hooks])
-    for hooks in found:
+    found = [getattr(x, name, None) for x in holders for name in names]
+    kept = [hooks for hooks in (*found, optimizer._optimizer_step_pre_hooks) if hooks]
+    for hooks in kept:
         hooks.clear()
-    return bool(found)
+    return bool(kept)
 
 
 # Warm-ups
@@ -278,17 +275,14 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
 
 def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
     """Return the torch schedulers that hold this optimizer, wherever they are kept."""
-    holders = gc.get_referrers(optimizer)
-    attributes = [x for x in holders if isinstance(x, dict) and x.get("optimizer") is optimizer]
-    found = [*holders, *gc.get_referrers(*attributes)]
-    kept = [x for x in found if isinstance(x, LRScheduler) and x.optimizer is optimizer]
-    return list({id(x): x for x in kept}.values())
+    found = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
+    return [scheduler for scheduler in found if scheduler.optimizer is optimizer]
 
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
 _MODELS = frozenset({"model", "net", "network", "module", "m"})
-_TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true", "t"})
+_BATCHES = frozenset({"batch", "b", "data"})
 
 
 class LossError(ValueError):
@@ -297,14 +291,7 @@ class LossError(ValueError):
 
 def first_tensor(output: Any) -> Tensor | None:
     """Return the first tensor of a model's output, or its logits; None if it holds no tensor."""
-    if isinstance(output, Tensor):
-        return output
-    if hasattr(output, "logits"):
-        return first_tensor(output.logits)
-    parts = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(output, (Mapping, tuple, list)):
-        return None
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+    return next(tensors(getattr(output, "logits", output)), None)
 
 
 @dataclass(frozen=True)
@@ -328,8 +315,7 @@ class TargetLoss:
         if not isinstance(batch, (tuple, list)):
             raise LossError(
                 f"the loss {self.name} needs batches (inputs…, target), got a "
-                f"{type(batch).__name__}: give no loss if the model gives its own, or give a "
-                "function (model, batch) → loss"
+                f"{type(batch).__name__}: give no loss, or a function (model, batch) → loss"
             )
         *inputs, target = batch
         output = first_tensor(model(*inputs))
@@ -343,24 +329,28 @@ class TargetLoss:
             ) from error
 
 
-def takes_outputs(loss: Callable[..., Any]) -> bool:
-    """Return whether a loss takes outputs and targets, and not a model and a batch.
+def of_batch(loss: Callable[..., Any], name: str = "") -> Loss:
+    """Return a loss as a function of model and batch; one of output and target is wrapped.
 
     The names of its parameters tell, as in `F.cross_entropy(input, target)`.
+
+    Args:
+        loss: a function, a module, or another object that can be called.
+        name: what errors call it; "": its own name.
     """
     try:
         found = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
         found.bind(None, None)
     except (TypeError, ValueError):  # it takes others, or does not tell
-        return False
-    names = list(found.parameters)
-    return len(names) > 1 and names[0] not in _MODELS and names[1] in _TARGETS
+        return loss
+    names = [name for name, p in found.parameters.items() if p.kind != p.VAR_POSITIONAL]
+    takes_model = len(names) < 2 or names[0] in _MODELS or names[1] in _BATCHES
+    return loss if takes_model else TargetLoss(name or name_of(loss), loss)
 
 
-def name_of(loss: Callable[..., Any]) -> str:
-    """Return the name of a loss: that of a function, or of the class of another object."""
-    name: str = getattr(loss, "__name__", type(loss).__name__)
-    return name
+def name_of(loss: Callable[..., Any] | None) -> str:
+    """Return the name of a loss, that of a function or of another object's class; "" of None."""
+    return "" if loss is None else str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def _described(value: Any) -> str:

@@ -1,11 +1,10 @@
-"""The training loop of a fork, and the warnings of many trainings."""
+"""The training loop of a fork."""
 
 import inspect
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,27 +146,6 @@ def _number(loss: object) -> float:
         got = type(loss).__name__
         if isinstance(loss, Tensor):
             got = f"shape {tuple(loss.shape)}" + ", without a gradient" * (not loss.requires_grad)
-        raise TypeError(
-            f"audit(loss=…): loss(model, batch) gave {got}, expected a tensor of one number that "
-            "has a gradient: take the mean, without .item(), .detach() or no_grad() on the way"
-        )
+        told = "expected a tensor of one number that has a gradient: take the mean, without .item()"
+        raise TypeError(f"audit(loss=…): loss(model, batch) gave {got}, {told}")
     return float(loss.detach())
-
-
-@contextmanager
-def each_warning_once() -> Iterator[None]:
-    """Show one warning of each line of code.
-
-    Python forgets which ones it showed wherever filters change for a while, as in some schedulers.
-    """
-    shown: set[object] = set()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def once(message: Any, category: Any, file: str, line: int, *where: Any) -> None:
-            if (file, line) not in shown:
-                shown.add((file, line))
-                show(message, category, file, line, *where)
-
-        warnings.showwarning = once  # type: ignore[assignment]
-        yield
