@@ -52,6 +52,8 @@ class Armed:
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
         dropout: the largest rate of the model's dropout modules.
+        ends_with_state: whether the optimizer holds a state after it.
+        gradient_again: whether the next step used the same gradient.
         attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
         alignment: the alignments that were read after it.
@@ -67,6 +69,8 @@ class Armed:
     hooks: "Sequence[ProbeStep | LossHook]"
     rates: Rates = NO_RATES
     dropout: float = 0.0
+    ends_with_state: bool = False
+    gradient_again: bool = False
     attempts: int = 0
     closure_calls: int | None = None
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)

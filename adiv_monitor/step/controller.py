@@ -12,7 +12,7 @@
   `Assembly` calls `understand`: a `LayerReading` each, in the `StepReport`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, learning_rates
+from adiv_monitor.step.stepping import NO_RATES, has_state, learning_rates
 from adiv_monitor.step.training import Training
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class StepController:
         """Set the reference point of alignments; call this before `begin`."""
         self._reference = reference
 
-    def _sees_loss(self, loss: Tensor) -> None:
+    def _sees_loss(self, loss: Tensor, given: Sequence[Any]) -> None:
         self.losses.add(self._now(), loss, is_said=False)
         if self._armed is not None:
-            self._armed.capture.passes.follow(loss)
+            self._armed.capture.passes.follow(loss, given)
 
     def end(self, patience: float | None) -> None:
         """Complete the report, as the monitor is closed.
@@ -188,6 +188,9 @@ class StepController:
             The arguments of the optimizer's step with another closure; None: as they are.
         """
         self.losses.step_begins()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self._taken is not None and not callable(closure):
+            self._taken.gradient_again = self._taken.step.gradient_stays()
         self._failures.safely(self.read)
         armed = self._armed
         if armed is None or armed.guard.broken:
@@ -195,7 +198,6 @@ class StepController:
         armed.attempts += 1
         armed.rates = self._failures.safely(learning_rates, optimizer) or NO_RATES
         armed.dropout = self._training.dropout
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             armed.closure_calls = None
             armed.gradients_final(optimizer)
@@ -247,6 +249,7 @@ class StepController:
             armed.step.discard()
         elif has_optimizer:
             armed.step.updated()
+            armed.ends_with_state = has_state(self._training.optimizer)
         if self._alignment is not None:
             armed.alignment = self._failures.safely(self._alignment.read) or {}
         held = self._training.trained()

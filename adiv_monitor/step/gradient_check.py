@@ -193,6 +193,14 @@ def earlier_share(sums: StepSums, layer: int) -> float:
     return fit.earlier / fit.now
 
 
+def foreign_share(sums: StepSums, layer: int) -> float:
+    """Return ‖γ − c·gradient of the rows‖ / ‖γ‖, of the c for which it is least."""
+    if not sums.checked[layer]:
+        return 0.0
+    fit = fitted(_equations(sums, layer))
+    return fit.rest / fit.now if fit.now > 0 else 0.0
+
+
 class PassesOfLayer(NamedTuple):
     """The equations of a layer that several backward passes reached.
 

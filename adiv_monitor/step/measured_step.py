@@ -185,6 +185,10 @@ class MeasuredStep:
             differs = self._steps.applied()
             self._out.flags["weights_changed"] = [] if differs is None else [differs]
 
+    def gradient_stays(self) -> bool:
+        """Return whether the gradient is still that of this step, to the last bit."""
+        return self._whole.gradient_stays()
+
     def weights(self) -> list[Tensor]:
         """Return the norms of all weights, for `weights_moved`."""
         return weight_norms(self._selection.parameters)
@@ -220,6 +224,7 @@ class MeasuredStep:
             "zeroed": [*passes.norms],
             "batch": [*self._capture.watching.batch],
             "next_batch": [*self._capture.next_batch],
+            "classes": [*passes.classes],
         }
         found = fetch(
             self._out,
@@ -240,13 +245,17 @@ class MeasuredStep:
             gradients, zeroed = passes.told(
                 [*map(float, numbers["loss_gradients"])], [*map(float, numbers["zeroed"])]
             )
+            *targets, met = map(int, next(iter(numbers["classes"]), [0]))
             part.report = replace(
                 part.report,
+                targets=tuple(targets),
+                targets_met=met,
                 zeroed_passes=zeroed,
                 loss_gradients=tuple(gradients),
                 evaluated=self._capture.evaluated,
-                batch=tuple(map(float, numbers["batch"])),
-                next_batch=tuple(map(float, numbers["next_batch"])),
+                batch=tuple(float(of[0]) for of in numbers["batch"]),
+                batch_spread=tuple(float(of[1]) for of in numbers["batch"]),
+                next_batch=tuple(float(of[0]) for of in numbers["next_batch"]),
             )
         part.rows_lost = (*part.rows_lost, *self._refused)
         learn(self._history, part)

@@ -12,7 +12,7 @@ from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, LayerReading, StepReport
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
-from adiv_monitor.step.gradient_check import earlier_share, settled
+from adiv_monitor.step.gradient_check import earlier_share, foreign_share, settled
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
@@ -83,7 +83,7 @@ def understand(
     ]
     if "more" in reasons:  # a forgotten `zero_grad()` would show in all layers
         reasons = ["more" if reason == "earlier" else reason for reason in reasons]
-    readings = _readings(sums, measured, facts)
+    readings = _readings(sums, measured, facts, reasons)
     distrusted = (p for p, of in zip(sums.paths, reasons, strict=True) if of not in ("", "seems"))
     history.distrusted.update(distrusted)
     if not part.is_settled:  # ranks would not agree on what they check
@@ -148,7 +148,9 @@ def _factors(sums: StepSums) -> Array:
     return np.where(layers["gamma_gamma"] > 0, layers["factor"] / layers["averaged"], np.nan)
 
 
-def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerReading]:
+def _readings(
+    sums: StepSums, found: Measured, facts: Facts, reasons: Sequence[str]
+) -> dict[str, LayerReading]:
     """Return the readings of all layers."""
     if not sums.paths:
         return {}
@@ -174,6 +176,7 @@ def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerR
             features=about.features,
             non_finite=() if found.is_finite[i] else finite.non_finite(sums, i),
             earlier_share=earlier_share(sums, i),
+            foreign_share=foreign_share(sums, i) if reasons[i] == "more" else 0.0,
             module=about.module,
             standard_error={n: errors[n] for n in own if errors[n]},
             scale_quantiles=spread.get("scale", ()),

@@ -153,7 +153,7 @@ class Fetched:
             - began, stepped: some weights as the optimizer's step began, and as it ended.
             - untrained: norms of some entries of each parameter that the optimizer does not step.
             - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
-            - batch, next_batch: those of `Capture`.
+            - batch, next_batch, classes: those of `Capture` and `Passes`.
 
         pieces: dot products of pieces of parameters, (`DOTS`, pieces); 0: not computed.
         keys: the pieces.
