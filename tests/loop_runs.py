@@ -31,7 +31,7 @@ def run(
     reports = tuple(
         StepReport(
             every * i,
-            losses={every * i: loss for loss in loss_of[i : i + 1]},
+            losses=dict(zip([every * i], loss_of[i : i + 1], strict=False)),
             coverage=1.0,
             **{
                 name: value[i] if isinstance(value, list) else value

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from adiv_monitor.rerun.thread import ThreadState, run_apart
+from adiv_monitor.rerun.thread import run_apart
 
 
 def _raised(error: Exception) -> None:
@@ -30,17 +30,14 @@ class Guard:
     def __call__(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook."""
         if not self.broken:
-            run_apart(self.within, ThreadState(), body, *args)
+            run_apart(self._within, body, *args)
 
-    def within(self, state: ThreadState, body: Callable[..., None], *args: Any) -> None:
-        """Run the body of a hook, and restore the given settings if it raises."""
+    def _within(self, body: Callable[..., None], *args: Any) -> None:
         try:
             body(*args)
         except Exception as error:
-            state.put_back()
             self.failed(error)
         except BaseException:
-            state.put_back()
             self.broken = True
             raise
 

@@ -24,7 +24,6 @@ class SecondPass(Takes):
         model: the model, as it runs in the context.
         selection: the parameters.
         pieces: the pieces of parameters that are known already.
-        layers: the class that finds layers.
         watching: the class that finds uses.
 
     Attributes:
@@ -37,7 +36,6 @@ class SecondPass(Takes):
         model: nn.Module,
         selection: Selection,
         pieces: Pieces | None = None,
-        layers: type[Layers] = Layers,
         watching: type[Watching] = Watching,
     ) -> None:
         guard = Guard()  # no training step runs that could be disturbed
@@ -45,7 +43,7 @@ class SecondPass(Takes):
         self._forwards = Forwards(selection, guard, repeated=True)
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
-        self.layers = layers(names, self._provenance, chooser, Context(guard))
+        self.layers = Layers(names, self._provenance, chooser, Context(guard))
         self._without_rule = ParametersWithoutRule(selection)
         given = selection, self._forwards, self.layers, self._without_rule, self
         self.watching = watching(*given, repeated=True)

@@ -179,7 +179,7 @@ def _from_rows(sums: StepSums) -> float:
     A sample tells no factor, and neither do weights with other uses: then it is 1.
     """
     layers = sums.layers
-    tell = (sums.seen == layers["total"]) & (layers["reason"] == "") & ~layers["e_by_rows"]
+    tell = (sums.seen == layers["total"]) & (layers["reason"] == "")
     products = float(sums.total(sums.rows["e_G"])[tell].sum())
     found = float(layers["gamma_gamma"][tell].sum()) / products if products > 0 else 1.0
     return found if 0 < found < math.inf else 1.0
@@ -194,11 +194,11 @@ def earlier_share(sums: StepSums, layer: int) -> float:
 
 
 def foreign_share(sums: StepSums, layer: int) -> float:
-    """Return ‖γ − c·gradient of the rows‖ / ‖γ‖, of the c for which it is least."""
-    if not sums.checked[layer]:
+    """Return ‖γ − c·gradient of the rows‖ / ‖γ‖, of the c for which it is least; 0: not known."""
+    if sums.layers["reason"][layer] != "more" or not sums.checked[layer]:
         return 0.0
     fit = fitted(_equations(sums, layer))
-    return fit.rest / fit.now if fit.now > 0 else 0.0
+    return fit.rest / fit.now
 
 
 class PassesOfLayer(NamedTuple):

@@ -216,7 +216,7 @@ class Provenance:
         pieces = [self.pieces.of(p) for p in trained if p is not None]
         if not pieces or not self.of_model(made) or self._followed(made) is not None:
             return
-        if maker not in self._makers and random.is_still(random.now()):
+        if maker not in self._makers and random.is_still():
             twin = Twin(maker, ((), {}), random, self._own)
             self._makers[maker] = parametrized(maker, pieces, twin)
         keys = frozenset(id(piece.parameter) for piece in pieces)
