@@ -9,11 +9,10 @@ running it again.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.pieces import Piece, Source
-from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
+from adiv_monitor.features.rows import compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.twin import Twin
 
@@ -81,13 +80,9 @@ def parametrized(maker: nn.Module, pieces: Sequence[Piece], twin: Twin) -> Sourc
     moving = [names[id(piece.parameter)] for piece in pieces]
 
     def made(changes: Sequence[Tensor]) -> Tensor:
-        unit = torch.stack([x.abs().amax() for x in changes]).amax()  # as half precision needs it
-        unit = torch.where(unit == 0, 1, unit)
-        tangents = {name: x / unit for name, x in zip(moving, changes, strict=True)}
         try:
-            _, found = twin.jvp(tangents, lambda weight: weight)
+            return twin.jvp(dict(zip(moving, changes, strict=True)), lambda weight: weight)[1]
         except Exception as error:
             raise Refused(f"its parametrization can't be run again: {error}") from error
-        return to_compute_dtype(found) * unit
 
     return Source(pieces, is_view=False, by=maker, made=made)

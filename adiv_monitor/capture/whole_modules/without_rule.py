@@ -14,7 +14,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import JacobianFeatures
-from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype
+from adiv_monitor.features.rows import Rows, compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance
 from adiv_monitor.rerun.twin import Arguments, Twin
@@ -124,12 +124,10 @@ class ParametersWithoutRule:
 
         def run(vector: Tensor) -> tuple[Tensor, Tensor]:
             """Return the rows of z and their J_Θ(z) ΔΘ for ΔΘ as one vector."""
-            unit = vector.abs().amax()  # half precision cannot represent small changes
-            unit = torch.where(unit == 0, 1, unit)
-            parts = zip(moving.items(), torch.split(vector / unit, sizes), strict=True)
+            parts = zip(moving.items(), torch.split(vector, sizes), strict=True)
             tangents = {name: part.view_as(p) for (name, p), part in parts}
-            z, moved = (to_compute_dtype(outputs.rows(x)) for x in twin.jvp(tangents, outputs.of))
-            return rows.take(z), rows.take(moved) * unit
+            z, moved = twin.jvp(tangents, lambda output: outputs.rows(outputs.of(output)))
+            return rows.take(z), rows.take(moved)
 
         try:
             twin = Twin(module, tree_map(_copied, arguments), began.random, self._before)
