@@ -259,11 +259,8 @@ def scaled(record: Record) -> Iterator[Finding]:
             "A higher learning rate helps only while gradients keep their length.")  # fmt: skip
         return
     factors, products = [s * f for s, f, _ in seen], [s * f * loss for s, f, loss in seen]
-    low, high, apart = (
-        min(factors),
-        max(factors),
-        [r.rescaled for r in record.reports if r.rescaled],
-    )
+    low, high = min(factors), max(factors)
+    apart = [report.rescaled for report in record.reports if report.rescaled]
     changes = high > max(LONGER, VARIES * low)
     far = median(factors) > FAR or 0 < scale < 1 / FAR  # a smaller factor alone is clipping
     inverse = changes and max(products) - min(products) < EXACTLY * max(products)

@@ -210,18 +210,12 @@ def targets_ignored(record: Record) -> Iterator[Finding]:
                     "weights)"),))  # fmt: skip
 
 
-def _rows(record: Record) -> float:
-    """Return how many rows a typical step has in the layer with the fewest."""
-    rows = ([x.rows_total for x in report.layers.values() if x.rows_total]
-            for report in record.reports)  # fmt: skip
-    return median([*map(min, filter(None, rows))] or [math.inf])
-
-
 @loop_fault("batch-too-small", "Batches of very few samples",
             shown_by=lambda record: several(record) and read.maps(record))  # fmt: skip
 def batch_too_small(record: Record) -> Iterator[Finding]:
     """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
-    fewest, badly = _rows(record), goes_badly(record)
+    rows = [[x.rows_total for x in r.layers.values() if x.rows_total] for r in record.reports]
+    fewest, badly = median([*map(min, filter(None, rows))] or [math.inf]), goes_badly(record)
     if not several(record) or fewest > TINY or not is_known(record):
         return
     noisy = noise(record) > NOISY * end(record) > 0
