@@ -130,6 +130,23 @@ told(__name__, "class-untaught", "", "watch",
      and fact.numbers["samples"] >= PER_CLASS * fact.numbers["classes"])  # fmt: skip
 
 
+@finds("monitor")
+def missing(record: Record) -> Iterator[Finding]:
+    """Find classes that are never a target in a monitor's run."""
+    seen = [report.targets for report in record.reports if report.targets]
+    counts = [*map(sum, zip(*seen, strict=False))]
+    total, never = sum(counts), counts.count(0)
+    if never >= max(1, MISSING * len(counts)) and total >= PER_CLASS * len(counts):
+        # A loss that contrasts samples may have the right one at place 0.
+        is_one = total in counts[1:] and course.is_measure(record)
+        yield Finding("class-untaught", "watch" if is_one else "note",
+            f"Of {len(counts)} classes, {never} are never a target in the measured steps"
+            + f": all {total:,} labels are {counts.index(max(counts))}" * (total in counts) + ".",
+            (Evidence("classes that never occur", never, 0.0),),
+            (Advice("look for a filter, a sampler or a constant in place of the labels, unless "
+                    "these outputs are spare"),))  # fmt: skip
+
+
 told(__name__, "padding-counts", "Padding counts in the loss", "watch",
      "{share:.0%} of the places that count in the loss are padding, whose targets are all the "
      "same: the loss is lower than that of the real places.",
