@@ -85,13 +85,13 @@ def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> St
     """
     (usual, is_told), reasons, was_zeroed = _usual(sums), list[str](), sums.was_zeroed
     factors, layers = np.full(len(sums.paths), usual), sums.layers.copy()
-    layers["earlier_share"] = 0.0
+    layers["other_share"] = 0.0
     for i, path in enumerate(sums.paths):
         reason = str(sums.layers["reason"][i])
         if was_zeroed[i]:
             factors[i] = _ZEROED
         elif sums.checked[i] and sums.layers["gamma_gamma"][i] > 0 and not reason:
-            factors[i], reason, layers["earlier_share"][i] = _judged(sums, i, usual)
+            factors[i], reason, layers["other_share"][i] = _judged(sums, i, usual)
         elif not sums.checked[i] and not is_told:
             reason = reason or "seems"
         reasons.append("ranks" if reason == "more" and path in lost else reason)
@@ -145,7 +145,7 @@ def _noise(sums: StepSums, layer: int) -> float:
 
 
 def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str, float]:
-    """Return a layer's factor, why γ is not the gradient of its rows, and `earlier_share`."""
+    """Return a layer's factor, why γ is not the gradient of its rows, and `other_share`."""
     equations, parts = _equations(sums, layer), _parts(sums, layer)
     noise, tolerance = _noise(sums, layer), float(sums.tolerance[layer])
     fit = fitted(equations)
@@ -164,7 +164,7 @@ def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str, float
     found = [fitted(part) for part in parts]
     if len(parts) == 2 and all(explains(of) and of.rows > noise for of in found):
         return found[0].factor, "apart", 0.0
-    return usual, "more", 0.0
+    return usual, "more", fit.rest / fit.now
 
 
 def _from_rows(sums: StepSums) -> float:

@@ -178,6 +178,7 @@ class MeasuredStep:
             "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
+            "classes": [*capture.passes.classes],
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
         sums, flags, attention = fetch(found.out, {} if probe is None else probe.attention())
@@ -200,13 +201,17 @@ class MeasuredStep:
         if not part.refused:
             given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
             gradients, zeroed = capture.passes.told(*given)
+            *targets, met = map(int, next(iter(flags["classes"]), [0]))
             part.report = replace(
                 part.report,
+                targets=tuple(targets),
+                targets_met=met,
                 zeroed_passes=zeroed,
                 loss_gradients=tuple(gradients),
                 evaluated=capture.evaluated,
-                batch=tuple(map(float, flags["batch"])),
-                next_batch=tuple(map(float, flags["next_batch"])),
+                batch=tuple(float(of[0]) for of in flags["batch"]),
+                batch_spread=tuple(float(of[1]) for of in flags["batch"]),
+                next_batch=tuple(float(of[0]) for of in flags["next_batch"]),
             )
         part.rows_lost = tuple(path for path in found.reached if path not in part.sums.paths)
         self.history.learn(part)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -48,14 +48,19 @@ class Rates(NamedTuple):
         of_groups: `lr` of each parameter group; empty if a group has none.
         groups: id of a parameter → number of its group; empty if there is one group only.
         maximize: whether all groups have `maximize=True`.
+        settings: see `StepReport.settings`.
+        has_state: whether the optimizer holds a tensor in its state, as the step begins.
     """
 
     optimizer: str
     of_groups: Sequence[float | Tensor]
     groups: Mapping[int, int]
     maximize: bool = False
+    settings: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    has_state: bool = False
 
 
+_NO_SETTINGS = {"params", "lr", "initial_lr", "max_lr", "min_lr"}
 NO_RATES = Rates("", (), {})
 
 
@@ -76,7 +81,26 @@ def learning_rates(optimizer: Optimizer) -> Rates:
             for p in group["params"]
         },
         all(group.get("maximize") is True for group in several),
+        _settings(several),
+        has_state(optimizer),
     )
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer holds a tensor in its state."""
+    held = (value for of in optimizer.state.values() for value in of.values())
+    return any(isinstance(value, Tensor) for value in held)
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    found: dict[str, tuple[float, ...]] = {}
+    for name in sorted(set.intersection(*map(set, groups)) - _NO_SETTINGS):
+        of_groups = [group[name] for group in groups]
+        if all(isinstance(x, Real) and not isinstance(x, bool) for x in of_groups):
+            found[name] = tuple(map(float, of_groups))
+        elif name == "betas":
+            found |= {f"beta{i + 1}": tuple(float(x[i]) for x in of_groups) for i in (0, 1)}
+    return found
 
 
 def is_within_own_step(optimizer: Optimizer) -> bool:
