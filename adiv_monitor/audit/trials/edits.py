@@ -76,6 +76,8 @@ def _transposed(call: Call, pair: tuple[int, int]) -> Any:
 
 def _operands(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
     second = call.args[1] if call.args[1:] else None
+    if call.path is None:  # another sign or weight makes another loss
+        return
     if call.name in _ORDERED and isinstance(second, Tensor) and second.shape == tensors[0].shape:
         yield Edit("with its operands exchanged", _exchanged)
     if call.name in _SCALE and type(second) in (int, float) and abs(second) not in (0, 1):
