@@ -282,7 +282,9 @@ def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-_OUTPUTS = frozenset({"output", "outputs", "out", "logits", "input", "pred", "predictions", "y_pred"})
+_OUTPUTS = frozenset(
+    {"output", "outputs", "out", "logits", "input", "pred", "predictions", "y_pred"}
+)
 _TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true", "t"})
 _MODELS = frozenset({"model", "net", "network", "module", "m"})
 
