@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,13 +25,15 @@ from adiv_monitor.maths.sums import NO_SUMS
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps
-from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, make_contribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 from adiv_monitor.step.vectors import Change, losing
 from adiv_monitor.step.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from adiv_monitor.step.probing import ProbeStep
 
 _MOVED = (
     "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
@@ -59,7 +62,7 @@ class MeasuredStep:
     history: RunHistory
     fail: Callable[[str, Exception], None]
     generator: np.random.Generator
-    probe: ProbeStep | None
+    probe: "ProbeStep | None"
     unsharded: UnshardedParameters
     whole: WholeModel
     refused: str = ""
@@ -100,7 +103,7 @@ class MeasuredStep:
                 [*pieces, *self.unsharded.others(pieces)],
                 self.history,
                 scale=scale,
-                new=not self.history.knows({layer.path for layer in reached}),
+                new=not self.history.seen.issuperset({layer.path for layer in reached}),
             )
             found.start(reached, self._steps, updates=steps)
             unscaled = gradient if scale is None else lambda p: gradient(p) / scale
@@ -169,20 +172,18 @@ class MeasuredStep:
             number: number of the step.
         """
         steps, probe, capture, found = self._steps, self.probe, self.capture, self._layers
-        passes = capture.passes
         found.out.flags |= {
             "around": self.around,
-            "loss_gradients": [*passes.losses],
-            "zeroed": [*passes.norms],
+            "loss_gradients": [*capture.passes.losses],
+            "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
-            "classes": [*passes.classes],
+            "classes": [*capture.passes.classes],
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
         sums, flags, attention = fetch(found.out, {} if probe is None else probe.attention())
-        notes = capture.notes()
-        notes += [note.format(listed(paths)) for note, paths in found.noted.items()]
-        notes += () if probe is None else probe.notes
+        noted = (note.format(listed(paths)) for note, paths in found.noted.items())
+        notes = [*capture.notes(), *noted, *([] if probe is None else probe.notes)]
         part = make_contribution(
             sums,
             flags,
@@ -199,7 +200,7 @@ class MeasuredStep:
         self.whole.describe(part, flags)
         if not part.refused:
             given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
-            gradients, zeroed = passes.told(*given)
+            gradients, zeroed = capture.passes.told(*given)
             *targets, met = map(int, next(iter(flags["classes"]), [0]))
             part.report = replace(
                 part.report,

@@ -70,7 +70,8 @@ def learning_rates(optimizer: Optimizer) -> Rates:
     A tensor is copied on its device, since a scheduler may write to it before it is read.
     """
     several = optimizer.param_groups
-    rates = [_own(group["lr"]) for group in several if isinstance(group.get("lr"), Real | Tensor)]
+    given = [group["lr"] for group in several if isinstance(group.get("lr"), Real | Tensor)]
+    rates = [x.detach().clone() if isinstance(x, Tensor) else float(x) for x in given]
     return Rates(
         type(optimizer).__name__,
         rates if len(rates) == len(several) else (),
@@ -103,27 +104,20 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...
     return found
 
 
-def _own(rate: Any) -> float | Tensor:
-    return rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
-
-
 def is_within_own_step(optimizer: Optimizer) -> bool:
     """Whether a hook of the optimizer is called by a step inside another step of the optimizer.
 
     A subclass's step may call its base class's, and torch runs all hooks around both. The result is
     read from the call stack: a step that raises runs no post-hook, which would break a counter.
     """
-    hooked = [c.__dict__["step"] for c in type(optimizer).__mro__ if _is_hooked(c)]
+    kinds = type(optimizer).__mro__
+    hooked = [c.__dict__["step"] for c in kinds if hasattr(c.__dict__.get("step"), "hooked")]
     if len(hooked) < 2:
         return False
     code = hooked[0].__code__  # torch's wrapper, the same for every step; may be compiled
     name = (code.co_name, code.co_filename)
     frames = (f for f in _stack() if (f.f_code.co_name, f.f_code.co_filename) == name)
     return sum(frame.f_locals.get("self") is optimizer for frame in frames) > 1
-
-
-def _is_hooked(kind: type) -> bool:
-    return hasattr(kind.__dict__.get("step"), "hooked")
 
 
 def _stack() -> Iterator[FrameType]:
@@ -189,7 +183,7 @@ class Others:
     def _begins(self, stepping: Optimizer) -> None:
         self.begun += 1
         self._has_begun |= stepping is self.own
-        self._before = None if self._has_begun else self._versions()
+        self._before = None if self._has_begun else [*map(version, self.parameters)]
 
     def _ends(self, stepping: Optimizer) -> None:
         """Record a step; of one with another inside, only that one."""
@@ -197,7 +191,7 @@ class Others:
         if before is None:
             return
         name = type(stepping).__name__
-        self.writes[name] += before != self._versions()
+        self.writes[name] += before != [*map(version, self.parameters)]
         if self.writes.total() >= _TOO_MANY:
             self._drop()
             own = type(self.own).__name__
@@ -207,9 +201,6 @@ class Others:
                 "parameters. Nothing is measured until the monitor's optimizer steps again; create "
                 "a new Monitor for the new optimizer",
             )
-
-    def _versions(self) -> list[int]:
-        return [*map(version, self.parameters)]
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

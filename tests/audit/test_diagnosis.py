@@ -66,6 +66,9 @@ def probed(
     return record(probed={name: Probed((fact,))}, losses=losses)
 
 
+LEFT_OUT = {"edit": "left out", "of": "model"}
+
+
 def units(function: str = "relu", dead: int = 0, share: float = 0.1, batches: int = 20) -> Record:
     of = {"5": UnitStatistics(function, 64, dead, share, batches)}
     return record(units=of, losses=STILL)
@@ -155,7 +158,9 @@ HITS = {
     "class-untaught": probed("class-untaught", samples=96.0, of=256.0, **{"class": 0.0}),
     "penalty-dominates": penalised(0.1),
     "unsafe-division": probed("unsafe-division", close=0.01, times=50.0),
-    "targets-moved": probed("targets-moved", words={"move": "transposed"}, own=0.1, best=0.5),
+    "targets-moved": probed(
+        "targets-moved", WELL, {"move": "reversed", "order": "wrong"}, own=0.1, best=0.5
+    ),
     "unshuffled": probed("unshuffled", WELL, ratio=0.1, z=-20.0),
     "one-sided-weights": probed("one-sided-weights", share=0.87),
     "input-partly-ignored": probed("input-partly-ignored", share=0.5),
@@ -223,6 +228,16 @@ MILDER = [
             **{"ratio": 1e3, "at first": 2.0, "after": 2.0})),
     ("softmax-of-one watch", probed("softmax-of-one", WELL, {"scores": "True"})),
     ("targets-moved act", probed("targets-moved", words={"move": "left"}, share=0.5)),
+    ("targets-moved watch",
+     probed("targets-moved", words={"move": "shifted", "order": "meant"}, own=0.1, best=0.5)),
+    ("targets-moved act",
+     probed("targets-moved", words={"move": "shifted", "order": "unclear"}, own=0.1, best=0.5)),
+    ("labels-unrelated act", probed("labels-unrelated", share=0.9)),
+    ("labels-unrelated watch", probed("labels-unrelated", words={"of": "range"}, batches=60.0)),
+    ("class-untaught watch",
+     probed("class-untaught", WELL, {"of": "columns", "first": "1"}, unread=3.0, length=4.0)),
+    ("targets-misplaced act", probed("targets-misplaced", WELL, axis=0.0)),
+    ("targets-misplaced watch", probed("targets-misplaced", WELL, axis=1.0)),
     ("padding-counts watch", probed("padding-counts", share=0.76)),
     ("target-leak watch", probed("target-leak", share=1.0, feature=7.0, samples=64.0)),
     ("target-is-input watch", probed("target-is-input", places=2.0)),
@@ -246,8 +261,9 @@ MILDER = [
     ("group-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"}, sums=1.0)),
-    ("one-edit act", probed("one-edit", words={"edit": "left out"}, loss=0.4, without=1.0)),
-    ("one-edit watch", probed("one-edit", words={"edit": "left out"}, loss=0.6, without=1.0)),
+    ("one-edit act", probed("one-edit", words=LEFT_OUT, loss=0.4, without=1.0)),
+    ("one-edit watch", probed("one-edit", words=LEFT_OUT, loss=0.6, without=1.0)),
+    ("one-edit watch", probed("one-edit", words=LEFT_OUT | {"of": "loss"}, loss=0.4, without=1.0)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),

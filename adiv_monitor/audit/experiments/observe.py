@@ -35,7 +35,7 @@ from adiv_monitor.audit.experiments.modules import Units
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.state import are_trained, unused, weights
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup, heard, seeded
 from adiv_monitor.audit.training.train import (
     Course,
     Progress,
@@ -79,18 +79,6 @@ _OPPOSED = (
 EXCHANGED, CLEARLY = 2, 0.1
 
 
-class _WholeLoss(nn.Module):
-    """The loss of a model and a batch, as a module, so that the monitor sees its arguments."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self._loss = loss
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss."""
-        return self._loss(model, batch)
-
-
 def observe(
     setup: Setup,
     *,
@@ -117,7 +105,7 @@ def observe(
     """
     fork = setup.fork()
     trains = _trains_any(fork)
-    whole = _WholeLoss(fork.loss) if realised or attention else None
+    trained, loss = heard(fork.loss) if realised or attention else (fork.loss, None)
     monitor = Monitor(
         fork.model,
         fork.optimizer if trains else None,
@@ -127,7 +115,7 @@ def observe(
         attention=attention,
         alignment=_probe(setup) if alignment else None,
         realised=realised,
-        loss=whole,
+        loss=loss,
         keep=setup.steps,
         seed=setup.seed,
     )
@@ -138,7 +126,7 @@ def observe(
     try:
         # The record reports overflow; squares in the measures may overflow in float64, too.
         with np.errstate(over="ignore", invalid="ignore"):
-            course = train(fork if whole is None else replace(fork, loss=whole), watch)
+            course = train(replace(fork, loss=trained), watch)
     finally:
         monitor.close(quietly=True)
         watch.remove()

@@ -211,7 +211,7 @@ def _is_drawn(x: Tensor) -> bool:
     """Return whether the entries look like random numbers around 0: few of them are alike."""
     is_large = x.is_floating_point() and x.numel() >= ENTRIES
     balanced = is_large and share(x) < DEVIATIONS / math.sqrt(x.numel())
-    return balanced and len(x.unique()) > MOST_DIFFER * x.numel()
+    return balanced and len(torch.unique(x)) > MOST_DIFFER * x.numel()
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

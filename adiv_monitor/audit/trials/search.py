@@ -25,6 +25,7 @@ from adiv_monitor.audit.trials.trial import (
     losses_of,
 )
 from adiv_monitor.diagnosis.faults.edits import LEFT_OUT, REARRANGED
+from adiv_monitor.diagnosis.finding import NO_STEPS
 from adiv_monitor.diagnosis.record import Fact, Probed, Record
 
 FOR_EDITS = 12.0  # largest cost, in the unit of `Facts.step_cost`
@@ -86,9 +87,10 @@ def with_edits(
     """
     without = record.losses[: setup.steps]
     short = replace(setup, steps=max(1, setup.steps // SHORT))
-    cap.left = affordable(record, FOR_EDITS)
-    begun: list[tuple[float, int]] = []
-    candidates = _candidates(setup)
+    candidates, begun = _candidates(setup), list[tuple[float, int]]()
+    cap.left = len(candidates) * short.steps + BEST * setup.steps
+    if cap.left > affordable(record, FOR_EDITS):
+        return replace(record, probed={**record.probed, "one-edit": Probed(untold=NO_STEPS)})
     for number, candidate in enumerate(candidates):
         progress("edits", number, len(candidates))
         losses = candidate.losses(short, record, cap)
@@ -100,10 +102,11 @@ def with_edits(
     for _, number in sorted(begun)[:BEST]:
         candidate = candidates[number]
         trial = compared("", candidate.losses(setup, record, cap), without, setup.steps)
-        others = [trial.loss_without, *(of.loss for of in record.rates.values())]
+        others = [trial.loss_without, *(rate.loss for rate in record.rates.values())]
         if trial.pays and trial.loss < candidate.share * min(others):
             numbers = {"loss": trial.loss, "without": trial.loss_without}
-            facts.append(Fact(candidate.call.place, numbers, {"edit": candidate.words}))
+            of = "loss" if candidate.call.path is None else "model"
+            facts.append(Fact(candidate.call.place, numbers, {"edit": candidate.words, "of": of}))
     facts.sort(key=lambda fact: fact.numbers["loss"])
     return replace(record, probed={**record.probed, "one-edit": Probed(tuple(facts[:1]))})
 

@@ -35,8 +35,10 @@ from adiv_monitor.report.wording import percent
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
 # Share of the target's variance that one feature explains; what is left may be rounding.
 DETERMINED = 0.9999
-# Correlation of pixels with moved targets; and that with the targets as they are, over it.
-FITS, BETTER = 0.2, 0.5
+# Share of moved targets that is explained; and that of the targets as they are, over it.
+# Less, if a model may be meant to move them itself.
+FITS, BETTER, CLEARLY = 0.15, 0.5, 0.25
+DRAWN = 0.3  # share of the targets' mean square that random numbers make
 MIXED = 0.15  # share of the targets that fit their images better flipped
 # A small network explains more than this share of unseen labels, and the model less than this share
 # of what that explains; labels that a model of theirs explains so little of, with so many samples
@@ -162,13 +164,20 @@ told(__name__, "target-leak", "A feature that is the target", "watch",
      Advice("leave the target out of the inputs"))  # fmt: skip
 
 
-told(__name__, "targets-moved", "Targets that are transposed or flipped", suffers,
-     "The targets of pixels fit the images better if they are moved ('{move}'): their correlation "
-     "is then {best:.2g} instead of {own:.2g}.",
-     [Number("correlation of the pixels with moved targets", "best", above=FITS),
-      Number("correlation of the pixels with their targets", "own")],
-     Advice("compare the axes and transforms of images and targets"),
-     where=lambda fact: fact.numbers.get("own", 1.0) < BETTER * fact.numbers.get("best", 0.0),
+def _are_misplaced(record: Record) -> bool:
+    """Return whether the order of targets is wrong for sure, or may be, and the run suffers."""
+    order = record.found_by("targets-moved")[0].words.get("order")
+    return order == "wrong" or (order == "unclear" and suffers(record))
+
+
+told(__name__, "targets-moved", "Targets in another order than their inputs", _are_misplaced,
+     "The targets do not belong to the places of their outputs: {move}, they fit better. Then the "
+     "inputs of the last layer explain {best:.0%} of them, and {own:.0%} as they are.",
+     [Number("share of moved targets that the last layer's inputs explain", "best", above=FITS),
+      Number("share of the targets as they are", "own")],
+     Advice("compare the order, the axes and the transforms of inputs and targets"),
+     where=lambda fact: fact.numbers.get("own", 1.0) < fact.numbers.get("best", 0.0)
+     * (CLEARLY if fact.words.get("order") == "meant" else BETTER),
      explains=LEARNING)  # fmt: skip
 
 
@@ -194,6 +203,19 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
                 "Check whether the labels belong to their inputs.",
                 (Evidence("share of unseen labels that it explains", reference, error),),
                 (Advice("look at ten samples and their labels"),))  # fmt: skip
+
+
+told(__name__, "labels-unrelated", "", suffers,
+     "The targets are random numbers that the model can't know: those that {place} draws make "
+     "{share:.0%} of them, and no input depends on these.",
+     [Number("share of the targets that is drawn", "share", above=DRAWN)],
+     Advice("draw once, and use the same numbers for inputs and targets"))  # fmt: skip
+told(__name__, "labels-unrelated", "", "watch",
+     "The targets' {of} in all {batches:.0f} batches, as of targets that are numbered, or "
+     "normalised, by each batch anew: they mean something else in another batch.",
+     [Number("batches in which that is so", "batches")],
+     Advice("number and normalise the targets once, for all data"),
+     where=lambda fact: "batches" in fact.numbers)  # fmt: skip
 
 
 @loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)

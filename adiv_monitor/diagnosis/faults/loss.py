@@ -71,9 +71,9 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
 
 
 told(__name__, "zero-gradient", "", "act",
-     "{place} compares a tensor with itself: it teaches nothing.",
-     [Number("losses that compare a tensor with itself")],
-     Advice("compare the outputs with the targets of the batch"))  # fmt: skip
+     "{place} compares a tensor with itself: the gradients cancel, and it teaches nothing.",
+     [Number("losses, differences or ratios of a tensor and itself")],
+     Advice("compare the outputs with targets of the batch, or stored values"))  # fmt: skip
 
 
 def lasts(record: Record) -> bool:
@@ -101,6 +101,23 @@ def class_untaught(record: Record) -> Iterator[Finding]:
             f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
             (Advice("check which labels the loss expects, and masks leave out"),))  # fmt: skip
+
+
+told(__name__, "class-untaught", "", suffers,
+     "Of the {length:.0f} {of} of the model's outputs, {unread:.0f} never have a gradient, neither "
+     "before nor after training: the loss does not read them (number {first} is the first).",
+     [Number("samples or columns without a gradient", "unread")],
+     Advice("check the axis along which the loss gathers, slices or counts the outputs"),
+     where=lambda fact: "unread" in fact.numbers)  # fmt: skip
+
+
+told(__name__, "targets-misplaced", "",
+     lambda record: suffers(record) or not record.found_by("targets-misplaced")[0].numbers["axis"],
+     "The gradient of the loss is the same if the targets trade places along axis {axis:.0f}: it "
+     "compares sums or means of them, not each output with its own target.",
+     [Number("axis", "axis")],
+     Advice("compare each output with its own target first, and take the sum or the mean last"),
+     where=lambda fact: "axis" in fact.numbers)  # fmt: skip
 
 
 told(__name__, "class-untaught", "", "watch",

@@ -235,8 +235,11 @@ def interference(record: Record) -> Iterator[Finding]:
 
 @finds("rest")
 def never_reached(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Find parameters whose gradient is exactly zero in all steps, if nothing else explains it."""
-    names = record.wiring.zero_gradient
+    """Find parameters whose gradient is exactly zero in all steps, if nothing else explains it.
+
+    Biases are left out: distances between outputs do not depend on them.
+    """
+    names = [name for name in record.wiring.zero_gradient if not name.endswith("bias")]
     if names and record.is_audited and not any(finding.strength == "act" for finding in found):
         yield Finding("zero-gradient", "watch",
             f"The gradient of {listed([f'{name!r}' for name in names])} is exactly 0 in all steps.",
