@@ -110,7 +110,8 @@ def audit(
             the given steps, or 6.
         max_rows: number of rows to sample per layer and step; None: all of them.
         clip_norm: largest norm of the gradient; None: it is not clipped.
-        realised: whether to also measure the actual change of the activations in each step.
+        realised: whether to also measure the actual change of the activations in each step; that of
+            the loss needs a loss of output and target, or the model's own.
         attention: whether to also measure the effect of each step on attention scores.
         alignment: whether to also measure the alignment of weights, updates and activations, with
             the first batch as the probe.

@@ -112,10 +112,10 @@ def _is_settled(setup: Setup, record: Record) -> bool:
 
 
 def _is_unexplained(record: Record) -> bool:
-    """Return whether the loss stays high, and no cause of it is certain."""
-    learnt = 0 <= end(record) < HIGH * start(record)
+    """Return whether the loss stays high above 0, and no cause of it is certain."""
+    is_high = end(record) > HIGH * start(record) > 0
     certain = (f for f in diagnose(record) if f.strength == "act" and fault_of(f).certain)
-    return not learnt and not any(map(is_cause, certain))
+    return is_high and not any(map(is_cause, certain))
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -20,7 +20,8 @@ def sums_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...
     between batches of n random samples; 0 for a tensor of one dimension. Only dense tensors of
     real numbers count, the integers among them.
     """
-    return tuple(map(_sum, filter(_counts, tensors_in(*args, *kwargs.values()))))
+    with torch._C.DisableTorchFunction():  # a mode of the user's must not see the product
+        return tuple(map(_sum, filter(_counts, tensors_in(*args, *kwargs.values()))))
 
 
 def _counts(tensor: Tensor) -> bool:

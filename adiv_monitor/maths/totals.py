@@ -64,8 +64,7 @@ def _sums(
     counts = [sum(len(norms) for norms, _ in of_layer) for of_layer in layers]
     lengths = torch.tensor(counts).to(square.device, non_blocking=True)
     active = square != 0
-    several = active.to(square.dtype), square, square * square
-    count, total, squares = summed(several, lengths)
+    count, total, squares = summed([active.to(square.dtype), square, square * square], lengths)
     concentration = squares / torch.where(total == 0, 1, total * total)
     found = {"active": count, "G_G": total, "concentration": concentration}
     wholes = [whole for _, whole in calls if whole is not None]

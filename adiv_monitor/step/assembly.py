@@ -118,8 +118,7 @@ class Assembly:
         except RuntimeError:  # the store is gone, or the first rank has no monitor
             is_gone = True
         if heard is not None and ranks.rank in heard[1]:
-            report, covered = heard
-            writes = False
+            (report, covered), writes = heard, False
         else:  # the first rank trains something else, or is late
             whole, covered = merge_ranks(parts, ranks.world, self.max_rows)
             whole.report = replace(whole.report, notes=(*whole.report.notes, *notes))

@@ -15,14 +15,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.context import Context
@@ -43,7 +42,6 @@ from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.probing import ProbeStep, Probing
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
@@ -52,6 +50,10 @@ from adiv_monitor.step.training import Training
 from adiv_monitor.step.transfer import fetch_numbers
 from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from adiv_monitor.alignment.instrument import Alignment
+    from adiv_monitor.step.probing import ProbeStep
 
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
@@ -85,7 +87,7 @@ class Armed:
     turn: Turn | None
     guard: Guard
     others: Others
-    hooks: Sequence[ProbeStep | LossHook]
+    hooks: "Sequence[ProbeStep | LossHook]"
     rates: Rates = NO_RATES
     dropout: float = 0.0
     ends_with_state: bool = False
@@ -197,12 +199,12 @@ class StepController:
     now: Callable[[], int]
     report: Callable[[StepReport, bool], None]
     losses: LossLog = field(default_factory=LossLog)
-    _alignment: Alignment | None = None
+    _alignment: "Alignment | None" = None
     _reference: dict[str, Any] | None = None  # of a run that is resumed
     _history: RunHistory = field(default_factory=RunHistory)
     _trace: Trace = field(default_factory=Trace)
     _loss: LossHook | None = None
-    _probe: Callable[[Selection], ProbeStep] | None = None
+    _probe: "Callable[[Selection], ProbeStep] | None" = None
     _is_compiled: bool = False  # whether compiled code called the model, when last measured
     _armed: Armed | None = None
     _taken: Armed | None = None  # the step that was taken, until it is read
@@ -214,6 +216,8 @@ class StepController:
             said = partial(fail, "the loss")
             self._loss = LossHook(loss, training.model, self._sees_loss, said)
         if measures := training.on_probe:
+            from adiv_monitor.step.probing import ProbeStep, Probing  # slow
+
             given = measures, training.max_rows, self.generator, fail
             self._probe = partial(ProbeStep, Probing(training.model, training.probe_loss, *given))
 
@@ -232,6 +236,8 @@ class StepController:
     def _refer(self) -> None:
         """Make the present state the reference point of alignments."""
         if self.training.alignment is not None:
+            from adiv_monitor.alignment.instrument import Alignment
+
             self._alignment = Alignment(self.training.model, self.training.alignment)
             if self._reference is not None:
                 self._alignment.load_state_dict(self._reference)

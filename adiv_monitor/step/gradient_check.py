@@ -98,8 +98,7 @@ def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> St
     factors[np.abs(factors - 1) <= sums.tolerance * _EXACT] = 1.0
     layers["reason"] = reasons
     averaged = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
-    is_known = layers["gamma_gamma"] > 0
-    layers["gradient_factor"] = np.where(is_known, factors / averaged, np.nan)
+    layers["gradient_factor"] = np.where(layers["gamma_gamma"] > 0, factors / averaged, np.nan)
     return replace(sums, layers=layers).in_units(factors)
 
 

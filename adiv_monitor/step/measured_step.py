@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,13 +25,15 @@ from adiv_monitor.maths.sums import NO_SUMS
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps
-from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, make_contribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 from adiv_monitor.step.vectors import Change, losing
 from adiv_monitor.step.whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from adiv_monitor.step.probing import ProbeStep
 
 _MOVED = (
     "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
@@ -59,7 +62,7 @@ class MeasuredStep:
     history: RunHistory
     fail: Callable[[str, Exception], None]
     generator: np.random.Generator
-    probe: ProbeStep | None
+    probe: "ProbeStep | None"
     unsharded: UnshardedParameters
     whole: WholeModel
     refused: str = ""

@@ -218,9 +218,10 @@ def _added(lines: Table, ranks: Index) -> Table:
     _, first, same, count = np.unique(
         which, axis=1, return_index=True, return_inverse=True, return_counts=True
     )
-    found: Table = lines[first]
+    found = lines[first]
     found["h"] = np.bincount(same.reshape(-1), lines["h"], len(first))
-    return found[count == ranks[found["layer"]]]
+    kept: Table = found[count == ranks[found["layer"]]]
+    return kept
 
 
 def _without_parts(sums: StepSums, world: int) -> StepSums:

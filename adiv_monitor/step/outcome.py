@@ -84,15 +84,13 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     if not part.is_settled:  # ranks would not agree on what they check
         history.checks(sums, reasons)
     broken = _non_finite(sums)
-    readings = _readings(sums, measured, part, broken)
     attention, of_attention = _attention(part.attention, part.no_attention)
-    update_lost = part.weights_changed and not part.has_applied
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}
     told = [
         *((f"The {what} of {{}} {verbs[what]} not finite.", of) for what, of in broken.items()),
         *((f"{why}. {_ALONE}", np.array(reasons, "<U8") == of) for of, why in _FROM_ROWS.items()),
         (_GRADIENT_LOST, np.full(len(paths), part.gradient_lost)),
-        (_UPDATE_LOST, np.full(len(paths), update_lost)),
+        (_UPDATE_LOST, np.full(len(paths), part.weights_changed and not part.has_applied)),
         (_IDLE, _is_idle(sums, measured)),
         (_ZEROED, sums.was_zeroed),
         (_ROUNDED, _is_rounded(sums)),
@@ -105,7 +103,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     zeroed = 0 if "more" in reasons else report.zeroed_passes
     return replace(
         report,
-        layers=readings,
+        layers=_readings(sums, measured, part, broken),
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
@@ -138,17 +136,19 @@ def _non_finite(sums: StepSums) -> dict[str, Mask]:
     A sum of squares is finite only if each of its terms is. The features, the gradient and the
     parameters' update are summed over all rows or entries; the outputs over the sampled rows.
     """
-    of, rows = sums.layers, {name: ~np.isfinite(sums.rows[name]) for name in sums.rows.dtype.names}
-    groups = of["groups"][sums.rows["layer"]]
-    of_scales = (rows["scale"] & (groups > 0)) | ((rows["mean"] | rows["off"]) & (groups > 1))
-    is_broken = {name: ~np.isfinite(of[name]) for name in of.dtype.names if of[name].dtype == float}
+    of, rows, groups = sums.layers, sums.rows, sums.layers["groups"][sums.rows["layer"]]
+
+    def broken(values: Array) -> Mask:
+        return np.logical_not(np.isfinite(values))
+
+    several = broken(rows["mean"]) | broken(rows["off"])
+    of_scales = (broken(rows["scale"]) & (groups > 0)) | (several & (groups > 1))
+    of_all = broken(of["gamma_gamma"]) | (broken(of["G_G"]) & ~np.isnan(of["active"]))
     return {
-        "inputs": (sums.total(of_scales) > 0) | (is_broken["scale_sum"] & of["knows_scales"]),
-        "outputs": sums.total(rows["z_z"]) > 0,
-        "gradient": (sums.total(rows["G_G"]) > 0)
-        | (is_broken["G_G"] & ~np.isnan(of["active"]))
-        | is_broken["gamma_gamma"],
-        "update": is_broken["w_w"] | is_broken["a_a"],
+        "inputs": (sums.total(of_scales) > 0) | (broken(of["scale_sum"]) & of["knows_scales"]),
+        "outputs": sums.total(broken(rows["z_z"])) > 0,
+        "gradient": (sums.total(broken(rows["G_G"])) > 0) | of_all,
+        "update": broken(of["w_w"]) | broken(of["a_a"]),
     }
 
 

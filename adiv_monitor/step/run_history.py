@@ -93,8 +93,7 @@ class RunHistory:
             reasons: why the gradient of each is not that of its rows; see `outcome.py`.
         """
         is_sound = all(reason in _FORESEEN for reason in reasons)
-        told = [sums.paths[i] for i in np.flatnonzero(sums.checked)]
-        is_whole = told != [self.telling]
+        is_whole = [sums.paths[i] for i in np.flatnonzero(sums.checked)] != [self.telling]
         is_sound &= len(set(sums.layers["factor"].tolist())) == 1
         was_sound, self.sound = self.sound, set(sums.paths) if is_sound else set()
         self.checked = 0 if is_whole else self.checked + 1

@@ -21,6 +21,7 @@ class Outgoing:
     """The numbers of a step on their way to the host.
 
     Attributes:
+        tensors: all tensors of layers.
         flags: numbers of the step as a whole, by name.
 
             - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
@@ -38,6 +39,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.flags: Flags = {}
+        self.tensors: list[Tensor] = []
         self._layers: dict[str, About] = {}
         self._columns: list[_Columns] = []
 
@@ -70,15 +72,11 @@ class Outgoing:
             known: by column, numbers on the host: one, or one for each line of a layer.
         """
         self._columns.append((table, paths, tensors, counts, known))
+        self.tensors += tensors.values()
 
     def forget(self, path: str) -> None:
         """Drop a layer: it was lost."""
         self._layers.pop(path, None)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of layers."""
-        return [x for _, _, tensors, *_ in self._columns for x in tensors.values()]
 
     def sums(self, arrays: Iterator[Array]) -> StepSums:
         """Return the numbers of the layers whose rows are there, in the order of the model.

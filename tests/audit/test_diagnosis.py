@@ -251,7 +251,7 @@ MILDER = [
     ("zero-slope watch", probed("zero-slope", words={"kind": "step"})),
     ("decay-fights watch", penalty(2.0)),
     ("decay-fights act", replace(penalty(2.0), losses=STILL)),
-    ("uneven-rates watch", grouped(10.0)),
+    ("group-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"}, sums=1.0)),
     ("one-edit act", probed("one-edit", words={"edit": "left out"}, loss=0.4, without=1.0)),

@@ -40,14 +40,15 @@ STEPS = 16
 QUESTIONS = {*ASKS, *LOOKS}
 SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
 TOLD = {*QUESTIONS, "labels-unrelated"}
-# Planted in test_wiring_probes.py, with healthy relatives of each.
+# Planted in test_wiring_probes.py and test_model_wiring.py, with healthy relatives of each.
 IN_OTHER_TESTS = {
     *("attention-axis", "dropout-on-outputs", "zero-gradient"),
     *("outputs-constant", "zero-slope"),
     *("collapsed", "state-carried", "batch-part-unread", "term-without-graph", "terms-opposed"),
     *("dropout-in-eval", "running-statistics", "logits-as-probabilities", "loss-reversed"),
     *("targets-misplaced", "pairs-reversed", "padding-read", "term-outweighed"),
-    *("target-attached", "decay-fights"),
+    *("target-attached", "decay-fights", "backward-wrong", "outputs-tied", "mask-ignored"),
+    *("zero-factor", "addend-outweighs", "input-written"),
 }
 ASKED_OF = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 

@@ -184,7 +184,7 @@ def backward_wrong(setup: Setup, trained: Fork) -> Iterable[Fact]:
             slopes = torch.tensor([*_slopes(kind, given, i)]).reshape(-1, 2)
             apart = (slopes[:, 0] - slopes[:, 1]).abs()
             if int((apart > EXACT * slopes.abs().amax(1)).sum()) > MOST * len(slopes):
-                cosine, _ = compared(slopes[:, 1:], slopes[:, :1])
+                cosine, _ = compared([slopes[:, 1]], [slopes[:, 0]])
                 by_hand, true = slopes[int(apart.argmax())].tolist()
                 yield Fact(kind.__name__, {"cosine": cosine, "backward": by_hand, "slope": true})
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -161,28 +162,29 @@ def _numbers(x: Tensor, places: Sequence[int]) -> Tensor | None:
 
 def _moves(places: Sequence[int]) -> Iterator[tuple[Best, Move]]:
     """Yield ways to move targets, the first of which leaves them where they are."""
-
-    def exchanged(y: Tensor, a: int, b: int) -> Tensor:
-        order = [*y.shape]
-        order[a], order[b] = order[b], order[a]
-        return y.reshape(order).transpose(a, b)
-
-    yield Best(), lambda y: y
-    yield Best(move="taken from the batch before", by=1, batch=1), lambda y: y
-    yield Best(move="taken from the batch behind", by=1, batch=-1), lambda y: y
+    yield Best(), torch.clone
+    yield Best(move="taken from the batch before", by=1, batch=1), torch.clone
+    yield Best(move="taken from the batch behind", by=1, batch=-1), torch.clone
     for a, length in enumerate(places):
         if length > 2:
             of = f"along axis {a}" if a else "along the samples"
-            yield Best(move=f"reversed {of}", axis=a), lambda y, a=a: y.flip(a)
+            yield Best(move=f"reversed {of}", axis=a), partial(torch.flip, dims=(a,))
             for by in SHIFTS:
                 shift = Best(move=f"shifted by {by} {of}", axis=a, by=by)
-                yield shift, lambda y, a=a, by=by: y.roll(by, a)
+                yield shift, partial(torch.roll, shifts=by, dims=a)
     for a, b in combinations(range(len(places)), 2):
         of, axis = f"axes {a} and {b}", b if a else 0
-        yield Best(move=f"{of} transposed", axis=axis), lambda y, a=a, b=b: exchanged(y, a, b)
+        yield Best(move=f"{of} transposed", axis=axis), partial(_exchanged, a=a, b=b)
         for k in (1, 2, 3) if a and places[a] == places[b] else ():
             turned = Best(move=f"{of} turned by {90 * k}°", axis=axis)
-            yield turned, lambda y, a=a, b=b, k=k: y.rot90(k, (a, b))
+            yield turned, partial(torch.rot90, k=k, dims=(a, b))
+
+
+def _exchanged(y: Tensor, a: int, b: int) -> Tensor:
+    """Return the entries in the order of two axes exchanged, and in their own shape."""
+    order = [*y.shape]
+    order[a], order[b] = order[b], order[a]
+    return y.reshape(order).transpose(a, b)
 
 
 def _are_inputs(y: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], axis: int) -> bool:
@@ -352,7 +354,7 @@ def _by_batch(setup: Setup, target: Tensor) -> Iterator[Fact]:
     drawn = [every[torch.randperm(len(every), generator=chance)] for _ in range(SHUFFLES)]
     for name, (is_of_classes, of) in _OF_BATCH.items():
         is_asked = is_of_classes is is_class and is_same(of, parts)
-        if is_asked and not any(is_same(of, x.split(sizes)) for x in drawn):
+        if is_asked and not any(is_same(of, torch.split(x, sizes)) for x in drawn):
             yield Fact("", {"batches": float(len(parts))}, {"of": name})
 
 

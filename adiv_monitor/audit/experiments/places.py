@@ -181,6 +181,7 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
     """
     read: dict[tuple[int, int], Tensor] = {}
     batches = spread(setup.batches, CLASS_BATCHES)
+    several = len({*map(id, batches)}) > 1
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         for number, g in enumerate(x.grad for x in _passed(fork, batch).made):
             if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
@@ -191,7 +192,8 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
                 read[number, axis] = known | each if known.shape == each.shape else each | True
     for (_, axis), each in read.items():
         without, of = int((~each).sum()), "columns" if axis else "samples"
-        if without > (0 if axis else len(each) / 2):
+        # Of a graph that is the only batch, most nodes may have no label.
+        if (axis and without) or (several and without > len(each) / 2):
             yield Fact(f"{of} of an output", {"unread": float(without), "length": float(len(each))},
                        {"of": of, "first": str(int(each.int().argmin()))})  # fmt: skip
 

@@ -176,7 +176,7 @@ def _is_drawn(x: Tensor) -> bool:
         return False
     rms = float(x.double().square().mean().sqrt())
     balanced = abs(float(x.double().mean())) < DEVIATIONS * rms / math.sqrt(x.numel())
-    return balanced and len(x.unique()) > MOST_DIFFER * x.numel()
+    return balanced and len(torch.unique(x)) > MOST_DIFFER * x.numel()
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

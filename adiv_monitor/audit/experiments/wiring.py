@@ -108,7 +108,7 @@ def mask_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     runs[0].outputs(lambda x: x, everything=True)
     for number, (name, mask) in enumerate(zip(runs[0].names, runs[0].inputs, strict=True)):
         is_mask = mask.ndim > 1 and (mask.dtype == torch.bool or "mask" in name.lower())
-        if is_mask and set(mask.unique().tolist()) == {0, 1}:
+        if is_mask and set(torch.unique(mask).tolist()) == {0, 1}:
             inverted = [run.outputs(lambda x: (x == 0).to(x.dtype), number, True) for run in runs]
             pairs = [*zip(runs[0].own + runs[1].own, inverted[0] + inverted[1], strict=True)]
             if pairs and not any(is_other(x, y).any() for x, y in pairs):

@@ -285,7 +285,8 @@ def apart(record: Record) -> Iterator[Finding]:
             (Advice("compare the statistics of single features in two batches"),))  # fmt: skip
 
 
-@loop_fault("targets-change", "The same inputs get other targets", shown_by=reported("targets"))
+@loop_fault("targets-change", "Targets that change in the course of the run",
+            shown_by=reported("targets"))  # fmt: skip
 def targets_change(record: Record) -> Iterator[Finding]:
     """Find a batch that comes again with other targets."""
     known: dict[tuple[float, ...], tuple[int, ...]] = {}
@@ -293,7 +294,7 @@ def targets_change(record: Record) -> Iterator[Finding]:
                and known.setdefault(r.batch, r.targets) != r.targets]  # fmt: skip
     if len(changed) >= FEWEST_MEASURED and len(known) > 1:
         yield Finding("targets-change", "watch",
-            f"Batches of inputs come again with other targets, first at step {changed[0]:,}.",
+            f"A batch of inputs comes again with other targets, first at step {changed[0]:,}.",
             (Evidence("measured steps with other targets", len(changed), 0.0),),
             (Advice("look for code that changes or permutes labels in place, or shuffles inputs "
                     "and targets apart"),), since=changed[0])  # fmt: skip

@@ -34,12 +34,8 @@ from adiv_monitor.report.wording import listed
 
 # Findings that already say how far layers move; a layer that one of them names is not named again.
 OF_MOVES = (
-    "group-rates",
-    "uneven-rates",
-    "rate-too-high",
-    "rate-too-low",
-    "dead-units",
-    "vanishing",
+    *("group-rates", "uneven-rates", "rate-too-high", "rate-too-low"),
+    *("dead-units", "vanishing"),
 )
 LOW, HIGH = HEALTH["update_ratio"].healthy
 LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
