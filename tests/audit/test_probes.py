@@ -42,7 +42,7 @@ SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
 TOLD = {*QUESTIONS, "labels-unrelated"}
 # Planted in test_wiring_probes.py and test_model_wiring.py, with healthy relatives of each.
 IN_OTHER_TESTS = {
-    *("epsilon-dominates", "attention-axis", "dropout-on-outputs", "zero-gradient"),
+    *("attention-axis", "dropout-on-outputs", "zero-gradient"),
     *("outputs-constant", "zero-slope"),
     *("collapsed", "state-carried", "batch-part-unread", "term-without-graph", "terms-opposed"),
     *("dropout-in-eval", "running-statistics", "logits-as-probabilities", "loss-reversed"),
@@ -86,7 +86,6 @@ def test_every_probe_has_a_planted_bug_on_each_side() -> None:
 
 def test_probes_change_nothing_and_draw_nothing() -> None:
     model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.9), nn.Linear(16, 3))
-    model[0].weight.register_hook(lambda g: 1e-6 * g)  # type: ignore[no-untyped-call]
     before = {name: x.clone() for name, x in model.state_dict().items()}
     of = setup(model=model)
     chance = torch.get_rng_state()
@@ -94,7 +93,7 @@ def test_probes_change_nothing_and_draw_nothing() -> None:
     assert torch.equal(chance, torch.get_rng_state())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert told["gradient-hooks"].facts and told["dropout-too-high"].facts
+    assert told["dropout-too-high"].facts
     assert asked(of, of.fork()) == told
 
 

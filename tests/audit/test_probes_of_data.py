@@ -299,32 +299,6 @@ def test_a_small_penalty_and_two_tasks_are_left_alone() -> None:
         assert not found("penalty-dominates", *facts)
 
 
-# Divisions
-
-
-class Divides(nn.Module):
-    def __init__(self, by: Any) -> None:
-        super().__init__()
-        self.by, self.head = by, nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x / self.by(x))
-
-
-@pytest.mark.parametrize(
-    ("by", "is_named"),
-    [
-        (lambda x: x.sum(1, keepdim=True), True),
-        (lambda x: x.norm(dim=1, keepdim=True), False),
-        (lambda x: x[:, :1].sign() * 1.5, False),  # of both signs, and never close to zero
-    ],
-)
-def test_divisors_of_both_signs_close_to_zero_are_named(by: Any, is_named: bool) -> None:
-    facts = told("unsafe-division", setup(model=Divides(by))).facts
-    assert bool(found("unsafe-division", *facts, losses=STILL)) is is_named
-    assert all("div" in fact.place for fact in facts)
-
-
 # Data
 
 

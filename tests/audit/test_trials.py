@@ -221,7 +221,7 @@ def test_what_does_not_pay_is_something_to_watch() -> None:
     assert [f.strength for f in found] == ["act", "act", "act", "watch", "note", "note"]
     assert found[0].name == "non-finite" and found[0].advice[0].trial is not None
     assert found[1] == findings[2]
-    assert found[2].advice[0].untried == "no weight_decay is above 0"
+    assert found[2].advice[0].untried == "there is no weight decay"
     assert found[3].advice[0].trial is not None and not found[3].advice[0].trial.pays
     assert found[4] == findings[4]  # a note is not tried
     assert found[5].advice[0].trial == NO_GAIN[10]  # but says so where that was tried anyway

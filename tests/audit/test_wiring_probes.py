@@ -1,4 +1,4 @@
-"""Bugs of wiring, outputs and epsilon: each is seen, and its healthy relatives are not."""
+"""Bugs of wiring and outputs: each is seen, and its healthy relatives are not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,6 @@ import torch
 from made_records import record
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Adam, AdamW, Optimizer, RMSprop
 from trial_setups import answer, loss, mlp, setup
 
 from adiv_monitor.audit.experiments.observe import observe
@@ -402,45 +401,3 @@ def test_stopped_targets_of_other_features_are_compared_with_others() -> None:
         return functional.mse_loss(q, z.detach()) + functional.cross_entropy(q, batch[1])
 
     assert asked("zero-gradient", setup(loss=straight_through)) == Probed()
-
-
-# The optimizer's epsilon
-
-Made = Callable[[nn.Module], Optimizer]
-
-
-def adam(eps: float, **settings: Any) -> Made:
-    return lambda model: Adam(model.parameters(), lr=3e-3, eps=eps, **settings)
-
-
-def trained(optimizer: Made, of: Any = loss) -> Probed:
-    bed = setup(optimizer=optimizer, loss=of)
-    fork = bed.fork()
-    train(fork)
-    return answer("epsilon-dominates", bed, fork)
-
-
-def tiny(model: nn.Module, batch: Any) -> Tensor:
-    return 1e-9 * loss(model, batch)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [adam(1.0), adam(1.0, amsgrad=True), lambda m: AdamW(m.parameters(), eps=0.5),
-     lambda m: RMSprop(m.parameters(), lr=1e-3, eps=1.0),
-     lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-3, eps=5.0)],
-)  # fmt: skip
-def test_an_epsilon_above_the_roots_is_seen(optimizer: Made) -> None:
-    (fact,) = trained(optimizer).facts
-    assert strengths("epsilon-dominates", fact)
-    assert fact.numbers["share"] > 0.9 and fact.numbers["root"] < fact.numbers["epsilon"]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "of"),
-    [(adam(1e-8), loss), (adam(1e-8), tiny), (adam(1e-7), loss),
-     (lambda m: torch.optim.Adadelta(m.parameters(), eps=1.0), loss),
-     (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss)],
-)  # fmt: skip
-def test_usual_epsilons_and_optimizers_without_one_are_no_fault(optimizer: Made, of: Any) -> None:
-    assert trained(optimizer, of) == Probed()

@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.experiments import answers, exchange, loss_inputs, modules, places, state
+from adiv_monitor.audit.experiments import answers, exchange, loss_inputs, modules, places
 from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
@@ -339,12 +339,6 @@ def in_order(batches: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple((x[some], y[some]) for some in rows)
 
 
-def by_rand(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.uniform_(module.weight, 0.0, 2.0 * module.in_features**-0.5)
-
-
 class Listed(nn.Module):
     """A net whose first layers are in a plain list."""
 
@@ -383,16 +377,6 @@ def still(model: nn.Module) -> SGD:
     return SGD([group for group in groups if group["params"]], lr=0.1, momentum=0.9)
 
 
-def clipped_hook(model: nn.Module) -> SGD:
-    made = momentum(model)
-
-    def clip(*_: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-    made.register_step_pre_hook(clip)
-    return made
-
-
 def normed(model: nn.Sequential) -> nn.Sequential:
     """With batch normalisation behind the first layer."""
     return nn.Sequential(model[0], nn.BatchNorm1d(model[0].out_features), *model[1:])
@@ -422,8 +406,8 @@ def in_evaluation(model: nn.Sequential) -> nn.Sequential:
     return made
 
 
-def adamw(model: nn.Module, eps: float = 1e-8) -> AdamW:
-    return AdamW(model.parameters(), lr=3e-3, eps=eps)
+def adamw(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), lr=3e-3)
 
 
 class Attending(nn.Module):
@@ -596,17 +580,6 @@ def uphill(record: Record) -> float:
 
 def gradient_ratio(record: Record) -> float:
     return next(iter(initialisation.gradient_ratios(record).values()), math.nan)
-
-
-class OverSum(nn.Module):
-    """Divides each row by the sum of its entries, or by its length."""
-
-    def __init__(self, by_sum: bool) -> None:
-        super().__init__()
-        self.by_sum = by_sum
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 8.0 * x / (x.sum(1, keepdim=True) if self.by_sum else x.norm(dim=1, keepdim=True))
 
 
 def threes(weight: tuple[float, float]) -> Setup:
@@ -940,15 +913,6 @@ PICTURES: dict[str, Picture] = {
         (loss_rules, ("LEARNT", "LEARNABLE")),
         lambda: with_penalty(0.001),
     ),
-    "unsafe-division": Picture(
-        "each image is divided by the sum of its entries; the healthy run divides by its length",
-        with_model(lambda model: nn.Sequential(OverSum(by_sum=True), *model)),
-        {"smallest divisor over the median one":
-            of_fact("unsafe-division", "close"),
-         "largest result over the median one": of_fact("unsafe-division", "times")},
-        (inputs, ("CLOSE", "HUGE")),
-        with_model(lambda model: nn.Sequential(OverSum(by_sum=False), *model)),
-    ),
     "target-leak": Picture(
         "the first of 64 features is the label",
         lambda: replace(HEALTHY.setup(), batches=leaked()),
@@ -977,12 +941,6 @@ PICTURES: dict[str, Picture] = {
         {"variance of labels within a batch, over that in shuffled batches":
             of_fact("unshuffled", "ratio")},
         (data, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
-    ),
-    "one-sided-weights": Picture(
-        "all weights from torch.rand, over √(fan-in)",
-        with_model(changed(by_rand)),
-        {"mean over rms of the first layer's weights": of_fact("one-sided-weights", "share")},
-        (state, ("ONE_SIDED", "ENTRIES")),
     ),
     "bounded-logits": Picture(
         "the logits are cosines; the healthy one's are 20 times them",
@@ -1017,13 +975,6 @@ PICTURES: dict[str, Picture] = {
         (parameters, ("ROUNDED_AWAY",)),
         with_setup(optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
     ),
-    "gradient-hooks": Picture(
-        "a hook before the optimizer's step clips the gradient's norm to 0.001",
-        with_setup(optimizer=clipped_hook),
-        {"gradient's length after the hooks, over that before them":
-            of_fact("gradient-hooks", "ratio")},
-        (parameters, ("CHANGED_LENGTH", "TURNED")),
-    ),
     "left-in-eval": Picture(
         "a batch normalisation behind the first layer, in evaluation mode",
         with_model(in_evaluation),
@@ -1038,13 +989,6 @@ PICTURES: dict[str, Picture] = {
         {"values of a channel": of_fact("batch-norm-starved", "values")},
         (modules, ("FEW",)),
         with_model(normed),
-    ),
-    "epsilon-dominates": Picture(
-        "AdamW with an epsilon of 1; the healthy one has the default",
-        with_setup(optimizer=partial(adamw, eps=1.0)),
-        {"share of entries whose root is below ε": of_fact("epsilon-dominates", "share")},
-        (parameters, ("EPSILON",)),
-        with_setup(optimizer=adamw),
     ),
     "outputs-constant": Picture(
         "a group normalisation with as many groups as channels behind the first layer; the "

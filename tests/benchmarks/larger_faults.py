@@ -46,7 +46,6 @@ RUNS = [
     Planted("gru_first_output", "sequences", "", "input-partly-ignored"),
     Planted("gpt", "text_not_moved", "by_word", "target-is-input"),
     Planted("resnet_softmax", "images", "", "double-softmax"),
-    Planted("gru_clamped", "sequences", "", "gradient-hooks"),
     Planted("gpt_heads_by_view", "text", "by_word", "reshape-scrambles"),
     Planted("resnet_frozen_statistics", "images", "", "left-in-eval"),
     Planted("gru", "sequences", "", ""),

@@ -172,15 +172,3 @@ def gru_first_output() -> nn.Module:
 
 def gru_not_batch_first() -> nn.Module:
     return GRU(batch_first=False)
-
-
-def gru_clamped() -> nn.Module:
-    """Hooks on its parameters clamp gradients to 1e-7."""
-    model = GRU()
-    for parameter in model.parameters():
-        parameter.register_hook(clamped)
-    return model
-
-
-def clamped(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-1e-7, 1e-7)

@@ -25,6 +25,9 @@ _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
     "outputs-normalised": "; 'target-scale' is",
+    "unsafe-division": "; 'row-spread' is",
+    "one-sided-weights": "; 'bad-initialisation' is",
+    **dict.fromkeys(("epsilon-dominates", "gradient-hooks"), "; 'rate-too-low' is"),
     "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
 }
 # Arguments of `audit` → their defaults.

@@ -13,14 +13,13 @@ from adiv_monitor.audit.experiments.calls import (
     MULTIPLIES,
     PRODUCTS,
     Call,
-    calls_of,
     change_calls,
     flat,
     given,
     see_calls,
 )
-from adiv_monitor.audit.experiments.questions import Untold, asks
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded, without_gradient_hooks
+from adiv_monitor.audit.experiments.questions import asks
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
 
@@ -60,7 +59,7 @@ def compared(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, f
     return cosine, math.sqrt(other / own) if own > 0 else math.nan
 
 
-# Cuts and hooks
+# Cuts
 
 
 def cuts(fork: Fork) -> list[Call]:
@@ -155,18 +154,6 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
     numbers = {"cosine": compared(own, uncut)[0], "removed": compared(own, removed)[0]}
     words = {"drawn": "True"} if any(map(_draws, found)) else {}
     return [Fact(call.place.replace("__get__", ".data"), numbers, words) for call in found]
-
-
-@asks("gradient-hooks")
-def gradient_hooks(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Compare the gradient that reaches the optimizer with hooks and without any."""
-    bare = setup.fork()
-    if not without_gradient_hooks(bare.model, bare.optimizer):
-        return ()
-    cosine, ratio = compared(backward(bare), backward(setup.fork()))
-    if not math.isfinite(ratio):
-        raise Untold("the gradient is not finite, or zero without hooks, too")
-    return (Fact("", {"ratio": ratio, "cosine": cosine}),)
 
 
 # Backward passes written by hand
@@ -285,35 +272,3 @@ def _ends(x: Tensor, made: Tensor) -> Ends | None:
         return (low, high) if is_outside else None
     is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
     return (low, high) if is_cut and not torch.equal(made, x) else None
-
-
-# Divisions
-
-
-BATCHES = 4  # most whose divisors are taken together
-DIVISORS = 16  # fewest
-_DIVISOR = {"div": 1, "divide": 1, "true_divide": 1, "__truediv__": 1, "__itruediv__": 1,
-            "__rtruediv__": 0, "__rdiv__": 0, "reciprocal": 0}  # fmt: skip
-
-
-@asks("unsafe-division")
-def unsafe_division(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return divisions by tensors of both signs, with the size of the smallest over the median one.
-
-    Also return the largest result over the median one, without units that are off.
-    """
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for batch in setup.batches[:BATCHES]:
-        for call in calls_of(setup.fork(), lambda call: call.name in _DIVISOR, batch):
-            divisor = call.argument(_DIVISOR[call.name], "other")
-            if isinstance(divisor, Tensor) and divisor.is_floating_point():
-                pair = divisor.float().flatten(), call.result.abs().float().flatten()
-                found.setdefault(call.place, []).append(pair)
-    for place, pairs in found.items():
-        divisors, made = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        sizes, made = divisors.abs().sort().values, made[made > 0]
-        middle = float(sizes[len(sizes) // 2])
-        are_told = len(sizes) >= DIVISORS and middle > 0 and len(made) and made.isfinite().all()
-        if are_told and bool((divisors > 0).any() and (divisors < 0).any()):
-            times = float(made.max() / made.median())
-            yield Fact(place, {"close": float(sizes[0]) / middle, "times": times})

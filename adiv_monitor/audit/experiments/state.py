@@ -1,19 +1,17 @@
-"""Questions about parameters as they begin, the optimizer and its steps."""
+"""Questions about parameters as they begin, and of steps."""
 
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.audit.experiments.backward import nodes_of
-from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, flat, given, see_calls
+from adiv_monitor.audit.experiments.calls import Call, flat, given, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, with_tensor
 from adiv_monitor.audit.experiments.questions import Look, Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
@@ -41,46 +39,6 @@ class RateZero(Look):
                 initial = float(group.get("initial_lr", 0.0))
                 numbers = {"group": float(i), "share": share, "initial_lr": initial}
                 yield Fact(names.get(id(reached[0]), ""), numbers)
-
-
-USUAL = 1e-8  # Adam's default epsilon; no smaller one is a fault
-FEWEST = 5  # steps after which the mean of the squared gradients counts
-# Names under which optimizers keep what they divide by the root of: Adam and its kin, RMSprop,
-# Adagrad.
-SQUARES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
-
-
-@asks("epsilon-dominates")
-def epsilon_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the share of the entries with a gradient whose √v̂ is below the optimizer's ε.
-
-    The step is m̂ / (√v̂ + ε) times the learning rate. v̂ is the running mean of the squared
-    gradients at the end of the run; Adam corrects it for its bias (Kingma and Ba 2015, algorithm
-    1), RMSprop does not, and Adagrad uses their sum.
-    """
-    given = [group.get("eps") for group in trained.optimizer.param_groups]
-    if not any(isinstance(eps, float) and eps > USUAL for eps in given):
-        return
-    found = [(eps, root[root > 0]) for eps, root in _roots(trained.optimizer)]
-    smaller = [(int((root < eps).sum()), eps) for eps, root in found if eps > USUAL]
-    if any(count for count, _ in smaller):
-        share = sum(count for count, _ in smaller) / sum(root.numel() for _, root in found)
-        root = median(float(root.median()) for _, root in found if root.numel())
-        yield Fact("", {"share": share, "epsilon": max(smaller)[1], "root": root})
-
-
-def _roots(optimizer: Optimizer) -> Iterator[tuple[float, Tensor]]:
-    """Yield ε and √v̂ of each parameter that has taken enough steps."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            squares = next((state[name] for name in SQUARES if name in state), None)
-            steps = float(state.get("step", 0))
-            if "acc_delta" in state or "eps" not in group or steps < FEWEST:
-                continue  # Adadelta adds ε under the root
-            if isinstance(squares, Tensor):
-                grown = 1.0 - group["betas"][1] ** steps if "betas" in group else 1.0
-                yield float(group["eps"]), (squares.detach() / grown).sqrt()
 
 
 STEPS = 3  # only the last one counts: Adam's first step has full length
@@ -207,10 +165,17 @@ class Hidden:
         return (*facts, *self._anew)
 
 
+FEWEST = 64  # entries: the mean of fewer differs from zero by chance
+DEVIATIONS = 4.0  # of the mean of independent entries around zero: rms / sqrt(their number)
+MOST_DIFFER = 0.9  # of entries that are drawn
+
+
 def _is_drawn(x: Tensor) -> bool:
     """Return whether the entries look like random numbers around 0: few of them are alike."""
-    is_large = x.is_floating_point() and x.numel() >= ENTRIES
-    balanced = is_large and share(x) < DEVIATIONS / math.sqrt(x.numel())
+    if not x.is_floating_point() or x.numel() < FEWEST:
+        return False
+    rms = float(x.double().square().mean().sqrt())
+    balanced = abs(float(x.double().mean())) < DEVIATIONS * rms / math.sqrt(x.numel())
     return balanced and len(torch.unique(x)) > MOST_DIFFER * x.numel()
 
 
@@ -408,46 +373,6 @@ def _spreads(values: Tensor | None, within: float = 0.0) -> bool:
         return True
     spread, mean = float(values.detach().std()), float(values.detach().mean())
     return spread > 0 and abs(mean) > within * spread
-
-
-# Weights of nearly one sign
-
-
-WEIGHTED = (*PRODUCTS, "addmm", "conv1d", "conv2d", "conv3d", "bilinear")
-MOST_DIFFER = 0.9  # of entries that are drawn
-ENTRIES = 64  # fewest of a weight: the mean of fewer differs from zero by chance
-ONE_SIDED = 0.3  # abs(mean) / rms
-DEVIATIONS = 4.0  # of the mean of independent entries around zero: 1 / sqrt(their number)
-
-
-@looks("one-sided-weights")
-class OneSided:
-    """Do weights that multiply inputs begin with nearly one sign, like those of torch.rand?"""
-
-    def __init__(self, fork: Fork) -> None:
-        self.weights: dict[str, Tensor] = {}
-        self._names = {id(p): name for name, p in fork.model.named_parameters()}
-
-    def see(self, call: Call) -> None:
-        """Look for weights; complex numbers have no sign."""
-        for x in call.args if call.name in WEIGHTED else ():
-            name = self._names.get(id(x))
-            if name is None or x.ndim < 2 or x.numel() < ENTRIES or x.is_complex():
-                continue
-            if x.requires_grad and share(x) > max(ONE_SIDED, DEVIATIONS / math.sqrt(x.numel())):
-                self.weights[name] = x
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return abs(mean) / rms of each weight for which it is above 0.3, and not by chance."""
-        return [Fact(name, {"mean": float(p.detach().mean()), "share": share(p)})
-                for name, p in self.weights.items()]  # fmt: skip
-
-
-def share(weight: Tensor) -> float:
-    """Return abs(mean) / rms of the entries, 0 to 1."""
-    x = weight.detach().double()
-    rms = float(x.square().mean().sqrt())
-    return abs(float(x.mean())) / rms if rms > 0 else 0.0
 
 
 # Parameters on which the loss does not depend

@@ -219,20 +219,6 @@ def _is_plain(hook: Callable[..., Any]) -> bool:
     return all(isinstance(x, (int, float, ModuleType)) for x in used)
 
 
-def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Remove the hooks of a copy that change gradients between backward() and the step.
-
-    Returns whether there were any.
-    """
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
-    holders = (*model.parameters(), *model.modules())
-    found = [getattr(x, name, None) for x in holders for name in names]
-    kept = [hooks for hooks in (*found, optimizer._optimizer_step_pre_hooks) if hooks]
-    for hooks in kept:
-        hooks.clear()
-    return bool(kept)
-
-
 # Warm-ups
 
 FOLLOWED = 1_000  # steps for which a warm-up is followed, at least

@@ -20,9 +20,8 @@ from adiv_monitor.audit.experiments.changed_inputs import change_inputs, given_i
 from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, dropped, leave_out
 from adiv_monitor.audit.experiments.modules import maps_that_run
 from adiv_monitor.audit.experiments.state import COARSE, bare_weights
-from adiv_monitor.audit.experiments.state import USUAL as USUAL_EPSILON
 from adiv_monitor.audit.training.batches import mapped
-from adiv_monitor.audit.training.setup import Fork, seeded, without_gradient_hooks
+from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.faults import rates
@@ -147,13 +146,11 @@ def _less_momentum(fork: Fork, layers: Layers, record: Seen) -> None:
             group["betas"] = (rates.less_momentum(first), *others)
 
 
-@fix("no-decay", key="weight_decay", above=0.0, to=0.0)
-@fix("usual-epsilon", key="eps", above=USUAL_EPSILON, to=USUAL_EPSILON, rescales=True)
-def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, to: float) -> None:
-    """Lower a setting where it is above a value."""
-    larger = [g for g in fork.optimizer.param_groups if g.get(key, 0.0) > above]
-    for group in some(larger, f"no {key} is above {above:g}"):
-        group[key] = to
+@fix("no-decay")
+def _no_decay(fork: Fork, layers: Layers, record: Seen) -> None:
+    decayed = [g for g in fork.optimizer.param_groups if g.get("weight_decay", 0.0) > 0]
+    for group in some(decayed, "there is no weight decay"):
+        group["weight_decay"] = 0.0
 
 
 @fix("no-clip", clips=False)
@@ -169,11 +166,6 @@ def _clip(fork: Fork, layers: Layers, record: Seen, clips: bool) -> None:
 def _adamw(fork: Fork, layers: Layers, record: Seen) -> None:
     some(not isinstance(fork.optimizer, AdamW), "it is AdamW already")
     fork.optimizer = AdamW(held(fork.optimizer), lr=1e-3)
-
-
-@fix("without-hooks")
-def _without_hooks(fork: Fork, layers: Layers, record: Seen) -> None:
-    some(without_gradient_hooks(fork.model, fork.optimizer), "no hook changes gradients")
 
 
 @fix("float32-weights", rescales=True)

@@ -95,16 +95,6 @@ def dropout_rises(record: Record) -> Iterator[Finding]:
             (Advice("use a dropout rate of 0.1, the share to drop"),), since=high[0])  # fmt: skip
 
 
-told(__name__, "one-sided-weights", "Initial weights of one sign", suffers,
-     "Nearly all initial values of {all_places} have the same sign: all units of such a layer "
-     "return nearly the same value.",
-     [Number("abs(mean) / rms", "share", above=0.3)],
-     Advice("draw the weights around zero, as torch.randn does"),
-     # Another finding says so, and that they stay so.
-     unless=lambda record: record.trained or any(e.measure == "alike" for e in _gains(record)),
-     of_modules=True)  # fmt: skip
-
-
 _SAID = {
     "loss": "the first loss is {value:.3g}, but a constant prediction has a loss of {chance:.3g}",
     "gain": "{layer} multiplies the length of signals by {value:.3g}",

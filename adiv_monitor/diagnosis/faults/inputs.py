@@ -12,7 +12,7 @@ from dataclasses import replace
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
 from adiv_monitor.diagnosis.faults.data import active_rows
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
+from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
 from adiv_monitor.diagnosis.faults.rates import clip_norm, overshoot, suffers
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
@@ -21,10 +21,6 @@ from adiv_monitor.diagnosis.record import InputStatistics, Record
 # End of `Record.first_non_finite` if a softmax, or another function, is given a row of −∞ alone.
 HIDDEN = ", which gets a row of nothing but -inf: all of its places are masked"
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
-# Smallest size of divisors of both signs, over their median: 0.02 in 64 normal numbers, 1 for
-# divisors of one size.
-CLOSE = 0.1
-HUGE = 30.0  # largest result of a division over the median one; 6 for 4,096 normal numbers
 DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2
@@ -111,20 +107,6 @@ def non_finite(record: Record) -> Finding:
                 "for log(0), x/0, sqrt(0) and half precision in the place named here")),
         "Replacing NaN by 0 (nan_to_num) hides where they come from.", since=step,
         against=())  # fmt: skip
-
-
-def _is_spread(record: Record) -> bool:
-    return suffers(record) or any(f.strength == "act" for f in row_spread(record))
-
-
-told(__name__, "unsafe-division", "Division by numbers close to zero", _is_spread,
-     "{place} divides by numbers of both signs, some of them close to zero: the largest result is "
-     "{times:.3g} times the median one.",
-     [Number("smallest divisor over the median one", "close", below=CLOSE),
-      Number("largest result over the median one", "times", above=HUGE)],
-     Advice("divide by something positive, such as a norm"),
-     not_advised="A small constant added to the divisors only moves the zero.", against=(),
-     explains=(*LEARNING, "exploding", "non-finite", "row-spread"))  # fmt: skip
 
 
 @fault("input-scale", "Inputs of an unsuitable scale", about="inputs", shown_by=read.entering,

@@ -1,7 +1,7 @@
 """Which parameters are not trained, and why?
 
 Along the way of a parameter: is it held, registered, reached by the gradient, meant to be trained,
-and given a learning rate; does its step survive rounding, ε and hooks; and is its layer in training
+and given a learning rate; does its step survive rounding; and is its layer in training
 mode?
 """
 
@@ -38,13 +38,9 @@ UNTRAINED, ABOUT = 3**-0.5, 0.03
 # torch draws entries within ±1/√fan-in. Rounding to 16 bits moves them beyond by less than this
 # share; training usually moves some further.
 ROUNDED = 0.01
-# Share of the entries with a gradient whose √v̂ is below ε: then most of a step is not adapted.
-EPSILON = 0.5
 # Share of the entries with a gradient that a step leaves equal to the last bit: 81 % with faulty
 # bfloat16 weights, at most 2.6 % elsewhere.
 ROUNDED_AWAY = 0.5
-# Limits of the ratio of the applied gradient's length to the backward pass's, and of their cosine.
-CHANGED_LENGTH, TURNED = 10.0, 0.9
 
 
 @fault("not-held", "Parameters that the optimizer does not hold", shown_by=reported("trainable"),
@@ -176,25 +172,6 @@ told(__name__, "rounded-away", "Steps lost to rounding", suffers,
      [Number("share of entries that a step leaves unchanged", "share", above=ROUNDED_AWAY)],
      Advice("keep the weights in float32, under torch.autocast", "float32-weights"),
      not_advised="A lower learning rate makes even more steps too small.", against=LOWER_RATES,
-     explains=LEARNING, acts_below=1.0)  # fmt: skip
-
-
-told(__name__, "epsilon-dominates", "Steps shortened by the optimizer's epsilon", suffers,
-     "The optimizer divides the gradient by √v + ε. For {share:.0%} of the entries, its ε "
-     "({epsilon:g}) is larger than √v (typically {root:.2g}).",
-     [Number("share of entries whose root is below ε", "share", above=EPSILON)],
-     Advice("use the default eps of 1e-8", "usual-epsilon"),
-     explains=LEARNING, acts_below=1.0)  # fmt: skip
-
-
-told(__name__, "gradient-hooks", "Hooks that change the gradient", suffers,
-     "Hooks change the gradient between backward() and the optimizer's step: its length becomes "
-     "{ratio:.3g} times as large, with a cosine of {cosine:.3g}.",
-     [Number("gradient's length after the hooks, over before", "ratio"),
-      Number("cosine of the gradients before and after", "cosine")],
-     Advice("remove the hooks that change gradients", "without-hooks"),
-     where=lambda fact: fact.numbers["cosine"] < TURNED
-     or not 1 / CHANGED_LENGTH <= fact.numbers["ratio"] <= CHANGED_LENGTH,
      explains=LEARNING, acts_below=1.0)  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from audit.fault_benchmark.reported_kinds import Listed
 from audit.fault_benchmark.run import Case, Healthy, Run
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 
 class Mixed(nn.Module):
@@ -77,38 +77,6 @@ def slowly_in_bfloat16(by: float) -> Callable[[Run], None]:
     def plant(run: Run) -> None:
         in_bfloat16(run)
         slower(run, by)
-
-    return plant
-
-
-class Hooked:
-    """A factory of optimizers with a hook that clips all gradients to a tiny norm."""
-
-    def __init__(self, algorithm: type[Optimizer], norm: float) -> None:
-        self.algorithm, self.norm = algorithm, norm
-
-    def __call__(self, held: Iterable[Any], **settings: Any) -> Optimizer:
-        made = self.algorithm(held, **settings)
-
-        def clip(optimizer: Optimizer, *_: Any) -> None:
-            groups = optimizer.param_groups
-            torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], self.norm)
-
-        made.register_step_pre_hook(clip)
-        return made
-
-
-def clipped(run: Run) -> None:
-    run.algorithm = Hooked(run.algorithm, 1e-3)  # type: ignore[assignment]
-
-
-def clamped(bound: float) -> Callable[[Run], None]:
-    def clamp(gradient: Tensor) -> Tensor:
-        return gradient.clamp(-bound, bound)
-
-    def plant(run: Run) -> None:
-        for parameter in run.model.parameters():
-            parameter.register_hook(clamp)
 
     return plant
 
@@ -442,16 +410,6 @@ COSINES = Healthy("cosines-adamw", "MLP", _cosines)
 COSINES_OF_WORDS = Healthy("gpt-cosines-adamw", "transformer", _cosines_of_words)
 
 
-def by_rand(run: Run) -> None:
-    """Draw the weights by torch.rand."""
-    for layer in networks.layers(run.model):
-        nn.init.uniform_(layer.weight, 0.0, 2.0 * layer.weight[0].numel() ** -0.5)
-
-
-def by_rand_in_the_head(run: Run) -> None:
-    nn.init.uniform_(run.model.head.weight)
-
-
 def one_batch(count: int) -> Callable[[Run], None]:
     """Repeat the first batches, as with an index that never increases."""
 
@@ -565,7 +523,6 @@ SET_BY = [
     _case(healthy.MLP_SGD, "layers in a list", listed, "hidden-parameters"),
     _case(healthy.MLP_ADAM, "a group of rate 0", still, "rate-zero"),
     _case(ADAMW, "bfloat16 weights, a tenth of the rate", slowly_in_bfloat16(10.0), "rounded-away"),
-    _case(healthy.MLP_MOMENTUM, "clipped to 0.001 in a hook", clipped, "gradient-hooks"),
     _case(DEEP_NORMED, "body in evaluation mode", in_evaluation, "left-in-eval"),
     _case(NORMED, "batches of 3", few(3), "batch-norm-starved"),
     _case(DROPPED, "keep for drop", kept(0.9), "dropout-too-high"),
@@ -581,7 +538,6 @@ SET_BY = [
     _case(REMEMBERED, "state detached", attributes(cut=True), "gradient-cut"),
     _case(healthy.MLP_MOMENTUM, "one batch again and again", one_batch(1), "same-batch"),
     _case(healthy.MLP_SGD, "sorted by label", sorted_by_label, "unshuffled"),
-    _case(healthy.MLP_ADAM, "torch.rand", by_rand, "one-sided-weights"),
     _case(COSINES, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(ADAMW, "rate 1e-7", partial(slower, by=1e4), "rate-too-low"),
     _case(healthy.MLP_SGD, "the loss with a minus", negated, "unbounded-loss"),
@@ -599,8 +555,6 @@ HELD_OUT = [
     _case(healthy.CNN_SGD, "a group of rate 0", still, "rate-zero"),
     _case(healthy.DEEP_RELU, "the first layer's rate 0", first_still, "rate-zero"),
     _case(healthy.GPT, "bfloat16 weights, rate 3e-5", slowly_in_bfloat16(100.0), "rounded-away"),
-    _case(healthy.CNN_SGD, "gradients clamped to 1e-5", clamped(1e-5), "gradient-hooks"),
-    _case(healthy.REGRESSION, "clipped to 0.001 in a hook", clipped, "gradient-hooks"),
     _case(NORMED_REGRESSION, "batches of 2", few(2), "batch-norm-starved"),
     _case(ONE_VALUE, "(B,) less (B, 1)", with_loss(subtracting), "broadcast-loss"),
     _case(healthy.CNN_ADAM, "kl_div of a softmax", with_loss(kl_of_shares), "no-log"),
@@ -615,8 +569,6 @@ HELD_OUT = [
     _case(BRANCH, ".data in a branch", attributes(cut=True), "gradient-cut"),
     _case(healthy.CNN_ADAM, "two batches by turns", one_batch(2), "same-batch"),
     _case(healthy.CNN_SGD, "sorted by label", sorted_by_label, "unshuffled"),
-    _case(healthy.DEEP_TANH, "torch.rand", by_rand, "one-sided-weights"),
-    _case(healthy.BLOBS, "torch.rand in the head", by_rand_in_the_head, "one-sided-weights"),
     _case(COSINES_OF_WORDS, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(healthy.MLP_DROPOUT, "keep for drop", kept(0.95), "dropout-too-high"),
     _case(healthy.CNN_ADAM, "the loss with a minus", negated, "unbounded-loss"),

@@ -99,12 +99,6 @@ def lukewarm(run: Run) -> None:
     run.loss = contrast(1.0)
 
 
-def by_rand(run: Run) -> None:
-    for layer in run.model:
-        if isinstance(layer, nn.Linear):
-            nn.init.uniform_(layer.weight)
-
-
 VAE = Healthy("vae-adam", "VAE", _vae)
 PAIRS = Healthy("pairs-adamw", "contrastive", _pairs)
 
@@ -114,6 +108,5 @@ SET_BY = [
 ]
 HELD_OUT = [
     Case("vae-adam: sigmoid on the outputs", VAE, ("targets-out-of-range",), squashed),
-    Case("pairs-adamw: torch.rand", PAIRS, ("one-sided-weights",), by_rand),
     Case("gan-adam: generator in a list", GAN, ("hidden-parameters",), listed("generator")),
 ]

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from audit.fault_benchmark import data, healthy, networks
 from audit.fault_benchmark.faulty.wiring import with_loss
-from audit.fault_benchmark.reported_inputs import attribute
 from audit.fault_benchmark.reported_kinds import LATENT, VAE
 from audit.fault_benchmark.run import Case, Healthy, Run
 from torch import Tensor, nn
@@ -69,30 +68,6 @@ def penalised(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch
     outputs = model(x)
     return functional.cross_entropy(outputs, y) + 300.0 * outputs.square().mean()
-
-
-class Shares(nn.Module):
-    """Divides features by their sum over the features, or by their length."""
-
-    def __init__(self, by_sum: bool = False) -> None:
-        super().__init__()
-        self.by_sum = by_sum
-
-    def forward(self, x: Tensor) -> Tensor:
-        by = x.sum(1, keepdim=True) if self.by_sum else x.norm(dim=1, keepdim=True) + 1e-3
-        return 8.0 * x / by
-
-
-class Divided(nn.Module):
-    """Divides hidden units by a gate, whose sign is free, or by a positive one."""
-
-    def __init__(self, width: int, positive: bool = True) -> None:
-        super().__init__()
-        self.positive, self.gate = positive, nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        return x / (functional.softplus(gate) + 0.5) if self.positive else x / gate
 
 
 def _is_three() -> Run:
@@ -172,18 +147,6 @@ def _map(layers: int) -> Run:
     return Run(model, _discs(), healthy.squared_error, Adam, {"lr": 1e-2})
 
 
-def _shares() -> Run:
-    model = networks.mlp([64, 64, 10])
-    model.body.insert(0, Shares())
-    return healthy.classify(model, data.digits(), AdamW, 3e-3)
-
-
-def _divided() -> Run:
-    model = networks.mlp([64, 64, 10])
-    model.body.append(Divided(64))
-    return healthy.classify(model, data.digits(), AdamW, 3e-3)
-
-
 IS_THREE = Healthy("is-three-adamw", "MLP", _is_three)
 IS_THREE_OF_ONE = Healthy("is-three-of-one-adamw", "MLP", _is_three_of_one)
 MARGIN = Healthy("margin-adamw", "MLP", _margin)
@@ -193,8 +156,6 @@ PADDED_SERIES = Healthy("padded-gru-adam", "GRU", _padded_series)
 ONE_COLUMN = Healthy("one-column-adam", "regression", _one_value)
 MAP = Healthy("map-adam", "CNN", partial(_map, 2))
 DEEP_MAP = Healthy("deep-map-adam", "CNN", partial(_map, 3))
-SHARES = Healthy("shares-adamw", "MLP", _shares)
-DIVIDED = Healthy("divided-adamw", "MLP", _divided)
 
 
 def leaked(column: int) -> Planted:
@@ -215,10 +176,9 @@ def moved(move: Callable[[Tensor], Tensor]) -> Planted:
 
 
 def _case(twin: Healthy, what: str, plant: Planted, expected: str) -> Case:
-    judged_by = "loss" if expected == "unsafe-division" else "error"
     padding = PADDING if expected == "padding-counts" else None
     name = f"{twin.name}: {what}"
-    return Case(name, twin, (expected,), plant, judged_by=judged_by, padding=padding)
+    return Case(name, twin, (expected,), plant, judged_by="error", padding=padding)
 
 
 SET_BY = [
@@ -231,7 +191,6 @@ SET_BY = [
     _case(VAE, "a sum beside a mean", with_loss(divergent), "penalty-dominates"),
     _case(ONE_COLUMN, "the target in the inputs", leaked(-1), "target-leak"),
     _case(MAP, "targets transposed", moved(lambda y: y.mT), "targets-moved"),
-    _case(SHARES, "divided by the sum", attribute(Shares, by_sum=True), "unsafe-division"),
 ]  # fmt: skip
 HELD_OUT = [
     _case(IS_THREE_OF_ONE, "pos_weight inverted", with_loss(partial(weighted_pairs, positive=0.1)),
@@ -242,6 +201,4 @@ HELD_OUT = [
           "penalty-dominates"),
     _case(healthy.MLP_SGD, "the label in the inputs", leaked(0), "target-leak"),
     _case(DEEP_MAP, "targets flipped", moved(lambda y: y.flip(-1)), "targets-moved"),
-    _case(DIVIDED, "a gate of either sign", attribute(Divided, positive=False),
-          "unsafe-division"),
 ]  # fmt: skip

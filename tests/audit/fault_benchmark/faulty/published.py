@@ -176,7 +176,6 @@ CASES = [
         healthy.CNN_SGD,
         "weights 1",
         constant(1),
-        "one-sided-weights",
         *SYMMETRIC,
         because=ALL_ONE,
         source=CRIME,
