@@ -114,6 +114,8 @@ class _Uses(SecondPass):
         refused: by name of a parameter that the pass uses, why it is not measured.
     """
 
+    follows_all = False  # the weight's values suffice
+
     def __init__(self, model: nn.Module, probe: Probe) -> None:
         self.seen: dict[str, Seen] = {}
         self.passed: dict[str, set[str]] = {}
@@ -139,6 +141,10 @@ class _Uses(SecondPass):
         """Take a use of weights."""
         layer = self.layers.of(use, known)
         if layer is None:
+            return
+        if use.kind == "module":
+            why = "no rule describes how it is used, or a transform of torch.func hides its rows"
+            self.refused |= {self._parameters[id(p)]: why for p in layer.parameters}
             return
         sources = self._sources(output)
         if layer.weight is None or _is_entrywise(use):
@@ -175,13 +181,6 @@ class _Uses(SecondPass):
             sources = gave
         self._makes(outputs, sources)
         return [x for use in uses_of(made) for x in (use.weight, use.bias) if x is not None]
-
-    def whole(self, module: nn.Module, names: list[str], *_: Any) -> None:
-        """Say why parameters without a rule are not measured."""
-        for name in names:
-            self.refused[self._parameters[id(module.get_parameter(name))]] = (
-                "no rule describes how it is used, or a transform of torch.func hides its rows"
-            )
 
     def _see(self, layer: Layer, use: Use, shape: tuple[int, ...], sources: set[str]) -> None:
         """Take a call of a layer, which gets the outputs of other layers."""

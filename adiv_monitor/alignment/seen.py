@@ -75,7 +75,7 @@ class Seen:
     def _piece(self) -> Piece | None:
         """The parameter of which the weight is all, or a view, so that the parameter tells it."""
         source = self.source
-        is_told = len(source.pieces) == 1 and source.is_view and not source.constants
+        is_told = len(source.pieces) == 1 and source.is_view
         return source.pieces[0] if is_told else None
 
     @property

@@ -29,18 +29,14 @@ class Guard:
 
     def __call__(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook."""
-        if not self.broken:
-            run_apart(self.within, ThreadState(), body, *args)
-
-    def within(self, state: ThreadState, body: Callable[..., None], *args: Any) -> None:
-        """Run the body of a hook, and restore the given settings if it raises."""
+        if self.broken:
+            return
         try:
-            body(*args)
+            with ThreadState():
+                run_apart(body, *args)
         except Exception as error:
-            state.put_back()
             self.failed(error)
         except BaseException:
-            state.put_back()
             self.broken = True
             raise
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import count
 from operator import attrgetter
 
 import torch
@@ -86,14 +87,11 @@ class Layer:
         """Whether it uses its pieces unchanged, so that their gradient is that of its rows."""
         return all(source is None or source.is_view for source in (self.weight, self.bias))
 
-    def is_through(self, module: nn.Module) -> bool:
-        """Return whether it covers all effects of parameters on the output of this module."""
-        return self.weight is not None and self.weight.through is module
-
-    def is_made_of(self, weight: Source | None, bias: Source | None) -> bool:
-        """Return whether weight and bias of another call change as this layer's do."""
-        pairs = (self.weight, weight), (self.bias, bias)
-        return all(mine is None or mine.is_as(other) for mine, other in pairs)
+    @cached_property
+    def identity(self) -> object:
+        """Equal for uses of the same parameters in the same way."""
+        weight, bias = self.weight and self.weight.identity, self.bias and self.bias.identity
+        return self.kind, self.form, weight, bias
 
     def change(self, parts: Parts) -> tuple[Tensor | None, Tensor | None]:
         """Return the change of weight and bias with the pieces; None where not trained."""
@@ -113,11 +111,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Place:
-    """The module and the name under which a model holds a parameter."""
+    """The module and the name under which a model holds a parameter, and its position in there."""
 
     path: str
     module: nn.Module
     name: str
+    position: int = 0
 
     @cached_property
     def full_name(self) -> str:
@@ -182,11 +181,9 @@ class Selection:
         return [p for key, p in self.held.items() if self.due is None or key in self.due]
 
     @cached_property
-    def owners(self) -> list[nn.Module]:
-        """The modules that hold the parameters directly and can have hooks."""
-        places = (place for several in self.places.values() for place in several)
-        modules = dict.fromkeys(place.module for place in places)
-        return [module for module in modules if module in self.modules]
+    def owners(self) -> set[nn.Module]:
+        """The modules that hold the parameters directly."""
+        return {place.module for places in self.places.values() for place in places}
 
     @property
     def paths(self) -> list[str]:
@@ -307,6 +304,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
+    numbers = count()
     sharded, parallel = held_in_place_of(model), is_parallel(model)
     modules = {module: path for path, module in named_modules(model)}
     for module, path in modules.items():
@@ -317,7 +315,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             continue
         held_here, here = {}, {}
         for name, parameter in own.items():
-            here[name] = place = Place(path, module, name)
+            here[name] = place = Place(path, module, name, next(numbers))
             names.setdefault(id(parameter), place.full_name)
             if parameter.requires_grad and (held is None or id(parameter) in held):
                 held_here[name] = parameter

@@ -18,14 +18,12 @@ from adiv_monitor.capture.second_pass import SecondPass
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Source
-from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, Returned, maps_of, unroll, uses_of
 from adiv_monitor.features.rows import Index, Rows, joined, to_device
-from adiv_monitor.features.uses import Refused, Use
+from adiv_monitor.features.uses import Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.rerun.twin import Arguments
 
 Gradients = Sequence[Tensor | None]
 
@@ -189,33 +187,6 @@ class ProbeRows(SecondPass):
         if any(calls.values()):
             self.ask(outputs, arrive)
         return []
-
-    def whole(
-        self,
-        module: nn.Module,
-        names: list[str],
-        arguments: Arguments,
-        outputs: Outputs,
-        tensors: list[Tensor],
-    ) -> None:
-        """Take the rows of a module that is measured as a whole."""
-        left = {module.get_parameter(name) for name in names}
-        layers = (x for x in self.layers.found.values() if x.is_through(module))
-        layer = next((x for x in layers if left.issubset(x.parameters)), None)
-        if layer is None:
-            return
-        held = [n for n, p in module.named_parameters() if any(p is x for x in layer.parameters)]
-        z, began = outputs.rows(tensors), self._forwards.forward
-
-        def features(rows: Rows) -> Features:
-            given = module, held, arguments, outputs, rows.take(z), began, rows
-            return self._without_rule.features(*given)
-
-        try:
-            call = self._take(layer, z, features)
-        except Refused:  # as random numbers that it draws itself
-            return
-        self._ask(tensors, call, outputs.gradient)
 
     def _take(self, layer: Layer, z: Tensor, features: Callable[[Rows], Features]) -> _Call | None:
         """Take rows of z; also return the call in a run that chooses rows."""

@@ -176,7 +176,7 @@ class Steps:
         selection, turn = training.due(self._schedule.turns)
         guard = Guard(failures.lost)
         others = Others(training.optimizer, selection.parameters, failures)
-        plan = self._trace.plan(selection, history.distrusted)
+        plan = self._trace.plan(selection)
         context = Context(
             guard,
             fail=failures.switch_off,
