@@ -156,7 +156,8 @@ class Capture:
                 lost[layer] = _REMOVED if is_reached else NO_GRADIENT if has_none else _ELSEWHERE
                 rows.release()
         trained = {p for layer in found for p in layer.parameters} if lost else set()
-        trained |= {p for p in self.selection.parameters if id(p) in self.watching.refused}
+        refused = self.watching.refused if lost else {}
+        trained |= {self.selection.held[key] for key in refused}
         for layer, why in lost.items():  # a use without a gradient is none if others train it
             if not trained.issuperset(layer.parameters):
                 self.unreached[layer.path] = why

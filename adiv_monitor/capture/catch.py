@@ -13,7 +13,6 @@ called several times and checkpointing therefore all work:
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -43,7 +42,6 @@ from adiv_monitor.rerun.thread import is_seen, run_apart
 
 Layout = Callable[[Tensor], Tensor]
 
-_AS_IT_IS = nullcontext()
 _PRECISION = {
     dtype: torch.finfo(dtype).eps
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -194,13 +192,15 @@ class Catch:
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Call a function for layers. If it fails, they are not watched any more."""
-        watched = [path for path in paths if path in self._rows]
+        watched = self._rows.keys() & paths
         if not watched or not has_data(args[-1]):
             return
         try:
             with torch._C.DisableTorchFunction():
-                lead = self._rows[watched[0]].layer.parameters[0]
-                with without_autocast(lead) if self._running.autocast else _AS_IT_IS:
+                if self._running.autocast:
+                    with without_autocast(self._rows[min(watched)].layer.parameters[0]):
+                        function(*args)
+                else:
                     function(*args)
         except Exception as error:
             for path in watched:

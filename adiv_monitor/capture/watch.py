@@ -87,7 +87,8 @@ class Watch:
         # Modules by their ids: other modules of the process need not be hashable.
         self._known: dict[int, Site] = {} if plan is None else plan.known
         self._open = set(map(id, selection.modules if plan is None else plan.watched))
-        self._hooks = GlobalHooks(self._before if self._open else None, self._after)
+        both = (self._before, self._after) if self._open else (None, self._take)
+        self._hooks = GlobalHooks(*both)
 
     def put_on(self) -> None:
         """Register the hooks; call `remove` afterwards, even if this raises."""
@@ -105,21 +106,20 @@ class Watch:
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Handle the end of a forward; without keyword arguments if it raised."""
         kwargs, output = more if more[1:] else ({}, None)
-        site = self._known.get(id(module))
-        if site is not None:
-            self._take(site, args, kwargs, output)
-        if self._open and (id(module) in self._open or self._forwards.running):
+        self._take(module, args, kwargs, output)
+        if id(module) in self._open or self._forwards.running:
             self._guarded(self._leave, module, args, kwargs, output)
 
-    def _take(self, site: Site, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         """Let the watcher take the use of a module whose use is known."""
-        if not self._active or self._guard.broken:
+        site = self._known.get(id(module))
+        if site is None or not self._active or self._guard.broken:
             return
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
             return
         if reruns() or not trains(output):
             return
-        self._forwards.known = site.module
+        self._forwards.known = module
         try:
             torch._C._set_grad_enabled(False)
             with torch._C.DisableTorchFunction():

@@ -1,7 +1,7 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,6 @@ from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
 
-_AS_IT_IS = nullcontext()
 _ATTRIBUTES = ("__get__", "__set__")
 # These functions are written in Python; the functions that they call use the parameters.
 OPENED = ("multi_head_attention_forward",)
@@ -132,28 +131,37 @@ class Watching:
         if given is None:
             self.others.add(module)
             return
-        trained = [[p.requires_grad for p in layer.parameters] for layer in site.layers]
-        if not any(True in flags for flags in trained):  # frozen for now
-            return
-        inputs = given[2]
+        try:
+            if torch._C._is_any_autocast_enabled():
+                with without_autocast(output):
+                    self._take_known(site, *given, output)
+            else:
+                self._take_known(site, *given, output)
+        except Exception as error:
+            self._fails(error, site.layers[0].parameters)
 
+    def _take_known(
+        self,
+        site: Site,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[Any],
+        output: Tensor,
+    ) -> None:
         def of_model(value: object) -> bool:
             for each in inputs:  # noqa: SIM110
                 if each is value:
                     return False
             return True
 
-        mixed = torch._C._is_any_autocast_enabled()
-        try:
-            with without_autocast(output) if mixed else _AS_IT_IS:
-                found = found_by(site.rule, FunctionCall(output, of_model), *given[:2])
-                if len(found) != len(site.layers):
-                    self.others.add(module)
-                    return
-                for use, layer, flags in zip(found, site.layers, trained, strict=True):
-                    self._takes.use(use, output, None if False in flags else layer)
-        except Exception as error:
-            self._fails(error, site.layers[0].parameters)
+        assert site.rule is not None
+        found = found_by(site.rule, FunctionCall(output, of_model), args, kwargs)
+        if len(found) != len(site.layers):
+            self.others.add(site.module)
+            return
+        for use, layer in zip(found, site.layers, strict=True):
+            is_frozen = False in [p.requires_grad for p in layer.parameters]
+            self._takes.use(use, output, None if is_frozen else layer)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

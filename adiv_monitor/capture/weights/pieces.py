@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from math import prod
 from operator import itemgetter
 
@@ -152,8 +152,10 @@ class Source:
         """Return its first-order change for changes of the pieces; as a vector for a module."""
         if self.through is not None:
             return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
-        assert self.steps is not None
-        return reduce(_stepped, self.steps, parts[self.pieces[0].key])
+        change = parts[self.pieces[0].key]
+        for step in self.steps or ():
+            change = _stepped(change, step)
+        return change
 
     def then(self, *steps: Step, is_view: bool = True) -> "Source":
         """Return the source of a tensor that is computed from this one.
