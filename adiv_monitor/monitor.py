@@ -31,7 +31,7 @@ from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport
 from adiv_monitor.rerun.surroundings import version
-from adiv_monitor.rerun.thread import ThreadState, run_apart
+from adiv_monitor.rerun.thread import run_apart
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import StepController
 from adiv_monitor.step.failures import Failures
@@ -356,8 +356,7 @@ class Monitor:
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run an action within the training; an exception that leaves it removes all hooks."""
         try:
-            with ThreadState():
-                return run_apart(self._failures.safely, action, *args, functions=True)
+            return run_apart(self._failures.safely, action, *args, functions=True)
         except BaseException:
             self._controller.release()
             raise

@@ -133,7 +133,6 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 X = 4  # number of inputs
 W = Of("w")
-W_SAMPLED_ONLY = Of("w", one_pass=False)
 
 
 def gain(*channels: int, groups: int, name: str = "w") -> Of:
@@ -201,50 +200,19 @@ _AB = {"w": (4, 3), "b": (3,)}
 case("addmm", lambda p, x: torch.addmm(p.b, x, p.w), _AB, (5, 4), Of("w", "b"))
 case(
     "addmm-left",
-    lambda p, x: torch.addmm(p.b, p.w, x, beta=3),
+    lambda p, x: torch.addmm(p.b, p.w, x),
     {"w": (3, 4), "b": (5,)},
     (4, 5),
     Of("w", channels=(0,)),
     constant(-1, name="b"),
 )
 case(
-    "addmv",
-    lambda p, x: torch.addmv(p.b, p.w, x, alpha=2),
-    {"w": (3, 4), "b": (3,)},
-    (4,),
-    W,
-    constant(-1, name="b"),
-)
-case(
-    "addr",
-    lambda p, x: torch.addr(p.b, x, p.w, alpha=2, beta=3),
-    {"w": (3,), "b": (3,)},
-    (5,),
-    W,
-    constant(-1, name="b"),
-)
-case(
-    "addbmm",
-    lambda p, x: torch.addbmm(p.b, x, p.w, alpha=0.5, beta=2),
-    {"w": (2, 4, 3), "b": (3,)},
-    (2, 5, 4),
-    W,
-    constant(-1, name="b"),
-)
-case(
     "baddbmm",
-    lambda p, x: torch.baddbmm(p.b, x, p.w, alpha=0.5),
+    lambda p, x: torch.baddbmm(p.b, x, p.w),
     {"w": (2, 4, 3), "b": (2, 1, 3)},
     (2, 5, 4),
     W,
     Of("b"),
-)
-case(
-    "bilinear",
-    lambda p, x, y: F.bilinear(x, y, p.w, p.b),
-    {"w": (2, 3, 4), "b": (2,)},
-    randn((5, 3), (5, 4)),
-    Of("w", "b"),
 )
 
 # --- einsum --------------------------------------------------------------------------------------
@@ -269,26 +237,12 @@ einsum("td,edf->tef", (2, 4, 3), (5, 4), Of("w", channels=(1, 2)))
 einsum("bthd,hed->bte", (2, 3, 4), (2, 3, 2, 4))  # the output projection of attention
 einsum("bd,d->bd", (4,), (5, 4), gain(1, groups=4))
 einsum("bthd,hd->bth", (2, 4), (2, 3, 2, 4), gain(2, groups=2))
-einsum("bd,de->b", (4, 3), (5, 4), Of("w", channels=()))  # e occurs only in the weight
 einsum("bsd,de->be", (4, 3), (2, 5, 4))  # s occurs only in the data
 einsum("bd,de->ebd", (4, 3), (5, 4), Of("w", channels=(0,)))  # d is a block dimension
 einsum("bd,de->eb", (4, 3), (5, 4), Of("w", channels=(0,)))
 einsum("bi,bj,oij->bo", (2, 3, 4), randn((5, 3), (5, 4)))
-einsum("bqk,bkd,de->bqe", (4, 3), randn((2, 3, 5), (2, 5, 4)), W_SAMPLED_ONLY)
-einsum("bi,j,oij->bo", (2, 3, 4), randn((5, 3), (4,)))
-einsum("bhi,bhj,hij->bh", (2, 3, 4), randn((5, 2, 3), (5, 2, 4)), gain(1, groups=2))
-einsum("bi,i,io->bo", (3, 2), randn((5, 3), (3,)))
-einsum("bi,bi,io->bo", (3, 2), randn((5, 3), (1, 3)))
 einsum("a b, b c -> a c", (4, 3), (5, 4))
 einsum("bd,d->bd", (1,), (5, 4), Of("w", channels=()))
-case(
-    "einsum two weights",
-    lambda p, x: torch.einsum("bi,ir,ro->bo", x, p.w, p.v),
-    {"w": (4, 2), "v": (2, 3)},
-    (5, 4),
-    Of("w", channels=()),
-    Of("v", one_pass=False),
-)
 case("einsum in a list", lambda p, x: torch.einsum("bi,io->bo", [x, p.w]), (4, 3), (5, 4))
 case("einsum by numbers", lambda p, x: torch.einsum(x, [0, 1], p.w, [1, 2], [0, 2]), (4, 3), (5, 4))
 
@@ -410,7 +364,7 @@ case("mul-by-mask", lambda p, x: p.w * (x > 0), (4,), (2, 3, 1), gain(-1, groups
 case("div", lambda p, x: p.w / x, (4,), (2, 3, 4), gain(-1, groups=4))
 case(
     "addcmul",
-    lambda p, x, y: torch.addcmul(y, x, p.w, value=0.5),
+    lambda p, x, y: torch.addcmul(y, x, p.w),
     (4,),
     randn((2, 3, 4), (2, 3, 4)),
     gain(-1, groups=4),
@@ -437,12 +391,10 @@ case("prelu-one", lambda p, x: F.prelu(x, p.w), (1,), (2, 4), gain(groups=1))
 # --- offsets -------------------------------------------------------------------------------------
 
 case("add", lambda p, x: x + p.w, (4,), (2, 3, 4), constant(-1))
-case("add-alpha", lambda p, x: torch.add(x, p.w, alpha=-0.5), (4,), (2, 3, 4), constant(-1))
 case("add-in-place", lambda p, x: x.add_(p.w), (4,), (2, 3, 4), constant(-1), overwrites=True)
 case("add-positions", lambda p, x: x + p.w, (3, 4), (2, 3, 4))
 case("add-positions-first", lambda p, x: x + p.w, (1, 4, 2, 3), (2, 4, 2, 3))
 case("sub", lambda p, x: x - p.w, (4,), (2, 3, 4), constant(-1))
-case("sub-from", lambda p, x: torch.sub(p.w, x, alpha=2), (4,), (2, 3, 4), constant(-1))
 
 # --- tokens --------------------------------------------------------------------------------------
 
@@ -463,14 +415,6 @@ def written(x: Tensor, index: Any, value: Tensor, *, copy: bool = True) -> Tenso
     x = x * 1.0 if copy else x
     x[index] = value
     return x
-
-
-def onto_zeros(x: Tensor, value: Tensor) -> Tensor:
-    """Write a class token and data into a tensor of zeros."""
-    z = torch.zeros(2, 4, 4, dtype=torch.float64, device=x.device)
-    z[:, 0] = value
-    z[:, 1:] = x
-    return z
 
 
 case(
@@ -511,13 +455,6 @@ case(
     (4,),
     mask(2, 3),
     constant(-1, part=masked),
-)
-case(
-    "set-in-zeros",
-    lambda p, x: onto_zeros(x, p.w),
-    (4,),
-    (2, 3, 4),
-    constant(-1, part=lambda z: z[:, 0]),
 )
 
 # --- look-ups ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from adiv_monitor.alignment.sums import reading_of, sums_of
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import AlignmentReading
 
-# A reference point: under "rows" z₀ by layer, under "weights" copies of W₀ by name of the weight.
+# A reference point: by path of a layer, under "rows" z₀, under "weights" a copy of W₀.
 Point: TypeAlias = dict[str, dict[str, Tensor]]
 T = TypeVar("T")
 
@@ -57,13 +57,12 @@ class Alignment:
             )
         self._model = model
         self._probe = probe
-        seen, self.refused = look(model, probe)
-        self._shapes = {path: layer.shapes for path, layer in seen.items()}
-        self.layers: tuple[AlignedLayer, ...] = with_roles(
-            [layer.aligned(path, [*seen]) for path, layer in seen.items()], probe.roles
-        )
+        uses = look(model, probe)
+        self.refused = uses.refused
+        self._shapes = {path: layer.shapes for path, layer in uses.seen.items()}
+        self.layers: tuple[AlignedLayer, ...] = with_roles([*uses.aligned()], probe.roles)
         # The first is the reference point.
-        self._points: deque[Point] = deque([_point(seen)], maxlen=probe.window or 1)
+        self._points: deque[Point] = deque([_point(uses.seen)], maxlen=probe.window or 1)
 
     @property
     def unmeasured(self) -> list[str]:
@@ -82,7 +81,7 @@ class Alignment:
         Raises:
             AdivError: the model's calls of its layers differ from those at the reference point.
         """
-        seen = look(self._model, self._probe)[0]
+        seen = look(self._model, self._probe).seen
         shapes = {path: layer.shapes for path, layer in seen.items()}
         if paths := _differing(shapes, self._shapes):
             raise AdivError(
@@ -91,9 +90,8 @@ class Alignment:
                 "same samples"
             )
         point, of_layers = self._points[0], []
-
         for path, layer in seen.items():
-            z0, told = point["rows"][path].to(layer.rows.device), point["weights"][layer.name]
+            z0, told = point["rows"][path].to(layer.rows.device), point["weights"][path]
             pair = layer.matrices(told), layer.matrices(layer.weight())
             of_layers.append(sums_of(layer, z0, *pair, spectral=self._probe.spectral))
         sums = torch.stack(of_layers)
@@ -136,10 +134,9 @@ class Alignment:
 
 
 def _point(seen: Mapping[str, Seen]) -> Point:
-    by_name = {layer.name: layer for layer in seen.values()}
     return {
         "rows": {path: layer.rows for path, layer in seen.items()},
-        "weights": {name: x.weight().to("cpu", copy=True) for name, x in by_name.items()},
+        "weights": {path: x.weight().to("cpu", copy=True) for path, x in seen.items()},
     }
 
 

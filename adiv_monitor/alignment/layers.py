@@ -23,8 +23,7 @@ class AlignedLayer:
     Attributes:
         path: name of the layer in reports.
         kind: how the weight is used: "linear", "convolution", "embedding", "table" (one that is
-            indexed or added), "experts", "lstm", "gru", "rnn_tanh", "rnn_relu", or the kind of a
-            registered rule for its module's class.
+            indexed or added), "experts", or the kind of a registered rule for its module's class.
         fan_in: number of inputs of an output; of an embedding or a table, number of rows.
         fan_out: number of outputs; of an embedding or a table, its width.
         module: the module that holds the weight.

@@ -60,19 +60,15 @@ def check_training(model: object, loss: object, optimizer: object) -> None:
 
 def check_model(model: object) -> None:
     """Raise TypeError or ValueError if this is no model, or has nothing to train."""
+    got = f"audit(model=…): got a {type(model).__name__}"
     if not isinstance(model, nn.Module):
-        raise TypeError(f"audit(model=…): got {type(model).__name__}, expected a torch.nn.Module")
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(
-            f"audit(model=…): got a {type(model).__name__} whose parameter {lazy[0]} has no shape "
-            "yet, expected one that has run: call it with one batch first"
-        )
+        raise TypeError(f"{got}, expected a torch.nn.Module")
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        told = "has no shape yet, expected one that has run: call it with one batch first"
+        raise ValueError(f"{got} whose parameter {lazy[0]} {told}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"audit(model=…): got a {type(model).__name__} without trainable parameters, expected "
-            "at least one with requires_grad=True"
-        )
+        told = "expected at least one with requires_grad=True"
+        raise ValueError(f"{got} without trainable parameters, {told}")
 
 
 def audit(
@@ -104,10 +100,11 @@ def audit(
         batches: an iterable of batches; one is taken for each step, and if there are fewer, they
             are repeated. A data set of samples is shuffled, in batches of 16.
         loss: function (model, batch) → the loss, one number; or a loss (output, target) → number,
-            such as `nn.CrossEntropyLoss()`, whose second parameter is named so: the model is called
-            with all parts of a batch but the last, which is the target. None: the model returns an
-            object with the loss as its `loss`, called as `model(**batch)`, `model(*batch)` or
-            `model(batch)`.
+            such as `nn.CrossEntropyLoss()`: the model is called with all parts of a batch but the
+            last, which is the target. The names of the parameters tell: the first one of the former
+            is `model`, `net`, `network`, `module` or `m`, or the second one `batch`, `b` or `data`.
+            None: the model returns an object with the loss as its `loss`, called as
+            `model(**batch)`, `model(*batch)` or `model(batch)`.
         optimizer: optimizer of the model's parameters, with the learning rates to test, or a
             function that makes one for a model. None: AdamW with learning rate 1e-3.
         steps: number of training steps, at least 1; None: 60, or fewer if a step is costly, but at

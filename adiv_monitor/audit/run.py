@@ -1,5 +1,6 @@
 """One audit: the run of a copy, its diagnosis, and the trials of other rates and fixes."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,24 +14,9 @@ from adiv_monitor.audit import trials
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.training.batches import (
-    DEFAULT_SIZE,
-    as_drawn,
-    called,
-    in_words,
-    is_data_set,
-    loader_of,
-    taken,
-)
-from adiv_monitor.audit.training.setup import (
-    COSTLY,
-    Setup,
-    TargetLoss,
-    name_of,
-    seeded,
-    takes_outputs,
-)
-from adiv_monitor.audit.training.train import Progress, each_warning_once, silent
+from adiv_monitor.audit.training import batches as drawn
+from adiv_monitor.audit.training.setup import COSTLY, Setup, name_of, of_batch, seeded
+from adiv_monitor.audit.training.train import Progress, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import compared, course, end, start
 from adiv_monitor.diagnosis.record import Record
@@ -47,29 +33,25 @@ _MEASURED = ("max_rows", "realised", "attention", "alignment")  # what else of a
 def run(given: Mapping[str, Any]) -> AuditReport:
     """Run an audit with the arguments of `audit`."""
     of = SimpleNamespace(**given)
-    loss, batches, steps = of.loss, of.batches, of.steps
-    name = "" if loss is None else name_of(loss)
-    facts: dict[str, Any] = {"data": in_words(batches), "loss": name, **(of._facts or {})}
-    if loss is not None and takes_outputs(loss):
-        loss = TargetLoss(name, loss)
-    notes = []
-    if is_data_set(batches):
-        batches = loader_of(batches, DEFAULT_SIZE, of.seed)
-        notes.append(f"The data set was shuffled, in batches of {DEFAULT_SIZE}: give a DataLoader "
-                     "for batches as your loop has them.")  # fmt: skip
-    with each_warning_once(), seeded(of.seed):
-        with as_drawn(batches):
-            kept = taken(batches, steps or MOST_STEPS, next(of.model.parameters()).device)
-        setup = Setup(of.model, of.optimizer or adamw, loss or loss_of_output, kept,
-                      steps or MOST_STEPS, of.clip_norm, of.seed)  # fmt: skip
+    steps, notes, batches, most = of.steps, list[str](), of.batches, of.steps or MOST_STEPS
+    loss = loss_of_output if of.loss is None else of_batch(of.loss)
+    facts = {"data": drawn.in_words(batches), "loss": name_of(of.loss), **(of._facts or {})}
+    if drawn.is_data_set(batches):
+        batches = drawn.loader_of(batches, drawn.DEFAULT_SIZE, of.seed)
+        notes.append(f"The data set was shuffled, in batches of {drawn.DEFAULT_SIZE}: give a "
+                     "DataLoader for batches as your loop has them.")  # fmt: skip
+    with warnings.catch_warnings(), seeded(of.seed):
+        with drawn.as_drawn(batches):
+            kept = drawn.taken(batches, most, next(of.model.parameters()).device)
+        setup = Setup(of.model, of.optimizer or adamw, loss, kept, most, of.clip_norm, of.seed)
         cost, differentiates = counted(setup)
+        warnings.simplefilter("ignore")  # this pass has shown them
         if steps is None:
-            affordable = int(MOST_STEPS * min(1.0, COSTLY / cost))
-            setup = replace(setup, steps=max(FEWEST_STEPS, affordable))
-            if setup.steps < MOST_STEPS:
-                notes.append(f"A step is costly, so the copy took {setup.steps} of them instead of "
+            most = max(FEWEST_STEPS, int(MOST_STEPS * min(1.0, COSTLY / cost)))
+            if most < MOST_STEPS:
+                notes.append(f"A step is costly, so the copy took {most} of them instead of "
                              f"{MOST_STEPS}: give a number of steps for more.")  # fmt: skip
-        setup = replace(setup, cost=cost, differentiates=differentiates)
+        setup = replace(setup, steps=most, cost=cost, differentiates=differentiates)
         every = of.every_n_steps or (EVERY if steps is None else max(1, steps // 10))
         progress, measured = of.progress or silent, {name: given[name] for name in _MEASURED}
         record = observe(setup, every_n_steps=every, progress=progress, **measured)
@@ -82,34 +64,31 @@ def run(given: Mapping[str, Any]) -> AuditReport:
             own_losses={int(step): float(x) for step, x in by_step},
         )
         notes += [*record.notes, *filter(None, [compared(record)])]
-        record = replace(record, notes=tuple(notes))
-        cap = trials.Cap(of.try_seconds) if of.try_fixes and of.try_seconds > 0 else None
-        return _report(setup, record, cap, progress)
+        cap = trials.Cap(of.try_seconds if of.try_fixes else 0.0)
+        return _report(setup, replace(record, notes=tuple(notes)), cap, progress)
 
 
-def _report(
-    setup: Setup, record: Record, cap: trials.Cap | None, progress: Progress
-) -> AuditReport:
+def _report(setup: Setup, record: Record, cap: trials.Cap, progress: Progress) -> AuditReport:
     """Diagnose a record, and try other learning rates and fixes; an interrupt ends that.
 
-    Nothing is tried without a cap, or if runs can't be compared.
+    Nothing is tried without time, or if runs can't be compared.
     """
     why = "interrupted" if record.interrupted else ""
     if not record.repeats or record.moving_targets:
         why = "runs can't be compared"
-    elif cap is None:
+    elif cap.seconds == 0:
         why = "trials are off"
     elif _is_settled(setup, record):
         why = "the loss is learnt, and steps are costly"
-    if cap is not None and not why:
-        try:
+    try:
+        if not why:
             rates = trials.rate_trials(setup, record, cap=cap, progress=progress)
             record = replace(record, rates=rates)
             record = replace(record, overfit=trials.overfit(setup, record, cap=cap))
             findings = trials.tried(diagnose(record), setup, record, cap=cap, progress=progress)
             return AuditReport(findings, replace(record, hurried=cap.reached))
-        except KeyboardInterrupt:
-            record, why = replace(record, interrupted=True), "interrupted"
+    except KeyboardInterrupt:
+        record, why = replace(record, interrupted=True), "interrupted"
     if record.interrupted:
         note = "The audit was interrupted, so not all fixes were tried."
         record = replace(record, notes=(*record.notes, note))
@@ -136,18 +115,19 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         TypeError: the model's output has no loss, or the model does not accept the batch.
     """
-    where = f"audit(loss=None): {type(model).__name__}"
+    kind = type(model).__name__
     told = (
         "expected a model that gives its own loss, as the `loss` of an object or a dict: give "
         "audit a loss, (model, batch) → number, or batches that hold what the model computes its "
         "loss from, such as labels"
     )
     try:
-        output = called(model, batch)
+        output = drawn.called(model, batch)
     except TypeError as error:
-        raise TypeError(f"{where} can't take the whole batch ({error}), {told}") from error
+        got = f"can't take the whole batch ({error})"
+        raise TypeError(f"audit(loss=None): {kind} {got}, {told}") from error
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")
-        raise TypeError(f"{where} gave {got}, {told}")
+        got = type(output).__name__ + " whose loss is None" * hasattr(output, "loss")
+        raise TypeError(f"audit(loss=None): {kind} gave {got}, {told}")
     return loss

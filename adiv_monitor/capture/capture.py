@@ -145,8 +145,7 @@ class Capture:
             rows.is_shared = False  # of an earlier attempt
             if len(rows.tasks) > 1:
                 rows.settle()
-            # The first parameter has a gradient nearly always.
-            has_none = layer.parameters[0].grad is None and _has_none(layer)
+            has_none = not [p for p in layer.parameters if p.grad is not None]
             is_reached = bool(rows.calls)
             if is_reached and has_none:
                 self.removed += layer.parameters
@@ -221,10 +220,6 @@ class Capture:
         if any(rows.dropped for rows in self.rows.values()):
             notes.append(_DROPPED)
         return notes
-
-
-def _has_none(layer: Layer) -> bool:
-    return all(parameter.grad is None for parameter in layer.parameters)
 
 
 def _evaluated(model: nn.Module) -> Iterator[str]:

@@ -141,7 +141,7 @@ class Catch:
         features = use.features(rows)
         call.features = features.restrict(**layer.trained)
         call.z = rows.take(z)
-        if layer.has_scales:
+        if layer.weight is not None and layer.is_direct:  # its rows have scales
             whole = use.whole()
             call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
         if rows.total:

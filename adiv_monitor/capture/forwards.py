@@ -102,17 +102,13 @@ class Forwards(threading.local):
 @cache
 def without_overrides(function: FunctionType) -> Function:
     """Return a copy of a Python function of torch that no function mode intercepts as a whole."""
-    never = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
+    names = [name for name in function.__globals__ if name.startswith("has_torch_function")]
     twin = FunctionType(
         function.__code__,
-        {**function.__globals__, **never},
+        {**function.__globals__, **dict.fromkeys(names, lambda *_: False)},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
-
-
-def _never(*_: object) -> bool:
-    return False

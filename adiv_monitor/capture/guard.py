@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from adiv_monitor.rerun.thread import ThreadState, run_apart
+from adiv_monitor.rerun.thread import run_apart
 
 
 def _raised(error: Exception) -> None:
@@ -32,8 +32,7 @@ class Guard:
         if self.broken:
             return
         try:
-            with ThreadState():
-                run_apart(body, *args)
+            run_apart(body, *args)
         except Exception as error:
             self.failed(error)
         except BaseException:

@@ -10,8 +10,6 @@ from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.capture.weights.provenance import Provenance
-from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use, shape_alike
 
 
@@ -64,10 +62,9 @@ class Layers:
         names = self.names.of(use, lead) if known is None else [known]
         return self._find(names, use, weight, bias)
 
-    def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
+    def of_whole(self, use: Use, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """Return the layer that stands for a module as a whole with respect to these parameters."""
         pieces = [self.provenance.pieces.of(p) for p in parameters]
-        use = Use("module", None, None, _no_features)
         names = self.names.of_whole(module, parameters)
         return self._find(names, use, Source(pieces, through=module), None)
 
@@ -122,7 +119,3 @@ class Layers:
         """Stop watching a layer whose hook raised an exception."""
         self.rows.pop(path, None)
         self.context.fail(path, error)
-
-
-def _no_features(rows: Rows) -> Features:
-    raise NotImplementedError("the effect of a module as a whole on its rows is known from a rerun")

@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import has_data, on_gradient
-from adiv_monitor.rerun.thread import ThreadState
 
 
 class _Zeroed(NamedTuple):
@@ -62,7 +61,7 @@ class Passes:
         if not self._active or type(loss) is not Tensor or any(n != 1 for n in loss.shape):
             return
         arrive = partial(self._guard, self._enters, len(self._hooks))
-        with ThreadState(), torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():
             self._hooks.append(on_gradient(loss, arrive))
 
     def _enters(self, number: int, gradient: Tensor | None) -> None:

@@ -24,7 +24,6 @@ class SecondPass(Takes):
         model: the model, as it runs in the context.
         selection: the parameters.
         pieces: the pieces of parameters that are known already.
-        layers: the class that finds layers.
         watching: the class that finds uses.
 
     Attributes:
@@ -40,7 +39,6 @@ class SecondPass(Takes):
         model: nn.Module,
         selection: Selection,
         pieces: Pieces | None = None,
-        layers: type[Layers] = Layers,
         watching: type[Watching] = Watching,
     ) -> None:
         guard = Guard()  # no training step runs that could be disturbed
@@ -49,7 +47,7 @@ class SecondPass(Takes):
         self._forwards = Forwards()
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
-        self.layers = layers(names, provenance, chooser, Context(guard))
+        self.layers = Layers(names, provenance, chooser, Context(guard))
         self.watching = watching(selection, self._forwards, self.layers, self, repeated=True)
         self._watch = Watch(selection, self._forwards, self.watching, guard, repeated=True)
 

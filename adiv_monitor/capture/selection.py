@@ -78,11 +78,6 @@ class Layer:
         return {"weight": self.weight is not None, "bias": self.bias is not None}
 
     @cached_property
-    def has_scales(self) -> bool:
-        """Whether its own move of a row is a multiple of that row's gradient: its scale."""
-        return self.weight is not None and self.is_direct
-
-    @cached_property
     def is_direct(self) -> bool:
         """Whether it uses its pieces unchanged, so that their gradient is that of its rows."""
         return all(source is None or source.is_view for source in (self.weight, self.bias))

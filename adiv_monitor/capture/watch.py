@@ -105,16 +105,17 @@ class Watch:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Handle the end of a forward; without keyword arguments if it raised."""
+        self._take(module, args, *more)
         kwargs, output = more if more[1:] else ({}, None)
-        self._take(module, args, kwargs, output)
         if id(module) in self._open or self._forwards.running:
             self._guarded(self._leave, module, args, kwargs, output)
 
-    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+    def _take(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Let the watcher take the use of a module whose use is known."""
         site = self._known.get(id(module))
-        if site is None or not self._active or self._guard.broken:
+        if site is None or not more[1:] or not self._active or self._guard.broken:
             return
+        kwargs, output = more
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
             return
         if reruns() or not trains(output):

@@ -222,10 +222,11 @@ class Watching:
             try:
                 if any(x.is_nested for x in (z, *inputs)):
                     raise Refused(NESTED)
-                layer = self._layers.of_whole(module, left) if z.numel() else None
+                given = module, names, (args, kwargs), place, z, random
+                use = self._without_rule.use(*given)
+                layer = self._layers.of_whole(use, module, left) if z.numel() else None
                 if layer is not None:
-                    given = module, names, (args, kwargs), place, z, random
-                    self._takes.use(self._without_rule.use(*given), z, layer)
+                    self._takes.use(use, z, layer)
             except Refused as refusal:
                 self._without_rule.refuse(map(id, left), str(refusal))
 

@@ -56,20 +56,41 @@ def _behind(finding: Finding) -> Finding:
     return replace(finding, strength=strength, advice=FIRST_THAT, not_advised="")
 
 
-def explained(findings: Sequence[Finding]) -> list[Finding]:
+def explained(findings: Sequence[Finding], record: Record) -> list[Finding]:
     """Put the findings that the first cause explains behind it: these give no other advice.
 
     Those that come last defer to every other finding to act on, and to all that explain them.
     """
+    cause = _first_cause(findings, record)
+    names = {*fault_of(cause).explains} - {cause.name} if cause else set()
+    is_last = any(f.strength == "act" and f.name != "cannot-overfit" for f in findings)
+    is_last |= any(f.strength == "watch" and "cannot-overfit" in fault_of(f).explains
+                   for f in findings)  # fmt: skip
+    said = [_behind(f) if f is not cause
+            and (f.name in names or (is_last and fault_of(f).about == "last")) else f
+            for f in findings]  # fmt: skip
+    return [replace(f, strength="act") if f is cause else f for f in said]
+
+
+def _first_cause(findings: Sequence[Finding], record: Record) -> Finding | None:
+    """Return the first cause to act on that no other one explains; None: there is none.
+
+    In an audit, a finding to watch that explains the first one to act on is its cause, unless its
+    own fixes can be tried, a trial has shown that the learning rate is the cause, or what it
+    explains comes last anyway.
+    """
     act = [finding for finding in findings if finding.strength == "act"]
-    cause = next((finding for finding in act if is_cause(finding)), None)
-    if cause is None:
-        is_last = any(finding.name != "cannot-overfit" for finding in act)
-        is_last |= any("cannot-overfit" in fault_of(f).explains for f in findings
-                       if f.strength == "watch")  # fmt: skip
-        return [_behind(f) if fault_of(f).about == "last" and is_last else f for f in findings]
-    names = fault_of(cause).explains
-    return [_behind(f) if f.name in names and f is not cause else f for f in findings]
+    causes = [finding for finding in act if is_cause(finding)]
+    names = {name for f in causes for name in fault_of(f).explains if name != f.name}
+    causes.sort(key=lambda finding: finding.name in names)
+    first = next(iter([*causes, *act]), None)
+    if first is None or not record.is_audited or fault_of(first).about == "last":
+        return first if causes else None
+    by_rate = first.name.startswith("rate-") and any(t.helps for t in record.rates.values())
+    watched = [f for f in findings if f.strength == "watch" and not (by_rate or follows(f))
+               and first.name in fault_of(f).explains
+               and not any(advice.fix for advice in f.advice)]  # fmt: skip
+    return next(iter([*watched, *causes]), None)
 
 
 def follows(finding: Finding) -> bool:
@@ -93,7 +114,7 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
     findings = found(record)
     if not record.is_audited:
         findings = [*_of_reports(findings, record)]
-    findings = explained(findings)
+    findings = explained(findings, record)
     if record.trained:  # what was learnt would be lost
         kept = [tuple(a for a in f.advice if a.fix != "reinitialise") for f in findings]
         findings = [replace(f, advice=a) for f, a in zip(findings, kept, strict=True)]

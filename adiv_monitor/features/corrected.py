@@ -17,55 +17,32 @@ from adiv_layers.modules import AffineLikeLinear, GradientOnlyLinear, NormLikeLi
 from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.functions.conv import Geometry, geometry_of, patch_squares, patches
+from adiv_monitor.features.functions.conv import geometry_of, patches
 from adiv_monitor.features.registry import register_features
-from adiv_monitor.features.rows import Rows, Whole, squares
+from adiv_monitor.features.rows import Rows, squares
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
 Corrected = AffineLikeLinear | NormLikeLinear | PatchNorm
 GradientOnly = GradientOnlyLinear | GradientOnlyConv2d
 
 
-def _read(module: PatchNorm | GradientOnlyConv2d, input: Tensor) -> tuple[Geometry, Tensor]:
-    """Return what a convolution reads of its input, which it may have padded itself."""
-    input, padding = padded(module, input)
-    how = module.stride, padding, module.dilation, module.groups
-    return geometry_of(module.weight, *how), input
-
-
 def _inputs(module: Corrected | GradientOnly, rows: Rows, input: Tensor) -> Tensor:
     """Return the inputs, or the patches, of the chosen rows (rows, groups, width)."""
-    if isinstance(module, PatchNorm | GradientOnlyConv2d):
-        return patches(*_read(module, input), rows)
-    return rows.take(input)[:, None]
+    if not isinstance(module, PatchNorm | GradientOnlyConv2d):
+        return rows.take(input)[:, None]
+    input, padding = padded(module, input)
+    how = module.stride, padding, module.dilation, module.groups
+    return patches(geometry_of(module.weight, *how), input, rows)
 
 
 def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Tensor:
     return tensor.movedim(-1 - len(module.kernel_size), -1)
 
 
-def _whole(module: Corrected, input: Tensor) -> Whole | None:
-    """Return the lengths of all rows: φ_W is the row's input times a factor."""
-    if not isinstance(module, PatchNorm):
-        square = squares(input).flatten()
-    elif module.groups == 1:
-        square = patch_squares(*_read(module, input)).flatten()
-    else:
-        return None
-    of_weight, of_bias = _factors(module, square)
-    bias_square = 0.0 if module.bias is None else of_bias.square()
-    return Whole(square.sqrt() * of_weight, bias_square)
-
-
-@register_features(AffineLikeLinear, kind="affine-like", whole=_whole)
-@register_features(NormLikeLinear, kind="norm-like", whole=_whole)
+@register_features(AffineLikeLinear, kind="affine-like")
+@register_features(NormLikeLinear, kind="norm-like")
 @register_features(
-    PatchNormConv1d,
-    PatchNormConv2d,
-    PatchNormConv3d,
-    kind="PatchNorm",
-    layout=_spatial_last,
-    whole=_whole,
+    PatchNormConv1d, PatchNormConv2d, PatchNormConv3d, kind="PatchNorm", layout=_spatial_last
 )
 def corrected(module: Corrected, rows: Rows, input: Tensor) -> DenseFeatures:
     """φ of the form for the row, or for the patch group by group; see `_factors`."""

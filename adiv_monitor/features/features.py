@@ -71,8 +71,11 @@ class Features:
     def weight_times(
         self, weight: Tensor, v: Float[Tensor, "groups width m"]
     ) -> Float[Tensor, "groups n_out m"]:
-        """Return Wv: for each output, the products of its weights with the vectors of `times`."""
-        raise NotImplementedError(f"{type(self).__name__} must define weight_times")
+        """Return Wv: for each output, the products of its weights with the vectors of `times`.
+
+        By default the weight is a table: each of its columns is an output.
+        """
+        return weight.to(v.dtype).mT[None] @ v
 
     def restrict(self, *, weight: bool, bias: bool) -> "Features":
         """Return the features of the trained parameters alone."""
@@ -111,7 +114,11 @@ class Features:
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
-        return None
+        scale = self.scale()
+        if self.width is None or scale is None:
+            return None
+        summed = self.weight_sum(active).view(*self.width, 1)
+        return self.times(summed).flatten(), scale[:, 0].sqrt()
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_W,k as a vector; only if `common` is not None."""
@@ -175,13 +182,9 @@ class DenseFeatures(Features):
                 f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
                 "weight, or a feature (rows, 1) for the bias of every row"
             )
-        tensors = (
-            ("phi", 3, self.phi),
-            ("bias", 2, self.bias),
-            ("weight_gain", 2, self.weight_gain),
-        )
-        for name, dims, tensor in (*tensors, ("bias_gain", 2, self.bias_gain)):
-            if isinstance(tensor, Tensor) and tensor.ndim not in (dims, dims + 1):
+        for name, tensor in self._tensors.items():
+            dims = 3 if name == "phi" else 2
+            if tensor.ndim not in (dims, dims + 1):
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"
@@ -329,14 +332,10 @@ class DenseFeatures(Features):
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
-        if self.bias is None:
-            assert self.phi is not None
-            return self.phi
-        assert self._column is not None
-        column = self._column[..., None]
-        if self.phi is None:
-            return column
-        return torch.cat([self.phi, column.expand(-1, self.phi.shape[1], 1)], dim=2)
+        parts = [] if self.phi is None else [self.phi]
+        if self._column is not None:
+            parts.append(self._column[..., None].expand(-1, self.groups, 1))
+        return torch.cat(parts, 2)
 
 
 def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
@@ -367,10 +366,6 @@ class OneHotFeatures(Features):
         """Return the weight's row of every token."""
         return weight[self.token].to(self.trained.dtype)
 
-    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
-        """Return the count of each row's token among the active rows; and 1 if it is trained."""
-        return self.weight_sum(active)[self.token] * self.trained, self.trained
-
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
         """Return the count of each token among the active rows."""
         weights = active * self.trained
@@ -384,12 +379,6 @@ class OneHotFeatures(Features):
     def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
         """Return the entries of every token."""
         return (v[0, self.token] * self.trained[:, None])[:, None]
-
-    def weight_times(
-        self, weight: Tensor, v: Float[Tensor, "1 vocabulary m"]
-    ) -> Float[Tensor, "1 n_total m"]:
-        """Return Wᵀv."""
-        return weight.to(v.dtype).mT[None] @ v
 
 
 @dataclass(frozen=True)
@@ -421,17 +410,10 @@ class BlockFeatures(Features):
             moved.addmm_(self.phi * (self.block == block)[:, None], matrix.t())
         return moved
 
-    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
-        """Return φ_r·Σ_k a_k φ_k, with the sum over the rows of its block, and ‖φ_r‖."""
-        products = torch.linalg.vecdot(self.phi, self._sums(active)[self.block])
-        return products, torch.linalg.vector_norm(self.phi, dim=1)
-
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Return Σ_k a_k φ_k, block by block."""
-        return self._sums(active)[: self.count].flatten()
-
-    def _sums(self, active: Float[Tensor, " rows"]) -> Float[Tensor, "count_plus_1 n_feat"]:
-        return sums_of_blocks(self.phi * active[:, None], self.block, self.count)
+        sums = self.phi.new_zeros(self.count + 1, self.phi.shape[1])  # last: no block
+        return sums.index_add_(0, self.block, self.phi * active[:, None])[:-1].flatten()
 
     @property
     def width(self) -> tuple[int, int]:
@@ -461,10 +443,3 @@ class BlockFeatures(Features):
             torch.stack([part.t() @ part for part in parts]),
             torch.stack([part.t() @ gradient for part in parts]),
         )
-
-
-def sums_of_blocks(
-    x: Float[Tensor, "rows n"], block: Int[Tensor, " rows"], count: int
-) -> Float[Tensor, "count_plus_1 n"]:
-    """Return Σ x over the rows of each block, and last over the rows that use no block."""
-    return x.new_zeros(count + 1, x.shape[1]).index_add_(0, block, x)

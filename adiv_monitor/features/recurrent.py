@@ -17,7 +17,7 @@ from torch.nn import functional
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, joined, to_compute_dtype
 from adiv_monitor.features.uses import Use
-from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.randomness import Randomness, restored_after
 
 State = tuple[Tensor, ...]  # (h,); of an LSTM (h, c)
 Layout = Literal["time first", "batch first", "packed", "cell"]
@@ -306,7 +306,8 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
     assert random is not None
     width = call.directions * call.states[0].shape[-1]
     ones = torch.ones(call.rows, width, dtype=dtype, device=call.input.device)
-    with random.again():
+    with restored_after(random.devices):
+        random.set()
         between = len(call.maps) // call.directions - 1
         return [to_compute_dtype(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
 

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Whole
-from adiv_monitor.features.uses import Use
+from adiv_monitor.features.uses import Use, unknown
 
 FeatureFunction = Callable[..., Features]
 WholeFunction = Callable[..., Whole | None]
@@ -68,18 +68,14 @@ def use_of(rule: "Rule", module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     )
 
 
-def _nothing(*_: object, **__: object) -> None:
-    return None
-
-
 def register_features(
     *module_types: type[nn.Module],
     kind: str | None = None,
     layout: Layout = channels_last,
     weight: str = "weight",
     bias: str = "bias",
-    refuse: Callable[[Any], str | None] = _nothing,
-    whole: WholeFunction = _nothing,
+    refuse: Callable[[Any], str | None] = unknown,
+    whole: WholeFunction = unknown,
 ) -> Callable[[F], F]:
     """Register a layer with the monitor: decorate a function that returns its rows' features.
 

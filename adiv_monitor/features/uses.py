@@ -27,8 +27,9 @@ def channels_second(tensor: Tensor) -> Tensor:
     return tensor.movedim(1, -1)
 
 
-def _not_cheap() -> None:
-    return None
+def unknown(*_: object, **__: object) -> None:
+    """Return None: nothing is known."""
+    return
 
 
 class Refused(Exception):
@@ -64,7 +65,7 @@ class Use:
     bias: Tensor | None
     features: Callable[[Rows], Features]
     layout: Callable[[Tensor], Tensor] = as_it_is
-    whole: Callable[[], Whole | None] = _not_cheap
+    whole: Callable[[], Whole | None] = unknown
     shaped: Callable[[Tensor], Tensor] = as_it_is
     part: str = ""
     form: object = None

@@ -71,12 +71,6 @@ class Ceiling:
         phi, gradient = (torch.cat(parts) for parts in zip(*self._rows, strict=True))
         return attainable_cosine_of_rows(phi, gradient)
 
-    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ΦᵀΦ, ΦᵀG and ‖G‖² of all rows added; they add up over ranks."""
-        self._sum_up()
-        assert self._gram is not None and self._cross is not None
-        return self._gram, self._cross, torch.as_tensor(self._squared)
-
     def _sum_up(self) -> None:
         for phi, gradient in self._rows:
             phi, gradient = phi.transpose(0, 1), gradient.transpose(0, 1)

@@ -20,7 +20,6 @@ length zero has no direction: a measure that needs one is NaN. Many layers at on
 """
 
 import numpy as np
-from jaxtyping import Bool
 
 from adiv_monitor.maths.estimates import (
     Estimate,
@@ -330,41 +329,3 @@ def _of_squares(a_b: PerRow, a_a: PerRow, b_b: PerRow) -> PerRow:
 
 def _one(sample: Sample) -> Sum:
     return Sum(np.ones_like(sample.total), np.zeros(sample.active.shape))
-
-
-def holds_more(
-    e_G: Sum, gamma_gamma: PerLayer, terms: PerLayer, tolerance: PerLayer, sample: Sample
-) -> Bool[np.ndarray, " layers"]:
-    """Whether γ differs from c·GᵀΦ of these rows by more than sampling and rounding explain.
-
-    ⟨e, G⟩ = ⟨γ, GᵀΦ⟩ over all rows, which is ‖γ‖² if γ = GᵀΦ.
-
-    Args:
-        e_G: ⟨e, G⟩ from sampled rows.
-        gamma_gamma: ‖γ‖².
-        terms: Σ |e_r·g_r|.
-        tolerance: largest difference by rounding, relative to ‖γ‖² + Σ |e_r·g_r|.
-        sample: the sampled rows.
-    """
-    value, error = descent(e_G, sample)
-    with np.errstate(invalid="ignore"):
-        explained = _ERRORS * error + tolerance * (gamma_gamma + terms)
-        enough = (sample.variance_share == 0) | (sample.seen >= _ENOUGH)
-        more: Bool[np.ndarray, " layers"] = enough & (np.abs(value - gamma_gamma) > explained)
-    return more
-
-
-def represents(sampled: PerLayer, whole: PerLayer) -> Bool[np.ndarray, " layers"]:
-    """Whether the estimate of a sum by a sample is close to the exact sum.
-
-    Otherwise a few rows hold most of the sum, and the sample's estimate of its own error is wrong:
-    if three samples of 64 still have a large gradient, most draws miss them.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found: Bool[np.ndarray, " layers"] = np.abs(sampled / whole - 1) < _REPRESENTED
-    return found
-
-
-_REPRESENTED = 0.3
-_ERRORS = 5  # standard errors; a heavy tail makes a deviation look two of them larger
-_ENOUGH = 32  # rows; the error estimated from fewer is unreliable

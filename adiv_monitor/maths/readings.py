@@ -22,13 +22,12 @@ from adiv_monitor.maths.estimates import (
     Sample,
     Sizes,
     Sum,
-    by_ratio,
     by_size,
     over_rows,
     quantiles,
     variance_share,
 )
-from adiv_monitor.maths.sums import PAIRS, Array, StepSums, Table, blank, names_of
+from adiv_monitor.maths.sums import Array, StepSums, Table, blank
 from adiv_monitor.report import QUANTILE_LEVELS
 
 # The quantile levels: those of histograms, and p05, p50, p95.
@@ -52,21 +51,11 @@ class Measured:
             (3, layers).
         quantiles: those of `scale` and `row_cosine` at `QUANTILE_LEVELS`, (layers, levels); NaN for
             layers that have none.
-        idle_seen: number of zero-gradient rows in the sample.
-        suspected: γ seems to be more than c·GᵀΦ, beyond what sampling and rounding explain.
-        holds_more: γ is more than c·GᵀΦ: the suspicion is confirmed.
-        is_finite: no tensor of the layer holds NaN or inf.
-        lost: by layer, why it could not be measured.
     """
 
     count: int
     values: dict[str, Array] = field(default_factory=dict)
     quantiles: dict[str, Array] = field(default_factory=dict)
-    lost: dict[int, Exception] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.idle_seen = np.zeros(self.count, dtype=np.int64)
-        self.suspected, self.holds_more, self.is_finite = np.zeros((3, self.count), dtype=bool)
 
     def put(self, layers: Index, found: Mapping[str, Estimate], known: Mask | bool = True) -> None:
         """Add measures of some layers, which `known` of them have."""
@@ -99,17 +88,9 @@ def measure(
         gradient_lost: the parameters' products do not apply to the gradient that was used.
     """
     found = Measured(len(sums.paths))
-    waiting = _alike(sums)
-    while waiting:
-        layers = waiting.pop()
+    for layers in _alike(sums):
         x = _Layers(sums, layers, gradient_lost=gradient_lost)
-        try:
-            _measure(x, found, updated=updated, has_applied=has_applied)
-        except Exception as error:  # one by one, so that one layer spares the others
-            if len(layers) == 1:
-                found.lost[int(layers[0])] = error
-            else:
-                waiting += [layers[i : i + 1] for i in range(len(layers))]
+        _measure(x, found, updated=updated, has_applied=has_applied)
     return found
 
 
@@ -159,39 +140,7 @@ class _Layers:
         self.known_unit = ~np.isnan(layers["factor"])
         self.unit = np.where(self.known_unit, layers["factor"], 1.0)
         self.tolerance = sums.tolerance[index]
-        expected = (layers["reason"] == "") & ~np.bool_(gradient_lost)
-        G_G, e_G = (over_rows(self.per_row(name), self.sample) for name in ("G_G", "e_G"))
-        suspected = measures.holds_more(
-            by_ratio(e_G, G_G, self.G_G, self.sample),
-            self.own_gamma,
-            over_rows(np.abs(self.per_row("e_G")), self.sample).total,
-            self.tolerance,
-            self.sample,
-        )
-        suspected &= np.isnan(self.G_G) | measures.represents(G_G.total, self.G_G)
-        self.suspected = suspected & expected & ~sums.checked[index]
-        # All rows are certain, a sample is not.
-        self.holds_more = self.suspected & (self.sample.variance_share == 0)
-        self.exact = expected & ~self.suspected
-
-    @property
-    def idle_seen(self) -> Index:
-        """Number of zero-gradient rows in the sample."""
-        found: Index = self.sample.seen.astype(np.int64) - self.sample.active.sum(1)
-        return found
-
-    @property
-    def is_finite(self) -> Mask:
-        """Whether all sums of squares of a layer are finite; False if their sum overflows.
-
-        The products contain the square of the rest of e, of which the scales are a part.
-        """
-        x = self.layers
-        total = sum(self.rows[name].sum(1) for name in names_of(PAIRS))
-        total = total + x["gamma_gamma"] + x["w_w"] + x["a_a"]
-        total = total + np.where(np.isnan(x["active"]), 0.0, x["G_G"])
-        found: Mask = np.isfinite(total + np.where(x["knows_scales"], x["scale_sum"], 0.0))
-        return found
+        self.exact = (layers["reason"] == "") & ~np.bool_(gradient_lost)
 
     def per_row(self, name: str) -> PerRow:
         """Return a_r·b_r of the sampled rows, named `a_b`; 0 for zero-gradient rows."""
@@ -243,9 +192,6 @@ class _Layers:
 def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -> None:
     """Add the measures of some layers."""
     index, sample = x.index, x.sample
-    found.idle_seen[index] = sample.seen.astype(np.int64) - sample.active.sum(1)
-    found.suspected[index], found.holds_more[index] = x.suspected, x.holds_more
-    found.is_finite[index] = x.is_finite
     G_G = x.sum("G_G", x.G_G)
     # Both sides of a ratio must have the same source: the parameters or the rows.
     e_G, e_e = x.sum("e_G", x.own_gamma), x.sum("e_e")
@@ -395,7 +341,12 @@ def _of_entries(x: _Layers) -> tuple[Array, Array]:
 def _common_share(x: _Layers) -> Estimate:
     estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
     count = np.where(np.isnan(x.layers["active"]), estimated, x.layers["active"])
-    return measures.common_share(x.rows["common"], x.rows["length"] ** 2, count, x.sample)
+    products, squares = x.rows["common"], x.rows["length"] ** 2
+    found = measures.common_share(products, squares, count, x.sample)
+    # Rows of one rank are not compared with those of another: as if more rows were left out.
+    wider = measures.common_share(products, squares, np.full_like(count, np.inf), x.sample).error
+    several = x.layers["ranks"] > 1
+    return Estimate(found.value, np.where(several, np.maximum(found.error, wider), found.error))
 
 
 def _filled(values: Array, width: int) -> Array:

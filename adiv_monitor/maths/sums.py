@@ -3,7 +3,7 @@
 A table is a structured array. `StepSums.layers` has one line for each layer. The other tables have
 any number of lines for each, in the order of the layers: sampled rows, entries of scales, equations
 and so on. What is not known is NaN. Tables of several ranks are merged by concatenation of lines
-and addition of sums (`step/merge_sums.py`).
+and addition of sums (`step/merge.py`).
 """
 
 from collections.abc import Sequence
@@ -78,22 +78,20 @@ DOTS = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
 LAYERS = np.dtype(
     [
         *_columns("<U8", "reason"),
-        *_columns("?", "e_by_rows", "partial", "knows_scales", "has_common", "has_attainable"),
-        *_columns("<i8", "ranks", "total", "groups", "moved", "ceiling_groups", "ceiling_width"),
+        *_columns("?", "partial", "knows_scales", "has_common", "has_attainable"),
+        *_columns("<i8", "ranks", "total", "groups", "moved"),
         *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
         *_columns("<f8", "averaged", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
-        *_columns("<f8", "bound", "common_active", "common_seen", "common_squares"),
+        *_columns("<f8", "rows_bound", "entries_bound"),
     ]
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
 TABLES = {
     "rows": [*_ROWS, "scale", "mean", "off", "common", "length", "key"],
-    "entries": ["scale"],
+    "entries": ["scale", "key"],
     "equations": ["of_bias", "now", "h", "before"],
     "moves": [*_MOVES],
-    "features": ["sum"],
-    "ceilings": ["sum"],
 }
 _PLACES = {"entries": ["layer", "row"]}  # of other lines
 KINDS = {"layers": LAYERS} | {
@@ -163,18 +161,16 @@ class StepSums:
               is.
             - terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the
               backward passes left, as far as the rows determine it.
-            - e_by_rows: e is ΦΦᵀG, in the units of G.
             - active, G_G, concentration: of one pass over all rows, number of rows with a nonzero
               gradient, Σ ‖g_r‖² and Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)².
             - own_G, own_own: Σ s_r ‖g_r‖² and Σ s_r² ‖g_r‖² with the scales s_r. `knows_scales`:
               the pass summed the scales of active rows, too. scale_sum, scale_off and scale_max are
               Σ s_r, √Σ (s_r − mean)² and max s_r.
-            - has_common: the features tell `common_share`. common_active, common_seen and
-              common_squares are counts and Σ ‖φ_W‖² over the rows of `features`.
+            - has_common: the features tell `common_share`.
             - attainable: `attainable_cosine`, over all rows.
             - moved: number of all rows on the probe; 0: the realised move is not known.
-            - ceiling_groups, ceiling_width: sizes of the sums in `ceilings`.
-            - bound: every row of this rank with a smaller key is in the sample.
+            - rows_bound, entries_bound: every row of this rank with a smaller key is in the sample,
+              and every one of its scales with a smaller key is among `entries`.
 
         rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
             counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
@@ -182,12 +178,10 @@ class StepSums:
             length: ‖φ_W‖. key: see `capture/sampling.py`.
         entries: scales of a random subset of all rows, where a pass knows them, else of the sampled
             rows that have several. row: the index in `rows`; −1 in the first case, where scales of
-            zero-gradient rows are NaN.
+            zero-gradient rows are NaN. key: as that of rows.
         equations: γv, h of the rows, and γv of the gradient that was there before them, for the
             weight or the bias; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.
-        features: Σ φ over the sampled active rows, if there are several ranks.
-        ceilings: ΦᵀΦ, ΦᵀG and ‖G‖² of one of several ranks, end to end.
     """
 
     paths: tuple[str, ...]
@@ -197,8 +191,6 @@ class StepSums:
     entries: Table
     equations: Table
     moves: Table
-    features: Table
-    ceilings: Table
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -225,6 +217,11 @@ class StepSums:
     def seen(self) -> Index:
         """R, number of sampled rows of every layer."""
         return self.lines("rows")
+
+    @cached_property
+    def active(self) -> Index:
+        """Number of sampled rows with a nonzero gradient of every layer."""
+        return self.total(self.rows["G_G"] != 0).astype(np.int64)
 
     @cached_property
     def checked(self) -> np.ndarray:
@@ -299,17 +296,14 @@ class StepSums:
         c = np.where(np.isnan(factor), 1.0, factor)[of_row]
         if (c == 1).all():
             return replace(self, layers=layers)
-        is_one, by_rows = (layers["groups"] == 1)[of_row], layers["e_by_rows"][of_row]
+        is_one = (layers["groups"] == 1)[of_row]
         for (a, b), name in zip(PAIRS, _ROWS, strict=True):
-            power = (a in (_OWN, _G)) + (b in (_OWN, _G))
-            of_e = (a in (_E, _REST)) + (b in (_E, _REST))
-            if power or of_e:  # z and d are not linear in G, and e is if it was computed from G
-                rows[name] *= c ** (power + of_e * by_rows)
-        # Else e − D G depends on the units.
+            rows[name] *= c ** ((a in (_OWN, _G)) + (b in (_OWN, _G)))
+        # e − D G depends on the units.
         own_e = np.where(is_one, before["scale"] * before["e_G"], before["own_e"])
         own_own = np.where(is_one, before["scale"] ** 2 * before["G_G"], before["own_own"])
         rest = np.maximum(before["e_e"] - 2 * c * own_e + c**2 * own_own, 0.0)
-        is_new = ~by_rows & (c != 1) & (layers["groups"] > 0)[of_row]
+        is_new = (c != 1) & (layers["groups"] > 0)[of_row]
         rows["rest_rest"] = np.where(is_new, rest, rows["rest_rest"])
         return replace(self, layers=layers, rows=rows)
 

@@ -5,7 +5,6 @@ All layers lie end to end, so that a dozen operations serve them all.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,42 +12,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.features.rows import to_device
+from adiv_monitor.features.rows import Whole, to_device
 
 MOST_ENTRIES = 2_048
 _WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
 
 
-@dataclass(frozen=True)
-class AllRows:
-    """The lengths of every row of a layer in a step, over all its calls.
-
-    Attributes:
-        gradient: ‖g_r‖, in the units of the gradient that backward left.
-        weight: ‖φ_W‖; None where a pass over the input would be expensive.
-        bias_square: φ_b², or one number for all rows.
-    """
-
-    gradient: Float[Tensor, " rows"]
-    weight: Float[Tensor, " rows"] | None = None
-    bias_square: Float[Tensor, " rows"] | float = 0.0
+# Of one call: ‖g_r‖ of all rows, in the units of the gradient that backward left, and ‖φ_r‖; None
+# where a pass over the input would be expensive.
+AllRows = tuple[Float[Tensor, " rows"], Whole | None]
 
 
 class Totals(NamedTuple):
     """Sums over all rows of layers on one device.
 
     Attributes:
-        paths: the layers. Those whose rows have one scale each come first.
-        sums: by column of the table of layers, (layers,).
-        scales: the same of sums over scales, of the first layers.
-        entries: scales of 2,048 random rows, or of all, of the first layers; NaN for zero-gradient
-            rows. Of layers with fewer rows than others, lines are filled up.
-        counts: numbers of rows of all layers.
+        paths: the layers.
+        columns: sums by column of the table of layers, (layers,).
+        entries: scales of 2,048 random rows, or of all; NaN for zero-gradient rows. Of layers with
+            fewer rows than others, lines are filled up. None if the scales are not known.
+        counts: numbers of rows.
     """
 
     paths: Sequence[str]
-    sums: dict[str, Tensor]
-    scales: dict[str, Tensor]
+    columns: dict[str, Tensor]
     entries: Tensor | None
     counts: Sequence[int]
 
@@ -56,65 +43,56 @@ class Totals(NamedTuple):
 def sums(
     layers: Mapping[str, Sequence[AllRows]], generator: np.random.Generator
 ) -> Iterator[Totals]:
-    """Yield the sums over all rows of layers, device by device.
+    """Yield the sums over all rows of layers on one device, which all have scales or none has.
 
     Args:
         layers: the rows of every call, by path of the layer.
         generator: random generator that chooses 2,048 rows of many, whose scales are kept.
     """
-    devices: dict[torch.device, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    alike: dict[object, list[str]] = defaultdict(list)
     for path, calls in layers.items():
-        has_no_scales = any(call.weight is None for call in calls)
-        devices[calls[0].gradient.device][has_no_scales].append(path)
-    for scaled, others in devices.values():
-        paths = [*scaled, *others]
-        yield _sums(paths, [layers[path] for path in paths], len(scaled), generator)
+        alike[calls[0][0].device, any(whole is None for _, whole in calls)].append(path)
+    for paths in alike.values():
+        yield _sums(paths, [layers[path] for path in paths], generator)
 
 
 def _sums(
-    paths: Sequence[str],
-    layers: Sequence[Sequence[AllRows]],
-    scaled: int,
-    generator: np.random.Generator,
+    paths: Sequence[str], layers: Sequence[Sequence[AllRows]], generator: np.random.Generator
 ) -> Totals:
-    """Return the sums of layers, the first `scaled` of which have one scale for each row."""
     calls = [call for of_layer in layers for call in of_layer]
-    square = _end_to_end([call.gradient for call in calls]).square_()
-    every = [sum(len(call.gradient) for call in of_layer) for of_layer in layers]
-    lengths = torch.tensor(every).to(square.device, non_blocking=True)
+    square = _end_to_end([_trained(norms, whole) for norms, whole in calls]).square_()
+    counts = [sum(len(norms) for norms, _ in of_layer) for of_layer in layers]
+    lengths = torch.tensor(counts).to(square.device, non_blocking=True)
     active = square != 0
     several = active.to(square.dtype), square, square * square
     count, total, squares = summed(several, lengths)
     concentration = squares / torch.where(total == 0, 1, total * total)
     found = {"active": count, "G_G": total, "concentration": concentration}
-    if not scaled:
-        return Totals(paths, found, {}, None, every)
-    calls = [call for of_layer in layers[:scaled] for call in of_layer]
-    rows, lengths, counts = sum(every[:scaled]), lengths[:scaled], every[:scaled]
-    active, square, count = active[:rows], square[:rows], count[:scaled]
-    constants = [0.0 if isinstance(x.bias_square, Tensor) else x.bias_square for x in calls]
+    wholes = [whole for _, whole in calls if whole is not None]
+    if len(wholes) < len(calls):
+        return Totals(paths, found, None, counts)
+    constants = [0.0 if isinstance(x.bias_square, Tensor) else x.bias_square for x in wholes]
     of_calls = torch.tensor(constants, dtype=square.dtype).to(square.device, non_blocking=True)
     bias = [
-        one.expand(len(x.gradient)) if isinstance(x.bias_square, float) else x.bias_square
-        for x, one in zip(calls, of_calls.unbind(), strict=True)
+        one.expand(len(x.norm)) if isinstance(x.bias_square, float) else x.bias_square
+        for x, one in zip(wholes, of_calls.unbind(), strict=True)
     ]
-    scale = _end_to_end([x.weight for x in calls if x.weight is not None]).square_()
+    scale = _end_to_end([x.norm for x in wholes]).square_()
     scale += _end_to_end(bias)
     own, masked = scale * square, torch.where(active, scale, 0)
     of_scales, own_G, own_own = summed([masked, own, scale * own], lengths)
     # A second pass over the rows, so that equal scales have a spread of exactly zero.
-    means = torch.repeat_interleave(of_scales / count, lengths, output_size=rows)
+    means = torch.repeat_interleave(of_scales / count, lengths, output_size=len(scale))
     (off,) = summed([torch.where(active, scale - means, 0).square_()], lengths)
+    found |= {"own_G": own_G, "own_own": own_own, "scale_sum": of_scales, "scale_off": off.sqrt()}
+    found["scale_max"] = reduced("max", masked, lengths)
     places = to_device(_entries(counts, generator), scale.device)
-    scales = {
-        "own_G": own_G,
-        "own_own": own_own,
-        "scale_sum": of_scales,
-        "scale_off": off.sqrt(),
-        "scale_max": reduced("max", masked, lengths),
-    }
-    entries = torch.where(active, scale, torch.nan)[places]
-    return Totals(paths, found, scales, entries, every)
+    return Totals(paths, found, torch.where(active, scale, torch.nan)[places], counts)
+
+
+def _trained(norms: Tensor, whole: Whole | None) -> Tensor:
+    """Return ‖g_r‖ of all rows; 0 for rows without trained weights."""
+    return norms if whole is None or whole.trained is None else norms * whole.trained
 
 
 def _entries(counts: Sequence[int], generator: np.random.Generator) -> np.ndarray:

@@ -8,7 +8,6 @@ order, through the graph of the probe's run. The module's inputs are constant, a
 """
 
 import inspect
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
+from adiv_monitor.capture.forwards import Forward, FunctionToCall
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
@@ -35,18 +34,7 @@ from adiv_monitor.rerun.nested import tensors_in
 # Each score's move by this many random changes of the parameters tells its scale; by a unit change
 # of every parameter, exactly, if all of these moves of the queries have so few numbers.
 _MOVES, _MOST_EXACT = 16, 2**20
-_PRODUCTS = ("bmm", "baddbmm", "matmul", "__matmul__")
 _ARGUMENTS = tuple(inspect.signature(attention).parameters)
-
-
-@dataclass(eq=False)
-class _Progress:
-    """The progress of a module's forward."""
-
-    module: nn.Module
-    attended: int = 0
-    calls: list["_Call"] = field(default_factory=list)
-    product: Sequence[Tensor] = ()  # the factors of the last product: q and kᵀ perhaps
 
 
 @dataclass(eq=False)
@@ -58,8 +46,7 @@ class _Call:
         query: q with its graph.
         key: k with its graph, repeated for every query's head.
         scores: the call, without a graph.
-        is_output: whether `gradient` is that of O; else it is that of scale·Y + mask.
-        gradient: ∂L/∂O or ∂L/∂(scale·Y + mask); None: not known.
+        gradient: ∂L/∂O; None: not known.
         inputs: the tensors in the module's arguments that require a gradient.
         sums: the sums so far.
     """
@@ -68,7 +55,6 @@ class _Call:
     query: Float[Tensor, "samples heads queries width"]
     key: Float[Tensor, "samples heads keys width"]
     scores: Attention
-    is_output: bool
     gradient: Tensor | None = None
     inputs: Sequence[Tensor] = ()
     sums: AttentionSums[Tensor] = field(init=False)
@@ -78,20 +64,10 @@ class _Call:
         self.query, self.key, self.inputs = self.query.detach(), self.key.detach(), ()
         vars(self).pop("_push", None)
 
-    def arrive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradient."""
-        [self.gradient] = gradients
-
     @property
     def score_gradient(self) -> Callable[[slice], Tensor] | None:
         """A function that returns G of a slice of the queries; None: G is not known."""
-        if self.gradient is None:
-            return None
-        if self.is_output:
-            return self.scores.score_gradient(self.gradient)
-        every = to_compute_dtype(self.gradient).reshape(*self.query.shape[:3], -1)
-        whole = self.scores.scale * every
-        return lambda queries: whole[:, :, queries]
+        return None if self.gradient is None else self.scores.score_gradient(self.gradient)
 
     @cached_property
     def _push(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
@@ -161,10 +137,10 @@ class Attentions:
         calls: the calls that were seen, by path.
         refused: path → the reason why an attention is not measured.
         saw_any: whether any was seen.
-        ask: called with tensors and a function that gets their gradients, if the loss is known.
+        ask: called with a tensor and a function that gets its gradient, if there is one.
     """
 
-    ask: Callable[[Sequence[Tensor], Callable[[Sequence[Tensor | None]], None]], None]
+    ask: Callable[[Tensor, Callable[[Tensor], None]], None]
 
     def __init__(
         self,
@@ -183,76 +159,39 @@ class Attentions:
             held = [p for p in module.parameters() if id(p) in trained]
             if any(p.dim() > 1 for p in held):
                 self._held[module] = held
-        self._all: weakref.WeakKeyDictionary[Forward, _Progress] = weakref.WeakKeyDictionary()
+        self._running: dict[Forward, list[_Call]] = {}
 
     # --- while the probe runs --------------------------------------------------------------------
 
     def ends(self, forward: Forward, args: object, kwargs: object) -> None:
         """Record the inputs of a module's forward."""
-        if forward in self._all:
-            given = [x for x in tensors_in(args, kwargs) if x.requires_grad]
-            for call in self._all[forward].calls:
-                call.inputs = given
+        for call in self._running.pop(forward, ()):
+            call.inputs = [x for x in tensors_in(args, kwargs) if x.requires_grad]
 
-    def look(self, call: FunctionToCall, forwards: Forwards) -> None:
-        """Look at a function that may compute attention, scores or their weights."""
-        name = getattr(call.function, "__name__", "")
-        running = [forward for forward in forwards.running if forward.module in self._held]
-        if not running:
+    def look(self, call: FunctionToCall, running: Sequence[Forward]) -> None:
+        """Look at a function that may compute attention."""
+        forward = next((x for x in reversed(running) if x.module in self._held), None)
+        if call.function is not functional.scaled_dot_product_attention or forward is None:
             return
-        module = running[-1].module
-        progress = self._all.setdefault(running[-1], _Progress(module))
-        if call.function is functional.scaled_dot_product_attention:
-            given = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
-            q, k = by_head(given["query"]), by_head(given["key"])
-            self._found(progress, q, k, partial(attention, **given), call())
-        elif name in _PRODUCTS:
-            progress.product = call.args[-2:]
-        elif name == "softmax" and isinstance(module, nn.MultiheadAttention):
-            product, progress.product = progress.product, ()
-            if len(product) == 2 and call.args and min(x.dim() for x in product) > 2:
-                q, k, logits = (
-                    x if x.dim() == 4 else x.unflatten(0, (-1, module.num_heads))
-                    for x in (product[0], product[1].mT, call.args[0])
-                )
-                q = q * q.shape[-1] ** 0.5
-                made = partial(_explicit, q, k, logits)
-                self._found(progress, q, k, made, call.args[0], is_output=False)
-
-    def _found(
-        self,
-        progress: _Progress,
-        q: Tensor,
-        k: Tensor,
-        made: Callable[[], Attention],
-        asks: Tensor,
-        *,
-        is_output: bool = True,
-    ) -> None:
-        held, path = self._held[progress.module], self._paths[progress.module]
-        progress.attended += 1
-        if progress.attended > 1:
-            path = f"{path}#{progress.attended}"
         self.saw_any = True
-        is_due = self._due is None or not set(self._due).isdisjoint(map(id, held))
+        held, path = self._held[forward.module], self._paths[forward.module]
+        before = self._running.setdefault(forward, [])
+        path += f"#{len(before) + 1}" if before else ""
+        given = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+        q = by_head(given["query"])
+        is_due = self._due is None or any(id(p) in self._due for p in held)
         if path in self.refused or not q.numel() or not is_due:
             return
         with self._guarded(path):
             with torch.no_grad():
-                scores = made()
-            k = of_heads(k, q.shape[1]).expand(len(q), -1, -1, -1)
-            call = _Call(held, q, k, scores, is_output)
-            self.ask([asks], call.arrive)
-            self.calls[path].append(call)
-            progress.calls.append(call)
+                scores = attention(**given)
+            k = of_heads(by_head(given["key"]), q.shape[1]).expand(len(q), -1, -1, -1)
+            taken = _Call(held, q, k, scores)
+            self.ask(call(), partial(setattr, taken, "gradient"))
+            self.calls[path].append(taken)
+            before.append(taken)
 
     # --- afterwards ------------------------------------------------------------------------------
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose change moves the scores."""
-        every = (call for calls in self.calls.values() for call in calls)
-        return list(dict.fromkeys(p for call in every for p in call.held))
 
     def begin(self, *, knows_loss: bool) -> None:
         """Compute the scales, and the sums of a plain gradient step."""
@@ -272,7 +211,8 @@ class Attentions:
         self._each(partial(self._updated, taken))
 
     def _updated(self, taken: Mapping[nn.Parameter, Tensor], call: _Call) -> None:
-        call.sums = replace(call.sums, d=call.moved([taken[p] for p in call.held])[1])
+        _, d = call.moved([taken[p] for p in call.held])
+        call.sums = replace(call.sums, d=d)
         call.release()
 
     def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
@@ -299,10 +239,3 @@ class Attentions:
         except Exception as error:
             self.refused[path] = f"measuring it failed: {type(error).__name__}: {error}"
             self._fail(path, error)
-
-
-def _explicit(q: Tensor, k: Tensor, logits: Tensor) -> Attention:
-    """Return a call whose scores are explicit; its values are not known."""
-    q, k, logits = (to_compute_dtype(x) for x in (q, k, logits))
-    scale = q.shape[-1] ** -0.5
-    return Attention(q, k, k, logits - q @ k.mT * scale, causal=False, scale=scale)

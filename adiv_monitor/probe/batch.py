@@ -1,8 +1,8 @@
 """The probe's batch: samples of the first forward pass of the first measured step."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,12 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, ModuleHook, trains
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import is_wrapper
-from adiv_monitor.features.rows import to_compute_dtype
+from adiv_monitor.capture.weights.pieces import Strides
+from adiv_monitor.features.rows import shares_memory, to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
-from adiv_monitor.rerun.thread import ThreadState, run_apart
+from adiv_monitor.rerun.thread import run_apart
 
 SAMPLES = 8
 # Arguments of these types do not hold tensors that have to be cut, too.
@@ -28,51 +29,31 @@ _PLAIN = (
 )
 
 
-class _Form(NamedTuple):
-    """How a tensor lies in memory."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_Form":
-        return cls(x.shape, x.stride(), int(x.storage_offset()))
-
-
 class _View(NamedTuple):
     """A placeholder for an argument of the loss that is an output of the model, or its view.
 
     Attributes:
         number: of the output.
-        of: the output.
-        seen: the argument.
+        of: its shape.
+        place: the place of the argument in it.
     """
 
     number: int
-    of: _Form
-    seen: _Form
+    of: torch.Size
+    place: Strides
 
-    def again(self, outputs: list[Tensor], samples: int | None) -> Tensor:
+    def again(self, outputs: Sequence[Tensor], samples: int | None) -> Tensor:
         """Return the view of the output of another call, perhaps on fewer samples."""
-        base = outputs[self.number] if self.number < len(outputs) else None
-        kept = 0 if samples is None else 1
-        is_same = self.of == self.seen
-        if (
-            base is None
-            or base.shape[kept:] != self.of.shape[kept:]
-            or not (is_same or base.stride() == self.of.stride)
-        ):
-            raise Refused("the model returns tensors of other shapes or strides when it runs again")
-        if is_same:
-            return base
-        shape = (*([samples] * kept), *self.seen.shape[kept:])
-        offset = int(base.storage_offset()) + self.seen.offset - self.of.offset
-        return base.as_strided(shape, self.seen.stride, offset)
+        size, kept = self.place.size, 0 if samples is None else 1
+        found = outputs[self.number].shape if self.number < len(outputs) else ()
+        if not outputs or found[kept:] != self.of[kept:]:
+            raise Refused("the model returns tensors of other shapes when it runs again")
+        size = size if samples is None else (samples, *size[1:])
+        return replace(self.place, size=size).of(outputs[self.number])
 
 
 class _Call:
-    """The arguments of one call, not copied.
+    """The arguments of one call.
 
     Args:
         args: the positional arguments.
@@ -80,7 +61,7 @@ class _Call:
         outputs: outputs of the model, with their versions.
 
     Attributes:
-        leaves: the leaves of these; tensors without their graph.
+        leaves: the leaves of these; tensors without their graph, and not copied before `cut`.
         computed: whether something else than the model's outputs was computed with a graph.
     """
 
@@ -95,14 +76,16 @@ class _Call:
         """Return the sizes of dimension 0 of all tensors; −1 for what may hold others."""
         found = set[int]()
         for x in self.leaves:
-            if isinstance(x, _View) or (isinstance(x, Tensor) and x.layout is torch.strided):
-                found.update((x.seen if isinstance(x, _View) else x).shape[:1])
+            if isinstance(x, _View):
+                found.update(x.place.size[:1])
+            elif isinstance(x, Tensor) and x.layout is torch.strided:
+                found.update(x.shape[:1])
             elif not (x is None or isinstance(x, _PLAIN)):
                 found.add(-1)
         return found
 
-    def cut(self, samples: int | None) -> tuple[list[Any], Any]:
-        """Return copies of the arguments on the first samples, and their structure.
+    def cut(self, samples: int | None) -> None:
+        """Copy the arguments on the first samples; None: on all.
 
         Raises:
             Refused: one of them was changed since.
@@ -110,7 +93,13 @@ class _Call:
         pairs = zip(self.leaves, self._versions, strict=True)
         if any(isinstance(x, Tensor) and version(x) != then for x, then in pairs):
             raise Refused("the model, or the loop, changes an input in place")
-        return [_cut(x, samples) for x in self.leaves], self._structure
+        self.leaves = [_cut(x, samples) for x in self.leaves]
+
+    def again(self, outputs: Sequence[Tensor], samples: int | None) -> Any:
+        """Return copies of the arguments, with the outputs of another call of the model."""
+        several = [x.again(outputs, samples) if isinstance(x, _View) else x for x in self.leaves]
+        pairs = zip(several, self.leaves, strict=True)
+        return tree_unflatten([_cut(x) if x is held else x for x, held in pairs], self._structure)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,80 +128,49 @@ class Losses:
         return cls(to_compute_dtype(value).mean(), each if each.dim() else None)
 
 
-@dataclass(frozen=True, eq=False)
 class Batch:
-    """The probe.
-
-    Attributes:
-        module: the module that is called: the model, the first part of it that was, or the loss
-            that calls the model.
-        surroundings: autocast's settings and random numbers of that call.
-        loss: the loss; None: there is none.
-        why_no_loss: why the loss is not known; "" if it is.
-    """
-
-    module: nn.Module
-    surroundings: Surroundings
-    loss: LossOf | None
-    why_no_loss: str
-    _samples: int | None
-    _call: tuple[list[Any], Any]
-    _judged: tuple[list[Any], Any] | None
-
-    def run(self) -> Losses | None:
-        """Call the module, and return the loss, if it is known."""
-        args, kwargs = tree_unflatten([_cut(x) for x in self._call[0]], self._call[1])
-        output = self.module(*args, **kwargs)
-        if self.module is self.loss:
-            return Losses.of(output)
-        if self.loss is None or self.why_no_loss:
-            return None
-        if not isinstance(self.loss, nn.Module):
-            return Losses.of(self.loss(output))
-        assert self._judged is not None
-        given, outputs = self._judged[0], _tensors_of(output)
-        leaves = [
-            x.again(outputs, self._samples) if isinstance(x, _View) else _cut(x) for x in given
-        ]
-        args, kwargs = tree_unflatten(leaves, self._judged[1])
-        return Losses.of(self.loss(*args, **kwargs), _of_samples(self.loss, args, kwargs))
-
-
-class FirstPass:
-    """Records the first forward pass with gradients, and the arguments of its loss.
+    """The first forward pass with gradients while its hooks are on, and the arguments of its loss.
 
     Args:
-        modules: the modules that hold the measured parameters, at any depth.
         every: all modules of the model and of the loss.
         loss: the loss; None: there is none.
         fail: called with the exception if recording fails.
+
+    Attributes:
+        is_fixed: whether it is the probe already.
+        surroundings: autocast's settings and random numbers of that call.
     """
+
+    surroundings: Surroundings
 
     def __init__(
         self,
-        modules: Collection[nn.Module],
         every: Collection[nn.Module],
         loss: LossOf | None,
         fail: Callable[[Exception], None],
     ) -> None:
+        self.is_fixed = False
         self._every, self._loss, self._fail = every, loss, fail
-        self._call: tuple[nn.Module, Surroundings, _Call] | None = None
+        self._module: nn.Module | None = None  # the model, or the first part of it that is called
+        self._call: _Call | None = None
         self._outputs: list[tuple[Tensor, int]] | None = None  # None: the module has not returned
-        self._around: tuple[Any, ...] | None = None  # the arguments of the loss, while it runs
         self._judged: _Call | None = None
-        self._computed = False
+        self._samples: int | None = None
+        self._hooks: list[ModuleHook] = []
+
+    # --- the first forward pass ------------------------------------------------------------------
+
+    def put_on(self, modules: Iterable[nn.Module]) -> None:
+        """Record the first call among modules. `remove` removes the hooks, even if this raises."""
+        self._module = self._call = self._outputs = self._judged = None
         begins, ends, judges = (
             Hook(self._guarded, body) for body in (self._begins, self._ends, self._judges)
         )
         within = [module for module in modules if not is_wrapper(module)]
         self._hooks = [ModuleHook(module, begins, before=True) for module in within]
         self._hooks += [ModuleHook(module, ends, before=False) for module in within]
-        if isinstance(loss, nn.Module):
-            self._hooks.append(ModuleHook(loss, judges, before=True))
-            self._hooks.append(ModuleHook(loss, ends, before=False))
-
-    def put_on(self) -> None:
-        """Register the hooks. `remove` removes them, even if this method raises."""
+        if isinstance(self._loss, nn.Module):
+            self._hooks.append(ModuleHook(self._loss, judges, before=True))
         for hook in self._hooks:
             hook.put_on()
 
@@ -220,57 +178,35 @@ class FirstPass:
         """Remove the hooks."""
         call_all(*(hook.remove for hook in self._hooks))
 
-    def batch(self) -> Batch:
-        """Return the probe.
+    def fix(self) -> None:
+        """Make what was recorded the probe.
 
         Raises:
             Refused: no forward pass was seen, or its inputs were changed since.
         """
         if self._call is None or self._outputs is None:
             raise Refused("no forward pass of the model was seen")
-        module, surroundings, call = self._call
-        sizes = call.sizes() | (set() if self._judged is None else self._judged.sizes())
-        samples = SAMPLES if len(sizes) == 1 and min(sizes) > SAMPLES else None
-        told = None if self._judged is None else self._judged.cut(samples)
-        given = module, surroundings, self._loss, self._why_no_loss(), samples
-        return Batch(*given, call.cut(samples), told)
-
-    def _why_no_loss(self) -> str:
-        calls = self._call is not None and self._call[0] is self._loss
-        if calls or not isinstance(self._loss, nn.Module) or self._judged is not None:
-            return ""
-        kind = type(self._loss).__name__
-        if self._computed:
-            return (
-                f"an input of {kind} was computed, outside of the module that was called, from "
-                "its output; move that code into a module"
-            )
-        return (
-            f"{kind} was not seen to be called with the model's output (is it another instance "
-            "than the loop's, or called inside of the model?); a function of the output is an "
-            "alternative"
-        )
+        calls = [call for call in (self._call, self._judged) if call is not None]
+        sizes = set[int]().union(*(call.sizes() for call in calls))
+        self._samples = SAMPLES if len(sizes) == 1 and min(sizes) > SAMPLES else None
+        for call in calls:
+            call.cut(self._samples)
+        self.is_fixed, self._outputs = True, []
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._call is None and trains(args) and torch._C._current_graph_task_id() == -1:
-            if self._around is not None:  # the loss calls the model
-                module, args, kwargs = self._around
             call = _Call(args, kwargs)
             if 0 not in call.sizes():  # a micro-batch may have no samples
-                random = Randomness(devices_of(self._every), others=True)
-                self._call = module, Surroundings(random), call
+                self.surroundings = Surroundings(Randomness(devices_of(self._every), others=True))
+                self._module, self._call = module, call
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module is self._loss:
-            self._around = None
-        if self._call is not None and module is self._call[0] and self._outputs is None:
+        if module is self._module and self._outputs is None:
             self._outputs = [(x.detach(), version(x)) for x in _tensors_of(output)]
 
     def _judges(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._around = module, args, kwargs
         if self._judged is None and self._outputs is not None and trains(args):
             call = _Call(args, kwargs, self._outputs)
-            self._computed |= call.computed
             if not call.computed and any(isinstance(x, _View) for x in call.leaves):
                 self._judged = call
                 self._outputs = []  # placeholders stand for them now
@@ -279,10 +215,37 @@ class FirstPass:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
             return
         try:
-            with ThreadState(), torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():
                 run_apart(body, *args)
         except Exception as error:
             self._fail(error)
+
+    # --- the probe -------------------------------------------------------------------------------
+
+    @property
+    def why_no_loss(self) -> str:
+        """Why the loss is not known; "" if it is."""
+        if not isinstance(self._loss, nn.Module) or self._judged is not None:
+            return ""
+        return (
+            f"{type(self._loss).__name__} was not seen to be called with the output of the module "
+            "that was called (is it another instance than the loop's, is it called inside of the "
+            "model, or is its input computed from the output, outside of a module?); a function of "
+            "the output is an alternative"
+        )
+
+    def run(self) -> Losses | None:
+        """Call the module, and return the loss, if it is known."""
+        assert self._module is not None and self._call is not None
+        args, kwargs = self._call.again((), self._samples)
+        output = self._module(*args, **kwargs)
+        if self._loss is None or self.why_no_loss:
+            return None
+        if not isinstance(self._loss, nn.Module):
+            return Losses.of(self._loss(output))
+        assert self._judged is not None
+        args, kwargs = self._judged.again(_tensors_of(output), self._samples)
+        return Losses.of(self._loss(*args, **kwargs), _of_samples(self._loss, args, kwargs))
 
 
 def _tensors_of(output: Any) -> list[Tensor]:
@@ -299,9 +262,8 @@ def _placed(x: Any, outputs: Sequence[tuple[Tensor, int]]) -> Any:
     if not isinstance(x, Tensor):
         return x
     for number, (output, then) in enumerate(outputs):
-        is_view = _has_memory(x) and x.untyped_storage()._cdata == output.untyped_storage()._cdata
-        if is_view and version(x) == then:
-            return _View(number, _Form.of(output), _Form.of(x))
+        if _has_memory(x) and shares_memory(x, output) and version(x) == then:
+            return _View(number, output.shape, Strides.between(x, output))
     return x if x.is_leaf else x.detach()
 
 

@@ -26,17 +26,9 @@ class forced_eager:
 
     def __enter__(self) -> None:
         _holders.add(weakref.ref(self, _leave))
-        try:
-            _settle()
-        except BaseException:
-            self.leave()
-            raise
+        _settle()
 
     def __exit__(self, *error: object) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """Leave the context, if it was entered."""
         _leave(weakref.ref(self))
 
 

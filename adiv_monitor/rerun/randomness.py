@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -28,13 +28,9 @@ class Randomness:
         """The devices whose torch generators are saved."""
         return self._states.keys()
 
-    def now(self) -> "Randomness":
-        """Save the present states of torch's generators of the same devices."""
-        return Randomness(self._states)
-
-    def is_still(self, other: "Randomness") -> bool:
-        """Whether nothing was drawn from torch's generators between the two saved states."""
-        return all(torch.equal(state, other._states[d]) for d, state in self._states.items())
+    def is_still(self) -> bool:
+        """Whether nothing was drawn from torch's generators since."""
+        return all(torch.equal(state, _state(device)) for device, state in self._states.items())
 
     def set(self) -> None:
         """Set the generators to the saved states; after an interrupt, it can be called again."""
@@ -47,25 +43,12 @@ class Randomness:
             random.setstate(self._others[0])
             np.random.set_state(self._others[1])
 
-    def again(self) -> AbstractContextManager[None]:
-        """Replay the saved states in a context, and restore all generators after it."""
-        return restored_after(self._states, self)
-
 
 @contextmanager
-def restored_after(
-    devices: Iterable[torch.device], replayed: Randomness | None = None
-) -> Iterator[None]:
-    """Restore torch's generators of these devices, Python's and numpy's at the end of a block.
-
-    Args:
-        devices: the devices.
-        replayed: the states with which the block begins; None: the present ones.
-    """
+def restored_after(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore torch's generators of these devices, Python's and numpy's at the end of a block."""
     before = Randomness(devices, others=True)
     try:
-        if replayed is not None:
-            replayed.set()
         yield
     finally:
         surely(before.set)

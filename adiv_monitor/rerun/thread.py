@@ -17,29 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 R = TypeVar("R")
 
 
-class ThreadState:
-    """Whether gradients are enabled in this thread, to restore it after a failure.
-
-    As a context manager, it is restored if an exception leaves the block.
-    """
-
-    __slots__ = ("_gradients",)
-
-    def __init__(self) -> None:
-        self._gradients = torch.is_grad_enabled()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self.put_back()
-
-    def put_back(self) -> None:
-        """Enable or disable gradients as before."""
-        torch._C._set_grad_enabled(self._gradients)
-
-
 def function_modes() -> list[TorchFunctionMode]:
     """Return the torch function modes that are active in this thread, the outermost first."""
     modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]

@@ -1,37 +1,29 @@
-"""A step that is measured, from before its forward pass to its report, and what it is made of."""
+"""A step that is measured, from before its forward pass to its report."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.check import Check
-from adiv_monitor.capture.context import Context
+from adiv_monitor.capture.coverage import coverage_of
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
-from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook
-from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.capture.trace import Trace
 from adiv_monitor.report import AlignmentReading, Turn
-from adiv_monitor.rerun.eager import forced_eager, in_compiled_code
+from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.surroundings import reruns
 from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
-from adiv_monitor.step.others import Others
-from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, Rates
-from adiv_monitor.step.training import Training
-from adiv_monitor.step.whole_model import WholeModel
+from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.stepping import NO_RATES, Others, Rates
+from adiv_monitor.step.transfer import fetch_numbers
 
 if TYPE_CHECKING:
     from adiv_monitor.step.probing import ProbeStep
@@ -76,7 +68,7 @@ class Armed:
         """Put the hooks on; call `release` afterwards, even if this raises."""
         eager = forced_eager()
         hooks: list[tuple[Callable[[], object], Callable[[], object]]] = [
-            (eager.__enter__, eager.leave),
+            (eager.__enter__, eager.__exit__),
             (partial(self.others.follow, self._drop), self.others.leave),
             *((hook.put_on, hook.remove) for hook in self.hooks),
             (self.capture.attach, self.capture.detach),
@@ -124,88 +116,37 @@ class Armed:
             self.guard(self.capture.next_ran, args, more[0])
             self.release()
 
-
-class Steps:
-    """Makes the steps to be measured.
-
-    Args:
-        training: the training, and what is measured in it.
-        generator: the monitor's own random generator.
-        schedule: says whose turn it is, and times measured steps.
-        failures: handler of exceptions.
-        history: what the run has shown so far.
-        loss: reads losses in measured steps; None: it is not needed.
-
-    Attributes:
-        compiled: whether compiled code called the model in the last measured step.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        generator: np.random.Generator,
-        schedule: Schedule,
-        failures: Failures,
-        history: RunHistory,
-        loss: LossHook | None,
-    ) -> None:
-        self.compiled = False
-        self._training = training
-        self._generator = generator
-        self._schedule = schedule
-        self._failures = failures
-        self._history = history
-        self._loss = loss
-        self._trace = Trace()
-        self._probe: Callable[[Selection], ProbeStep] | None = None
-        if measures := training.on_probe:
-            from adiv_monitor.step import probing
-
-            given = measures, training.max_rows, generator, failures.tell
-            probe = probing.Probing(training.model, training.probe_loss, *given)
-            self._probe = partial(probing.ProbeStep, probe)
-
-    def next(self, number: int, agree: Callable[[str], bool]) -> Armed:
-        """Prepare the coming step, without attaching any hooks yet.
-
-        Args:
-            number: its number.
-            agree: asks the other ranks whether all of them reach a point of the step.
-        """
-        training, history, failures = self._training, self._history, self._failures
-        selection, turn = training.due(self._schedule.turns)
-        guard = Guard(failures.lost)
-        others = Others(training.optimizer, selection.parameters, failures)
-        plan = self._trace.plan(selection)
-        context = Context(
-            guard,
-            fail=failures.switch_off,
-            switched_off=failures.switched_off,
-            checked=history.checked_rules,
-            begins=self._forward_begins,
-            passes=Passes(guard, lambda: others.begun),
-            attainable=training.attainable,
-            check=Check(partial(history.asks, surveys=plan is None)),
+    def describe(self, part: RankContribution, failures: Failures, interval: int) -> None:
+        """Fill in which parameters a contribution covers, and why it does not cover others."""
+        seen, rates, off = self.capture.layers.found, self.rates, failures.switched_off
+        covered = coverage_of(
+            part.sums.paths,
+            self.selection,
+            self.capture,
+            told=part.report.unsupported,
+            off=off,
+            is_measured=not (part.refused or self.step.discarded),
         )
-        chooser, pieces = Chooser(training.max_rows, self._generator), self._trace.pieces
-        capture = Capture(training.model, selection, chooser, context, plan, pieces)
-        probe = None if self._probe is None else self._probe(selection)
-        step = MeasuredStep(
-            capture,
-            history,
-            fail=failures.switch_off,
-            generator=self._generator,
-            probe=probe,
-            agree=agree,
-            whole=WholeModel(training.model, training.trained, history),
+        learning_rates = tuple(fetch_numbers(rates.of_groups))
+        group_of = rates.groups if len(set(learning_rates)) > 1 else {}
+        firsts = {path: id(seen[path].pieces[0].parameter) for path in part.sums.paths}
+        part.elements = covered.elements
+        part.rows_lost = (*part.rows_lost, *off)
+        part.report = replace(
+            part.report,
+            unsupported=covered.unsupported,
+            coverage=covered.share,
+            notes=(*failures.notes, *part.report.notes),
+            unmeasured=covered.unmeasured,
+            interval=interval,
+            alignment=self.alignment,
+            turn=self.turn,
+            learning_rates=learning_rates,
+            groups={path: group_of[key] for path, key in firsts.items() if key in group_of},
+            optimizer=rates.optimizer,
+            maximize=rates.maximize,
+            dropout=self.dropout,
+            other_optimizers=tuple(self.others.writes),
+            changed_by=tuple(+self.others.writes),
         )
-        hooks = [each for each in (probe, self._loss) if each is not None]
-        return Armed(number, capture, step, selection, turn, guard, others, hooks)
-
-    def learn(self, capture: Capture) -> None:
-        """Learn from a step that was taken."""
-        capture.tell(self._trace)
-
-    def _forward_begins(self) -> None:
-        self._failures.safely(self._schedule.forward_begins)
-        self.compiled = in_compiled_code()
+        failures.notes.clear()

@@ -17,8 +17,7 @@ import numpy as np
 
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import StepReport
-from adiv_monitor.step.merge_ranks import merge_ranks
-from adiv_monitor.step.merge_sums import prepared
+from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, decode_report, encode, encode_report
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.ranks import PAUSE, Ranks
@@ -177,6 +176,6 @@ class Assembly:
         self, parts: dict[int, RankContribution], notes: list[str], world: int
     ) -> tuple[StepReport, list[int]]:
         """Return the report of these ranks, and the ranks that it covers."""
-        part, covered = merge_ranks(parts, world, self._max_rows, self._generator)
+        part, covered = merge_ranks(parts, world, self._max_rows)
         part.report = replace(part.report, notes=(*part.report.notes, *notes))
         return self._complete(part), covered

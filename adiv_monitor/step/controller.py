@@ -21,23 +21,34 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.check import Check
+from adiv_monitor.capture.context import Context
+from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook
+from adiv_monitor.capture.passes import Passes
+from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.trace import Trace
 from adiv_monitor.report import StepReport
-from adiv_monitor.step.armed import Armed, Steps
+from adiv_monitor.rerun.eager import in_compiled_code
+from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.step.armed import Armed
 from adiv_monitor.step.assembly import Assembly
-from adiv_monitor.step.description import describe
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
+from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, learning_rates
+from adiv_monitor.step.stepping import NO_RATES, Others, learning_rates
 from adiv_monitor.step.training import Training
+from adiv_monitor.step.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from adiv_monitor.alignment.instrument import Alignment
+    from adiv_monitor.step.probing import ProbeStep
 
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
@@ -68,6 +79,7 @@ class StepController:
         report: Callable[[StepReport, bool], None],
     ) -> None:
         self._training = training
+        self._generator = generator
         self._schedule = schedule
         self._failures = failures
         self._now = now
@@ -80,8 +92,17 @@ class StepController:
         if (loss := training.seen_loss) is not None:
             fail = partial(failures.tell, "the loss")
             self._loss = LossHook(loss, training.model, self._sees_loss, fail)
-        during = None if self._loss is None or self._loss.stays else self._loss
-        self._steps = Steps(training, generator, schedule, failures, self._history, during)
+        self._trace = Trace()
+        self._probe: Callable[[Selection], ProbeStep] | None = None
+        if measures := training.on_probe:
+            from adiv_monitor.step import probing
+
+            given = measures, training.max_rows, generator, failures.tell
+            probe = probing.Probing(training.model, training.probe_loss, *given)
+            self._probe = partial(probing.ProbeStep, probe)
+        self._is_compiled = (
+            False  # whether compiled code called the model in the last measured step
+        )
         self._armed: Armed | None = None
         self._taken: Armed | None = None  # the step that was taken, until it is read
 
@@ -159,12 +180,49 @@ class StepController:
     def arm(self) -> None:
         """Attach the hooks, before the forward pass of the current step."""
         self.disarm()
-        self._armed = armed = self._steps.next(self._now(), self._agree)
+        self._armed = armed = self._prepared()
         try:
             armed.attach()
         except BaseException:
             self.disarm()
             raise
+
+    def _prepared(self) -> Armed:
+        """Prepare the coming step, without attaching any hooks yet."""
+        training, history, failures = self._training, self._history, self._failures
+        selection, turn = training.due(self._schedule.turns)
+        guard = Guard(failures.lost)
+        others = Others(training.optimizer, selection.parameters, failures)
+        plan = self._trace.plan(selection)
+        context = Context(
+            guard,
+            fail=failures.switch_off,
+            switched_off=failures.switched_off,
+            checked=history.checked_rules,
+            begins=self._forward_begins,
+            passes=Passes(guard, lambda: others.begun),
+            attainable=training.attainable,
+            check=Check(partial(history.asks, surveys=plan is None)),
+        )
+        chooser, pieces = Chooser(training.max_rows, self._generator), self._trace.pieces
+        capture = Capture(training.model, selection, chooser, context, plan, pieces)
+        probe = None if self._probe is None else self._probe(selection)
+        step = MeasuredStep(
+            capture,
+            history,
+            fail=failures.switch_off,
+            generator=self._generator,
+            probe=probe,
+            agree=self._agree,
+            whole=WholeModel(training.model, training.trained, history),
+        )
+        loss = None if self._loss is None or self._loss.stays else self._loss
+        hooks = [each for each in (probe, loss) if each is not None]
+        return Armed(self._now(), capture, step, selection, turn, guard, others, hooks)
+
+    def _forward_begins(self) -> None:
+        self._failures.safely(self._schedule.forward_begins)
+        self._is_compiled = in_compiled_code()
 
     def disarm(self) -> None:
         """Remove the hooks."""
@@ -201,7 +259,7 @@ class StepController:
             armed.gradients_final(optimizer)
             return None
         armed.closure_calls = 0
-        weights = self._failures.safely(armed.step.weights) or []
+        before = [*map(version, armed.selection.parameters)]
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
             if armed.closure_calls:  # several calls are refused: no more rows are needed
@@ -209,7 +267,8 @@ class StepController:
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
             if armed.closure_calls == 1:
-                self._failures.safely(armed.step.weights_moved, weights)
+                now = [*map(version, armed.selection.parameters)]
+                armed.step.moved = now != before
                 self._failures.safely(armed.gradients_final, optimizer)
             return result
 
@@ -237,7 +296,7 @@ class StepController:
         if not has_optimizer:
             armed.step.gradient_is_final(steps=False)
         self.disarm()
-        self._steps.learn(armed.capture)
+        armed.capture.tell(self._trace)
         if armed.closure_calls not in (None, 1):
             notes.append(
                 f"Step {armed.number} was not measured: the optimizer evaluated its closure "
@@ -259,7 +318,7 @@ class StepController:
         self._taken = armed
         if not has_optimizer:
             self.read()
-        elif not self._steps.compiled:  # a hook would become part of the compiled code
+        elif not self._is_compiled:  # a hook would become part of the compiled code
             armed.await_batch()
 
     # --- read -------------------------------------------------------------------------------------
@@ -274,7 +333,7 @@ class StepController:
         part = taken.step.contribution(taken.number)
         self._history.checked_rules.update(part.checked)
         self._failures.switched_off |= part.misdescribed
-        describe(part, taken, self._failures, self._schedule.interval)
+        taken.describe(part, self._failures, self._schedule.interval)
         # Last: losses that are taken are in no later report, even if this one fails.
         part.report = replace(part.report, losses=self.losses.take(taken.number))
         for path, reason in part.misdescribed.items():
@@ -283,7 +342,7 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step, of one rank or of all."""
-        report = understand(part, self._history, self._failures.tell)
+        report = understand(part, self._history)
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))
         return report

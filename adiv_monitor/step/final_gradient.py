@@ -1,7 +1,7 @@
 """Begins the measurement of every layer once the gradients are final: rows, e and evidence."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -17,25 +17,26 @@ from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
-from adiv_monitor.features.rows import Whole, joined
+from adiv_monitor.features.rows import joined
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.sums import About
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
 from adiv_monitor.step.parameter_steps import ParameterSteps
-from adiv_monitor.step.rank_contribution import PieceShares
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Outgoing, fetch_tensors
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
-# The most numbers of a layer that a rank sends for the ceiling: 8 MiB, half a second to decompose.
-_MOST_SUMS = 2**20
-# The numbers of products that a CPU and a GPU do in the time that the check of γ takes.
-_AS_CHECK, _AS_LAUNCHES = 2**25, 2**30
-# Reasons for a missing attainable_cosine.
-_TOO_LARGE = "with several ranks it needs sums that are too large to be sent."
+_MOVED = (
+    "The weights of {} were written to between the backward pass and the optimizer's step "
+    "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
+    "update nor in the applied update."
+)
+_WITHOUT_CEILING = "attainable_cosine of {} is missing: "
+# Reasons for that.
+_OF_RANKS = "it needs the rows of all ranks in one place."
 _SUMMED = (
     "several backward passes went through one forward pass, so only sums of their rows are known."
 )
@@ -50,16 +51,15 @@ class FinalGradient:
             rows are released.
         history: the habits that this run has shown so far.
         steps: the gradients of all pieces.
-        scale: the number by which a fused optimizer divides the gradients (AMP); None: 1.
         generator: the monitor's own random numbers.
         passes: the backward passes of the step.
         out: takes the numbers for the host.
+        updates: whether an optimizer step follows.
 
     Attributes:
         measured: by path, the layers that have begun.
         pieces: by path, the share of the layer's dot products of parameters that counts here.
-        without_ceiling: paths of the layers without attainable_cosine, by the reason.
-        moved: paths of layers whose parameters were written to since the backward pass.
+        noted: paths of layers by the note about them, with {} in place of the paths.
         blocks: the measured layers' rows, once all have begun.
     """
 
@@ -68,23 +68,21 @@ class FinalGradient:
         captured: dict[Layer, LayerRows],
         history: RunHistory,
         steps: ParameterSteps,
-        scale: Tensor | None,
         generator: np.random.Generator,
         passes: Passes,
         out: Outgoing,
+        *,
+        updates: bool,
     ) -> None:
         self.measured: dict[str, LayerInProgress] = {}
-        self.pieces: dict[str, PieceShares] = {}
-        self.without_ceiling: dict[str, list[str]] = {
-            why: [] for why in (_TOO_LARGE, _SUMMED, _COMPUTED)
-        }
-        self.moved: list[str] = []
+        self.pieces: dict[str, dict[int, float]] = {}
+        self.noted: dict[str, list[str]] = defaultdict(list)
         self._out = out
         self._captured = captured
         self._is_alone = world_size() == 1
         self._history = history
         self._steps = steps
-        self._scale = scale
+        self._updates = updates
         self._generator = generator
         self._passes = passes
         self._all_rows: dict[str, list[AllRows]] = {}
@@ -128,18 +126,12 @@ class FinalGradient:
         """Return γv, h and γv of the gradient that was there before; see `StepSums`."""
         features = next(call.features for call in rows.calls if call.arrived)
         # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
-        now = of_gradient(features, *layer.change(self._gamma(parts)), rows.v)
-        if self._scale is not None:
-            now = _times(now, 1 / self._scale)
+        now = of_gradient(features, *layer.change(self._steps.gamma(parts)), rows.v)
         sides = [now, *sums, *([] if rows.earlier is None else [rows.earlier])]
         of_weight, of_bias = (
             tuple(x for x in of if x is not None) for of in zip(*sides, strict=True)
         )
         return of_weight, of_bias
-
-    def _gamma(self, parts: Parts) -> Parts:
-        """Return γ of all pieces, as `.grad` holds it, with those that were all-gathered."""
-        return {**self._steps.gamma, **parts} if parts else self._steps.gamma
 
     def begin(self, layer: Layer, parts: Parts) -> None:
         """Begin a layer: join the rows of its calls, compute e, and release the captured rows.
@@ -153,23 +145,16 @@ class FinalGradient:
         calls = rows.finish(factors)
         features, G = _joined_rows(calls)
         seen, total = len(G), sum([call.rows.total for call in calls])
-        shares = {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces}
-        self.pieces[layer.path] = shares, bool(parts)
-        if rows.versions != versions(layer):
-            self.moved.append(layer.path)
+        self.pieces[layer.path] = {
+            p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces
+        }
+        if self._updates and rows.versions != versions(layer):
+            self.noted[_MOVED].append(layer.path)
         reason = _why_from_rows(features, shared=rows.is_shared)
-        change, e = layer.change(self._gamma(parts)), None
-        # With several ranks γ also holds the rows of the others.
-        trusted = self._is_alone and not reason and layer.path not in self._history.distrusted
-        by_rows = seen == total and trusted and _gram_is_less(features, layer, G)
-        if by_rows:
-            assert isinstance(features, DenseFeatures)
-            e = features.gram() @ G  # right only if γ = c·GᵀΦ, which is checked
-        elif parts:
-            e = features.move(*change)
-            e = e if self._scale is None else e / self._scale
+        change = layer.change(self._steps.gamma(parts))
+        e = features.move(*change) if parts else None
         known = {"precision": max([call.precision for call in calls]), "reason": reason}
-        known |= {"total": total, "e_by_rows": by_rows, "partial": bool(parts), "averaged": 1.0}
+        known |= {"total": total, "partial": bool(parts), "averaged": 1.0}
         self._out.begin(layer.path, _about(layer, features), seen, **known)
         if of_passes is not None and not rows.is_shared:
             h = summed(
@@ -195,49 +180,39 @@ class FinalGradient:
         self.measured[layer.path] = LayerInProgress(layer, features, G, z, change, e)
         rows.release()
 
-    def finish(self, lose: Fail, *, updates: bool) -> None:
+    def finish(self, lose: Fail) -> None:
         """Compute e of all layers and the sums over all rows, after all layers have begun.
 
         Args:
             lose: called with a layer's path and the exception that was raised.
-            updates: whether an optimizer step follows.
         """
         for of in totals.sums(self._all_rows, self._generator):
-            scaled = of.paths[: 0 if of.entries is None else len(of.entries)]
-            self._out.add("layers", of.paths, of.sums)
+            self._out.add("layers", of.paths, of.columns, knows_scales=of.entries is not None)
             if of.entries is not None:
-                self._out.add("layers", scaled, of.scales, knows_scales=True)
-                self._out.add("entries", scaled, {"scale": of.entries}, of.counts[: len(scaled)])
+                self._out.add("entries", of.paths, {"scale": of.entries}, of.counts)
         self._all_rows.clear()
-        self.blocks = blocks_of([*self.measured.values()], lose, updates=updates)
+        self.blocks = blocks_of([*self.measured.values()], lose, updates=self._updates)
         for block in self.blocks:
-            block.plain_step(self._scale, lose)
+            block.plain_step(lose)
 
     def _send_ceiling(self, layer: Layer, rows: LayerRows) -> None:
-        """Send `attainable_cosine`, or with several ranks the sums from which it follows."""
+        """Send `attainable_cosine`, or note why it is missing."""
         ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
         paths, why = [layer.path], ""
         if not layer.is_direct and not (ceiling is None and is_whole):
             why = _COMPUTED
         elif not is_whole:
             why = _SUMMED
-        elif ceiling is not None and self._is_alone:
-            self._out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
+        elif ceiling is not None and not self._is_alone:
+            why = _OF_RANKS
         elif ceiling is not None:
-            gram, cross, square = ceiling.sums()
-            numbers = torch.cat([part.flatten() for part in (gram, cross, square)])
-            if len(numbers) > _MOST_SUMS:
-                why = _TOO_LARGE
-            else:
-                groups, width = gram.shape[:2]
-                self._out.add("layers", paths, {}, ceiling_groups=groups, ceiling_width=width)
-                self._out.add("ceilings", paths, {"sum": numbers})
+            self._out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
         if why:
-            self.without_ceiling[why].append(layer.path)
+            self.noted[_WITHOUT_CEILING + why].append(layer.path)
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
         """Keep the lengths of all rows, if every call has them."""
-        of_calls = [_all_rows(call.whole, call.norms) for call in calls if call.norms is not None]
+        of_calls = [(call.norms, call.whole) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
             self._all_rows[path] = of_calls
 
@@ -256,14 +231,6 @@ def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
     if isinstance(features, OneHotFeatures):  # the padding token is not trained
         G = G * features.trained[:, None]
     return features, G
-
-
-def _all_rows(whole: Whole | None, norms: Tensor) -> AllRows:
-    """Return the lengths of all rows of one call."""
-    if whole is None:
-        return AllRows(norms)
-    trained = norms if whole.trained is None else norms * whole.trained
-    return AllRows(trained, whole.norm, whole.bias_square)
 
 
 def _about(layer: Layer, features: Features) -> About:
@@ -285,16 +252,3 @@ def _why_from_rows(features: Features, *, shared: bool) -> str:
         features.mixes_rows or features.weight_gain is not None
     )
     return "weighed" if weighs else ""  # gradient-only layers weigh rows by design
-
-
-def _gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
-    """Return whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P·N.
-
-    It equals e only if all rows are seen and γ = GᵀΦ.
-    """
-    if not layer.is_direct or not isinstance(features, DenseFeatures):  # γ is JᵀGᵀΦ
-        return False
-    rows, outputs = G.shape
-    width = sum(layer.sizes) / outputs if outputs else 0
-    saved = rows * (width * outputs - rows * (width + outputs))
-    return saved > (_AS_LAUNCHES if G.is_cuda else _AS_CHECK) and features.has_gram

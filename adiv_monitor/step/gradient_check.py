@@ -179,7 +179,7 @@ def _from_rows(sums: StepSums) -> float:
     A sample tells no factor, and neither do weights with other uses: then it is 1.
     """
     layers = sums.layers
-    tell = (sums.seen == layers["total"]) & (layers["reason"] == "") & ~layers["e_by_rows"]
+    tell = (sums.seen == layers["total"]) & (layers["reason"] == "")
     products = float(sums.total(sums.rows["e_G"])[tell].sum())
     found = float(layers["gamma_gamma"][tell].sum()) / products if products > 0 else 1.0
     return found if 0 < found < math.inf else 1.0

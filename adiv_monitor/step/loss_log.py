@@ -8,7 +8,6 @@ from torch import Tensor
 
 from adiv_monitor.capture.hook import has_data
 from adiv_monitor.capture.weights.shards import is_shard
-from adiv_monitor.rerun.thread import ThreadState
 from adiv_monitor.step.transfer import fetch_numbers
 
 _MOST = 2**14  # number of values between two reports
@@ -32,7 +31,7 @@ def value_of(loss: object) -> Value | None:
         raise TypeError(f"the loss: got {type(loss).__name__}, expected {_EXPECTED}")
     if not (has_data(loss) or is_shard(loss)):  # fake tensors, or a function transform
         return None
-    with ThreadState(), torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), torch._C.DisableTorchFunction():
         if loss.is_complex():
             raise TypeError(f"the loss: got complex numbers, expected {_EXPECTED}")
         if not loss.numel():

@@ -3,7 +3,7 @@
 All tensors stay on the device until `contribution`, which makes one transfer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
-from torch import Tensor
+from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Layer, listed
-from adiv_monitor.capture.weights.pieces import Parts
-from adiv_monitor.capture.world import world_size
+from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import REALISED, names_of
+from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
-from adiv_monitor.step.parameter_steps import ParameterSteps, PieceNumbers, weight_norms
-from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
+from adiv_monitor.step.parameter_steps import ParameterSteps
+from adiv_monitor.step.rank_contribution import RankContribution, make_contribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Outgoing, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
@@ -33,10 +33,9 @@ from adiv_monitor.step.whole_model import WholeModel
 if TYPE_CHECKING:
     from adiv_monitor.step.probing import ProbeStep
 
-_MOVED = (
-    "The weights of {} were written to between the backward pass and the optimizer's step "
-    "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
-    "update nor in the applied update."
+_MOVED_BEFORE = (
+    "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
+    "update does not start where the gradient was computed: not measured."
 )
 
 
@@ -64,14 +63,12 @@ class MeasuredStep:
         whole: WholeModel,
     ) -> None:
         self._capture = capture
-        # When the gradient is final: whether there is one rank, and whether a step follows.
-        self._is_alone = self._takes_step = True
         self._probe = probe
         self._whole = whole
         self._unreached: dict[str, str] = {}
         self._refused: set[str] = set()  # paths of layers that had rows, but were refused
         self.discarded = False  # whether the step can't be measured
-        self._moved: Tensor | None = None  # whether weights moved before the gradient was computed
+        self.moved = False  # whether weights moved before the gradient was computed
         self._selection = capture.selection
         self._unsharded = UnshardedParameters(capture.selection, agree)
         self._history = history
@@ -94,41 +91,37 @@ class MeasuredStep:
             skipped: > 0 if a fused optimizer found inf and skips this step.
         """
         self._gradient = None  # left over from an earlier attempt at this step, which raised
-        self._is_alone, self._takes_step = world_size() == 1, steps
         self._unreached.clear()
         self._out = Outgoing()
-        flags = {"gradient_scale": scale, "skipped": skipped, "moved": self._moved}
-        self._out.flags |= {name: [of] for name, of in flags.items() if of is not None}
+        self._out.flags["skipped"] = [] if skipped is None else [skipped]
         reached = self._capture.finish()
         self._whole.gradient_is_final(self._capture, self._out.flags)
         self._unreached |= self._capture.unreached
         try:
             # Of all due parameters: the layers that were reached differ between ranks.
-            all_participate = self._unsharded.gradients(
-                set(map(id, self._selection.due_parameters))
-            )
+            self._unsharded.gradients(set(map(id, self._selection.due_parameters)))
             pieces = [piece for layer in reached for piece in layer.pieces]
             self._steps = ParameterSteps(
                 pieces,
                 self._history,
-                copy_gradient=scale is not None,
+                scale=scale,
                 new=not self._history.knows({layer.path for layer in reached}),
             )
             found = self._gradient = FinalGradient(
                 reached,
                 self._history,
                 self._steps,
-                scale,
                 self._generator,
                 self._capture.passes,
                 self._out,
+                updates=steps,
             )
-            made = self._unsharded.of_gradients if all_participate else None
-            self._measure(tuple(reached), found.begin, made)
+            unscaled = gradient if scale is None else lambda p: gradient(p) / scale
+            self._measure(tuple(reached), found.begin, unscaled)
         finally:
             self._unsharded.settle()
         with _without_autocast(x.G for x in found.measured.values()):
-            found.finish(self._lose, updates=steps)
+            found.finish(self._lose)
         if steps:
             self._steps.keep_parameters()
             self._unsharded.keep(self._steps)
@@ -150,15 +143,12 @@ class MeasuredStep:
         if self._steps is None or not (self._measured or self._unsharded.all_participate):
             return
         self._steps.stepped()
-        layers = [x.layer for x in self._measured.values()] if self._unsharded.has_shards else []
-        apart = {layer.path: layer for layer in layers if spread(layer)}
-        made = partial(self._unsharded.of_updates, steps=self._steps)
+        measured = self._measured.items() if self._selection.shards else ()
+        apart = {path: x.layer for path, x in measured if spread(x.layer)}
         try:
-            self._measure(
-                apart.values(),
-                self._update,
-                made if self._unsharded.updates() else None,
-            )
+            self._unsharded.updates()
+            taken = partial(self._unsharded.taken, self._steps)
+            self._measure(apart.values(), self._update, taken)
         finally:
             self._unsharded.settle()
         assert self._gradient is not None
@@ -181,23 +171,9 @@ class MeasuredStep:
     @torch.no_grad()
     def applied(self) -> None:
         """Compute a, as the next step begins or training ends."""
-        if self._steps is not None and self._steps.products.w_w:
+        if self._steps is not None and "w_w" in self._steps.products:
             differs = self._steps.applied()
             self._out.flags["weights_changed"] = [] if differs is None else [differs]
-
-    def weights(self) -> list[Tensor]:
-        """Return the norms of all weights, for `weights_moved`."""
-        return weight_norms(self._selection.parameters)
-
-    def weights_moved(self, before: list[Tensor]) -> None:
-        """Note whether the optimizer moved the weights before its closure computed the gradient."""
-        if before:
-            # NaN differs from itself.
-            moved = [
-                (x != y) & ~(x.isnan() & y.isnan())
-                for x, y in zip(self.weights(), before, strict=True)
-            ]
-            self._moved = torch.stack([flag.to(moved[0].device) for flag in moved]).any()
 
     def discard(self) -> None:
         """Drop the step: it can't be measured."""
@@ -214,94 +190,77 @@ class MeasuredStep:
         Args:
             number: number of the step.
         """
-        steps, passes = self._steps, self._capture.passes
+        steps, probe, passes, capture = (
+            self._steps,
+            self._probe,
+            self._capture.passes,
+            self._capture,
+        )
         self._out.flags |= {
             "loss_gradients": [*passes.losses],
             "zeroed": [*passes.norms],
-            "batch": [*self._capture.watching.batch],
-            "next_batch": [*self._capture.next_batch],
+            "batch": [*capture.watching.batch],
+            "next_batch": [*capture.next_batch],
+            **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
-        found = fetch(
-            self._out,
-            PieceNumbers() if steps is None else steps.products,
-            {} if self._probe is None else self._probe.attention(),
-        )
+        sums, flags, attention = fetch(self._out, {} if probe is None else probe.attention())
+        notes = [*self._capture_notes(), *(() if probe is None else probe.notes)]
         part = make_contribution(
-            found,
+            sums,
+            flags,
             {} if self._gradient is None else self._gradient.pieces,
-            number=number,
-            unreached=self._unreached,
-            notes=[*self._capture_notes(), *(() if self._probe is None else self._probe.notes)],
+            () if steps is None else steps.keys,
+            StepReport(number, {}, self._unreached, 0.0, tuple(notes)),
             keeps_gradient=steps is not None and steps.has_copies,
         )
-        self._whole.describe(part, found.flags)
+        if self.moved:
+            report = StepReport(number, {}, {}, 0.0, tuple(notes))
+            part = RankContribution(report, refused=(*part.refused, _MOVED_BEFORE))
+        self._whole.describe(part, flags)
         if not (part.refused or self.discarded):
-            numbers = found.flags
-            gradients, zeroed = passes.told(
-                [*map(float, numbers["loss_gradients"])], [*map(float, numbers["zeroed"])]
-            )
+            given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
+            gradients, zeroed = passes.told(*given)
             part.report = replace(
                 part.report,
                 zeroed_passes=zeroed,
                 loss_gradients=tuple(gradients),
-                evaluated=self._capture.evaluated,
-                batch=tuple(map(float, numbers["batch"])),
-                next_batch=tuple(map(float, numbers["next_batch"])),
+                evaluated=capture.evaluated,
+                batch=tuple(map(float, flags["batch"])),
+                next_batch=tuple(map(float, flags["next_batch"])),
             )
         part.rows_lost = (*part.rows_lost, *self._refused)
-        learn(self._history, part)
-        if self._probe is not None and not part.refused:
-            part.attention = {path: merge(calls) for path, calls in found.attention.items()}
-            part.no_attention = dict(self._probe.refused)
+        self._history.learn(part)
+        if probe is not None and not part.refused:
+            part.attention = {path: merge(calls) for path, calls in attention.items()}
+            part.no_attention = dict(probe.refused)
         return part
 
     def _capture_notes(self) -> list[str]:
         notes = self._capture.notes()
-        if self._gradient is not None:
-            notes += [
-                f"attainable_cosine of {listed(paths)} is missing: {why}"
-                for why, paths in self._gradient.without_ceiling.items()
-                if paths
-            ]
-            if self._gradient.moved and self._takes_step:
-                notes.append(_MOVED.format(listed(self._gradient.moved)))
-        return notes
+        noted = {} if self._gradient is None else self._gradient.noted
+        return [*notes, *(note.format(listed(paths)) for note, paths in noted.items())]
 
     def _measure(
         self,
         layers: Collection[Layer],
         measure: Callable[[Layer, Parts], None],
-        made: Callable[[Sequence[Layer]], Iterable[tuple[Layer, Parts]]] | None,
+        part: Callable[[nn.Parameter], Tensor],
     ) -> None:
         """Measure layers; those whose parameters must be all-gathered come last.
 
         Args:
             layers: the layers.
             measure: called with a layer and its all-gathered pieces.
-            made: all-gathers pieces with the other ranks; None: that is impossible.
+            part: returns what this rank has of a parameter's tensor.
         """
-        apart = dict.fromkeys(filter(spread, layers)) if self._unsharded.has_shards else {}
-        errors: list[Exception] = []
         with _without_autocast(layer.parameters[0] for layer in layers):
-            for layer in layers:
-                if layer not in apart:
-                    self._try(layer, measure, layer, {})
-            for layer, parts in made(tuple(apart)) if made else ():
-                del apart[layer]
+            for layer, parts in self._unsharded.gathered(layers, part):
                 try:
-                    self._try(layer, measure, layer, parts)
-                except Exception as error:  # raised here, it would leave the other ranks waiting
-                    errors.append(error)
-        for layer in apart:
-            self._lose(layer.path, Refused(WHY_NOT))
-        if errors:
-            raise errors[0]
-
-    def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
-        try:
-            function(*args)
-        except Exception as error:
-            self._lose(layer.path, error)
+                    if parts is None:
+                        raise Refused(WHY_NOT)
+                    measure(layer, parts)
+                except Exception as error:
+                    self._lose(layer.path, error)
 
     def _lose(self, path: str, error: Exception) -> None:
         """Drop a layer and its rows from this step, and report why."""
@@ -337,7 +296,7 @@ class MeasuredStep:
         with _without_autocast(x.G for x in measured.values()):
             for block in blocks:
                 with losing(block.layers, self._lose):
-                    block.send(self._out, measured, self._generator, is_alone=self._is_alone)
+                    block.send(self._out, measured, self._generator)
         measured.clear()
         blocks.clear()
 

@@ -1,19 +1,20 @@
 """Readings from the numbers on the host, with notes for the reader."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
+from adiv_monitor.maths.attention import attention_reading
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
-from adiv_monitor.report import MEASURES, LayerReading, StepReport
-from adiv_monitor.step import finite
-from adiv_monitor.step.attention_outcome import attention_outcome
+from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
 from adiv_monitor.step.gradient_check import earlier_share, settled
-from adiv_monitor.step.rank_contribution import Facts, RankContribution
+from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
@@ -56,50 +57,43 @@ _ROUNDED = (
 
 
 @np.errstate(all="ignore")  # the readings report numbers that are not finite
-def understand(
-    part: RankContribution, history: RunHistory, fail: Callable[[str, Exception], None]
-) -> StepReport:
+def understand(part: RankContribution, history: RunHistory) -> StepReport:
     """Return the report of a step, with its readings and notes on them.
 
     Args:
         part: contribution of one rank, or merged contribution of all.
         history: run history; gradients that hold more than their rows are recorded there.
-        fail: called with each layer that can't be measured, and the exception.
     """
     turn = part.report.turn
     report = replace(part.report, turn=turn and replace(turn, elements=part.elements))
     if part.refused:
         return replace(report, notes=(*report.notes, *part.refused))
-    facts, sums = part.facts, part.sums if part.is_settled else settled(part.sums)
+    sums = part.sums if part.is_settled else settled(part.sums)
     measured = measure(
         sums,
-        updated=facts.updated,
-        has_applied=facts.has_applied,
-        gradient_lost=facts.gradient_lost,
+        updated=part.updated,
+        has_applied=part.has_applied,
+        gradient_lost=part.gradient_lost,
     )
-    reasons = [
-        "more" if holds_more else str(reason)
-        for holds_more, reason in zip(measured.holds_more, sums.layers["reason"], strict=True)
-    ]
+    paths, reasons = sums.paths, sums.layers["reason"].tolist()
     if "more" in reasons:  # a forgotten `zero_grad()` would show in all layers
         reasons = ["more" if reason == "earlier" else reason for reason in reasons]
-    readings = _readings(sums, measured, facts)
-    distrusted = (p for p, of in zip(sums.paths, reasons, strict=True) if of not in ("", "seems"))
+    distrusted = (p for p, of in zip(paths, reasons, strict=True) if of not in ("", "seems"))
     history.distrusted.update(distrusted)
     if not part.is_settled:  # ranks would not agree on what they check
-        history.checks(sums, reasons, doubted=bool(measured.suspected.any()))
-    lost = {}
-    for i, error in measured.lost.items():
-        fail(f"layer '{sums.paths[i]}'", error)
-        lost[sums.paths[i]] = f"measuring it failed: {type(error).__name__}: {error}"
-    attention, of_attention = attention_outcome(part.attention, part.no_attention)
-    paths = sums.paths
-    update_lost = facts.weights_changed and not facts.has_applied
-    notes = [*report.notes, *finite.notes(readings)]
+        history.checks(sums, reasons)
+    broken = _non_finite(sums)
+    readings = _readings(sums, measured, part, broken)
+    attention, of_attention = _attention(part.attention, part.no_attention)
+    update_lost = part.weights_changed and not part.has_applied
+    notes = [*report.notes]
+    for what, which in broken.items():
+        verb = "are" if what.endswith("s") else "is"
+        notes += _told(f"The {what} of {{}} {verb} not finite.", paths, which)
     for reason, sentence in _FROM_ROWS.items():
         sentence += ". Their readings are estimated from rows alone."
         notes += _told(sentence, paths, [of == reason for of in reasons])
-    notes += _told(_GRADIENT_LOST, paths, [facts.gradient_lost] * len(paths))
+    notes += _told(_GRADIENT_LOST, paths, [part.gradient_lost] * len(paths))
     notes += _told(_UPDATE_LOST, paths, [update_lost] * len(paths))
     notes += _told(_IDLE, paths, _is_idle(sums, measured))
     notes += _told(_ZEROED, paths, sums.was_zeroed)
@@ -109,7 +103,6 @@ def understand(
     return replace(
         report,
         layers=readings,
-        unsupported={**report.unsupported, **lost},
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
@@ -125,7 +118,7 @@ def _told(sentence: str, paths: Sequence[str], which: Iterable[bool]) -> list[st
 
 def _is_idle(sums: StepSums, found: Measured) -> Mask:
     """Return whether all sampled rows have a zero gradient, but others do not."""
-    some = (found.idle_seen == sums.seen) & (sums.seen < sums.layers["total"])
+    some = (sums.active == 0) & (sums.seen < sums.layers["total"])
     share = found.values["idle_share"][0] if sums.paths else np.zeros(0)
     is_idle: Mask = some & (share < 1) & ~np.isnan(_factors(sums))
     return is_idle
@@ -148,20 +141,40 @@ def _factors(sums: StepSums) -> Array:
     return np.where(layers["gamma_gamma"] > 0, layers["factor"] / layers["averaged"], np.nan)
 
 
-def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerReading]:
+def _non_finite(sums: StepSums) -> dict[str, Mask]:
+    """Return for each kind of tensor in which layers it holds NaN, inf, or overflows.
+
+    A sum of squares is finite only if each of its terms is. The features, the gradient and the
+    parameters' update are summed over all rows or entries; the outputs over the sampled rows.
+    """
+    of, rows = sums.layers, {name: ~np.isfinite(sums.rows[name]) for name in sums.rows.dtype.names}
+    groups = of["groups"][sums.rows["layer"]]
+    of_scales = (rows["scale"] & (groups > 0)) | ((rows["mean"] | rows["off"]) & (groups > 1))
+    is_broken = {name: ~np.isfinite(of[name]) for name in of.dtype.names if of[name].dtype == float}
+    return {
+        "inputs": (sums.total(of_scales) > 0) | (is_broken["scale_sum"] & of["knows_scales"]),
+        "outputs": sums.total(rows["z_z"]) > 0,
+        "gradient": (sums.total(rows["G_G"]) > 0)
+        | (is_broken["G_G"] & ~np.isnan(of["active"]))
+        | is_broken["gamma_gamma"],
+        "update": is_broken["w_w"] | is_broken["a_a"],
+    }
+
+
+def _readings(
+    sums: StepSums, found: Measured, part: RankContribution, broken: Mapping[str, Mask]
+) -> dict[str, LayerReading]:
     """Return the readings of all layers."""
     if not sums.paths:
         return {}
-    if facts.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
+    if part.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             found.values.pop(name, None)
     names = [name for name in found.values if name in MEASURES]
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()
     levels = {name: of.tolist() for name, of in found.quantiles.items()}
-    factors, readings = _factors(sums), {}
+    factors, idle, readings = _factors(sums), sums.seen - sums.active, {}
     for i, (path, about) in enumerate(zip(sums.paths, sums.about, strict=True)):
-        if i in found.lost:
-            continue
         values, errors, known = (dict(zip(names, of, strict=True)) for of in numbers[i])
         own = {n: v for n, v in values.items() if known[n] and n not in about.undefined}
         spread = {n: tuple(of[i]) for n, of in levels.items() if known[f"{n}_p50"]}
@@ -169,10 +182,10 @@ def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerR
             kind=about.kind,
             rows_seen=int(sums.seen[i]),
             rows_total=int(sums.layers["total"][i]),
-            rows_without_gradient=int(found.idle_seen[i]),
+            rows_without_gradient=int(idle[i]),
             gradient_factor=float(factors[i]),
             features=about.features,
-            non_finite=() if found.is_finite[i] else finite.non_finite(sums, i),
+            non_finite=tuple(what for what, which in broken.items() if which[i]),
             earlier_share=earlier_share(sums, i),
             module=about.module,
             standard_error={n: errors[n] for n in own if errors[n]},
@@ -181,3 +194,23 @@ def _readings(sums: StepSums, found: Measured, facts: Facts) -> dict[str, LayerR
             **own,
         )
     return readings
+
+
+def _attention(
+    attention: Mapping[str, AttentionSums[Array]], refused: Mapping[str, str]
+) -> tuple[dict[str, AttentionReading], list[str]]:
+    """Return readings of attentions by path, and notes.
+
+    Args:
+        attention: records by path.
+        refused: path → why there is no record.
+    """
+    broken = {path for path, sums in attention.items() if sums.broken}
+    missing = {**refused, **dict.fromkeys(broken, "its queries or keys are not finite")}
+    paths = defaultdict(list)
+    for path, reason in missing.items():
+        paths[reason].append(path or "the model itself")
+    return (
+        {p: attention_reading(sums) for p, sums in attention.items() if p not in broken},
+        [f"Attention of {listed(of)} is not measured: {why}." for why, of in paths.items()],
+    )

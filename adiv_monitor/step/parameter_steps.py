@@ -8,33 +8,15 @@ and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has wr
 parameters since the step, by their version counters.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.pieces import Parts, Piece, gradient
-from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.run_history import RunHistory
-
-
-@dataclass(slots=True, eq=False)
-class PieceNumbers:
-    """Dot products of pieces, in the order of `keys`, one vector for each dtype and device.
-
-    `a_b` is ⟨a, b⟩, see `StepSums`; (): not computed.
-    """
-
-    keys: tuple[int, ...] = ()
-    gamma_gamma: tuple[Tensor, ...] = ()
-    w_w: tuple[Tensor, ...] = ()
-    w_gamma: tuple[Tensor, ...] = ()
-    a_a: tuple[Tensor, ...] = ()
-    a_w: tuple[Tensor, ...] = ()
-    a_gamma: tuple[Tensor, ...] = ()
 
 
 class ParameterSteps:
@@ -43,11 +25,13 @@ class ParameterSteps:
     Args:
         pieces: the measured pieces of parameters.
         history: the run history so far.
-        copy_gradient: whether the optimizer will write to `.grad` (it unscales AMP gradients).
+        scale: the number by which a fused optimizer divides `.grad` in its step (AMP); None: 1.
         new: whether some of the layers were not measured before.
 
     Attributes:
-        products: dot products of the pieces.
+        keys: the pieces.
+        products: their dot products, by the names of `DOTS`, in the order of `keys`: one vector for
+            each dtype and device.
         has_copies: whether γ is preserved even if the optimizer changes `.grad`.
     """
 
@@ -56,14 +40,14 @@ class ParameterSteps:
         pieces: Iterable[Piece],
         history: RunHistory,
         *,
-        copy_gradient: bool,
+        scale: Tensor | None,
         new: bool,
     ) -> None:
         self._pieces = {piece.key: piece for piece in pieces}
         self._history = history
         self._keeps_update = new or history.weights_change
         # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
-        self.has_copies = copy_gradient or history.gradient_changes or self._keeps_update
+        self.has_copies = scale is not None or history.gradient_changes or self._keeps_update
         # By id of a parameter, the key of the piece that is all of it.
         self._whole = {id(x.parameter): key for key, x in self._pieces.items() if x.view is None}
         every = {id(piece.parameter): piece.parameter for piece in self._pieces.values()}
@@ -71,13 +55,13 @@ class ParameterSteps:
         self._given = {
             key: piece.own(gradients[id(piece.parameter)]) for key, piece in self._pieces.items()
         }
-        values = self._values()
-        # On a CPU large gradients are read where they are; elsewhere θ comes over the copy of γ.
-        self._reads = not self.has_copies and any(value.is_cpu for value in values.values())
-        self._copied: Flat | None = self._made(values)  # γ
-        self._copied.take(self._given, read=self._reads)
+        self._copied: Flat | None = self._copy(self._values(), self._given)  # γ
+        if scale is not None:
+            for buffer in self._copied.buffers:
+                buffer.div_(scale.to(buffer.device))
         self._gamma = self._copied.views
-        self.products = PieceNumbers(self._copied.keys, self._copied.squares())
+        self.keys = self._copied.keys
+        self.products = {"gamma_gamma": self._copied.squares()}
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -85,12 +69,11 @@ class ParameterSteps:
     def keep_parameters(self) -> None:
         """Copy the parameters before an optimizer step, over the copy of γ if it is not needed."""
         values = self._values()
-        if self.has_copies or self._reads:
-            self._before = self._made(values)
-        else:
-            self._before, self._copied, self._gamma = self._copied, None, self._given
-        assert self._before is not None
-        self._before.take(values)
+        if not self.has_copies:
+            assert self._copied is not None
+            self._history.flats.append(self._copied)
+            self._copied, self._gamma = None, self._given
+        self._before = self._copy(values, values)
         self._at_first = _versions(self._given.values())
 
     def _values(self) -> dict[int, Tensor]:
@@ -102,12 +85,14 @@ class ParameterSteps:
             for key, piece in self._pieces.items()
         }
 
-    def _made(self, like: dict[int, Tensor]) -> Flat:
+    def _copy(self, like: Parts, tensors: Parts) -> Flat:
+        """Return a copy of tensors that are laid out like others, in spare memory if there is."""
         spare = self._history.flats
-        if spare and spare[-1].fits(like):
-            return spare.pop()
-        spare.clear()  # their memory is free before new ones take theirs
-        return Flat(like)
+        if not (spare and spare[-1].fits(like)):
+            spare[:] = [Flat(like)]  # the memory of others is free before
+        flat = spare.pop()
+        flat.apply(torch._foreach_copy_, tensors)
+        return flat
 
     def before(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter before the step; None if there is no copy, or no longer."""
@@ -121,10 +106,9 @@ class ParameterSteps:
         key = self._whole.get(id(parameter))
         return None if key is None else to_compute_dtype(self.taken[key])
 
-    @property
-    def gamma(self) -> Parts:
-        """γ of every piece."""
-        return self._gamma
+    def gamma(self, parts: Parts) -> Parts:
+        """Return γ of every piece, with those that were all-gathered."""
+        return {**self._gamma, **parts} if parts else self._gamma
 
     @property
     def taken(self) -> Parts:
@@ -137,9 +121,8 @@ class ParameterSteps:
         assert self._before is not None
         values = self._values()
         self._after = _versions(values.values())
-        self._taken = taken = self._made(values) if self._keeps_update else self._before
-        if taken is not self._before:
-            taken.take(self._before.views)
+        before = self._before
+        self._taken = taken = self._copy(values, before.views) if self._keeps_update else before
         taken.apply(torch._foreach_sub_, values)
         self._history.flats.clear()  # no more are needed
 
@@ -151,12 +134,12 @@ class ParameterSteps:
         w = self._taken
         assert w is not None
         # Beside those of a it is rounded as they are, so that the cosine of what is equal is 1.
-        self.products.w_w = w.dots(w) if self._keeps_update else w.squares()
+        self.products["w_w"] = w.dots(w) if self._keeps_update else w.squares()
         if self._copied is not None:
-            self.products.w_gamma = w.dots(self._copied)
+            self.products["w_gamma"] = w.dots(self._copied)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
-            self.products.w_gamma = w.sums()
+            self.products["w_gamma"] = w.sums()
         if self.has_copies:
             assert self._copied is not None
             changed = self._copied.differs(self._given)
@@ -175,8 +158,7 @@ class ParameterSteps:
             a, w, gamma = self._before, self._taken, self._copied
             assert a is not None and w is not None and gamma is not None
             a.apply(torch._foreach_sub_, self._values())
-            self.products.a_a, self.products.a_w = a.dots(a), a.dots(w)
-            self.products.a_gamma = a.dots(gamma)
+            self.products |= {"a_a": a.dots(a), "a_w": a.dots(w), "a_gamma": a.dots(gamma)}
         else:
             differs = torch.tensor(self._after != _versions(self._values().values()))
         self._release()
@@ -184,9 +166,7 @@ class ParameterSteps:
 
     def _release(self) -> None:
         """Release all copies; on a CPU the next step uses their memory again."""
-        flats = [x for x in dict.fromkeys((self._before, self._taken, self._copied)) if x]
-        for flat in flats:
-            flat.release()
+        flats = dict.fromkeys(x for x in (self._before, self._taken, self._copied) if x)
         self._history.flats = [x for x in flats if all(b.is_cpu for b in x.buffers)]
         self._before = self._copied = None
         self._gamma = self._given = {}
@@ -194,8 +174,3 @@ class ParameterSteps:
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     return [(-1 if x.is_inference() else x._version, x.data_ptr()) for x in tensors]
-
-
-def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return ‖θ‖ of every parameter, which shows whether an optimizer moved it."""
-    return list(torch._foreach_norm([part_of(p) for p in parameters])) if parameters else []

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,15 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.loss_hook import LossOf
-from adiv_monitor.capture.sampling import draw
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
-from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.probe.batch import Batch, FirstPass, Losses
-from adiv_monitor.probe.rows import LayerOnProbe, ProbeRows
+from adiv_monitor.probe.batch import Batch, Losses
+from adiv_monitor.probe.rows import ProbeRows, RowsOfLayer
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
@@ -49,8 +48,8 @@ class Moved(NamedTuple):
 
 
 _NO_ATTENTION = (
-    "No attention of trained weights was seen: only scaled_dot_product_attention and "
-    "nn.MultiheadAttention are known."
+    "No attention of trained weights was seen: only scaled_dot_product_attention is known, which "
+    "nn.MultiheadAttention calls with need_weights=False."
 )
 _NO_LOSS = {
     "realised": "realised_cosine is missing: it needs the loss; pass it as `realised=`.",
@@ -72,7 +71,8 @@ class Probing:
         max_rows: number of rows to sample per layer; None: all.
         generator: a random generator of its own, so that all other readings remain the same.
         fail: called with what failed, and the exception.
-        batch: the probe; None: it was not taken yet.
+        batch: the probe.
+        modules: all modules of the model and of the loss that are no wrappers.
     """
 
     model: nn.Module
@@ -81,21 +81,13 @@ class Probing:
     max_rows: int | None
     generator: np.random.Generator
     fail: Callable[[str, Exception], None]
-    batch: Batch | None = None
 
     def __post_init__(self) -> None:
         self.generator = copy.deepcopy(self.generator)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All modules of the model and of the loss that are no wrappers."""
         of_loss = self.loss.modules() if isinstance(self.loss, nn.Module) else ()
         every = dict.fromkeys((*self.model.modules(), *of_loss))
-        return [module for module in every if not is_wrapper(module)]
-
-    def choose(self, shape: tuple[int, ...], device: torch.device) -> Rows:
-        """Choose some of all rows."""
-        return draw(shape, self.max_rows, np.inf, self.generator, device)
+        self.modules = [module for module in every if not is_wrapper(module)]
+        self.batch = Batch(self.modules, self.loss, partial(self.fail, "the probe"))
 
 
 class ProbeStep:
@@ -115,26 +107,22 @@ class ProbeStep:
         self.realised: dict[str, Moved] = {}
         self.loss_change: tuple[Tensor, Tensor | None] | None = None
         self.notes: list[str] = []
-        self._probing, self._modules = probing, probing.modules
-        self._first: FirstPass | None = None
-        if probing.batch is None:
-            fail = partial(probing.fail, "the probe")
-            self._first = FirstPass(selection.modules, self._modules, probing.loss, fail)
+        self._probing, self._selection = probing, selection
         self._attentions: Attentions | None = None
         self._before: dict[nn.Parameter, Tensor] = {}
-        self._layers: dict[str, LayerOnProbe] = {}
+        self._layers: dict[str, RowsOfLayer] = {}
         self._losses: Losses | None = None
+        self._seed = 0
         self._capture: Capture
 
     def put_on(self) -> None:
         """Start recording the first forward pass, if there is no probe yet."""
-        if self._first is not None:
-            self._first.put_on()
+        if not self._probing.batch.is_fixed:
+            self._probing.batch.put_on(self._selection.modules)
 
     def remove(self) -> None:
         """Stop recording."""
-        if self._first is not None:
-            self._first.remove()
+        self._probing.batch.remove()
 
     @property
     def refused(self) -> dict[str, str]:
@@ -157,38 +145,47 @@ class ProbeStep:
         self._safely(self._begin, updates)
 
     def _begin(self, updates: bool) -> None:
-        probing, capture = self._probing, self._capture
-        if probing.batch is None:
-            assert self._first is not None
-            probing.batch = self._first.batch()
+        probing = self._probing
+        if not probing.batch.is_fixed:
+            probing.batch.fix()
         self._before = {p: p.detach().clone() for p in trainable(probing.model) if is_plain(p)}
+        self._seed = int(probing.generator.integers(2**62))
         if "attention" in probing.measures:
             self._attentions = Attentions(
-                capture.selection,
+                self._selection,
                 probing.generator,
                 lambda path, error: probing.fail(f"attention of '{path}'", error),
             )
-        choose = probing.choose if updates and "realised" in probing.measures else None
-        rows = ProbeRows(probing.model, capture, choose, {}, self._attentions)
+        self._run(
+            partial(self._before_step, is_realised=updates and "realised" in probing.measures)
+        )
 
-        def begin() -> None:
-            # The graph outlives the step: what it holds of parameters are their values before.
-            with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-                losses = self._batch.run()
-            knows_loss = self._differentiate(rows, losses)
-            self._layers = rows.of_layers(probing.max_rows)
-            if self._attentions is not None:
-                self._attentions.begin(knows_loss=knows_loss)
-                self.notes += [] if self._attentions.saw_any else [_NO_ATTENTION]
+    def _before_step(self, *, is_realised: bool) -> None:
+        rows = self._recording(self._attentions, features=is_realised)
+        # The graph outlives the step: what it holds of parameters are their values before.
+        with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            losses = self._probing.batch.run()
+        knows_loss = self._differentiate(rows, losses)
+        if is_realised:
+            self._layers = rows.of_layers()
+        if self._attentions is not None:
+            self._attentions.begin(knows_loss=knows_loss)
+            self.notes += [] if self._attentions.saw_any else [_NO_ATTENTION]
 
-        self._run(begin)
+    def _recording(
+        self, attentions: Attentions | None = None, *, features: bool = False
+    ) -> ProbeRows:
+        probing = self._probing
+        given = probing.model, self._capture, probing.max_rows, self._seed, attentions
+        return ProbeRows(*given, features=features)
 
     def _differentiate(self, rows: ProbeRows, losses: Losses | None) -> bool:
         """Take the gradients of the loss; return whether they are known, and note why not."""
-        if losses is None and self._batch.loss is None:
+        batch = self._probing.batch
+        if losses is None and self._probing.loss is None:
             self.notes += [_NO_LOSS[measure] for measure in self._probing.measures]
         elif losses is None:
-            self.notes.append(f"The loss on the probe is not known: {self._batch.why_no_loss}.")
+            self.notes.append(f"The loss on the probe is not known: {batch.why_no_loss}.")
         else:
             self._losses = Losses(losses.whole.detach(), losses.samples)
             try:
@@ -203,14 +200,16 @@ class ProbeStep:
     def attended(self) -> None:
         """Measure how the optimizer's step moved the scores, while its copies still exist."""
         if self._attentions is not None and self._attentions.calls:
-            moved = [p for p in self._attentions.parameters if p in self._before]
-            taken = {p: self._before[p] - p.detach() for p in moved}
+            calls = chain.from_iterable(self._attentions.calls.values())
+            held = set(chain.from_iterable(call.held for call in calls))
+            taken = {p: self._before[p] - p.detach() for p in held}
             self._safely(self._run, partial(self._attentions.updated, taken))
 
     def take(self, path: str, change: Change) -> None:
         """Take the change of a layer's weight and bias."""
         layer = self._layers.get(path)
         if layer is not None:
+            assert layer.features is not None
             layer.d = layer.features.move(*change)
 
     def updated(self) -> None:
@@ -230,10 +229,11 @@ class ProbeStep:
         whole, losses = self._run(self._again)
         lost = []
         for path, layer in self._layers.items():
-            z_half, z = half.z(path), whole.z(path)
-            if z_half is None or z is None:
+            again = [after[path] for after in (half, whole) if path in after]
+            if [after.shapes for after in again] != 2 * [layer.shapes]:
                 lost.append(path)
             elif layer.d is not None:
+                z_half, z = (after.z for after in again)
                 r = layer.z - z
                 b = r - 2 * (layer.z - z_half)
                 vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
@@ -250,18 +250,14 @@ class ProbeStep:
             each = None if pair[0] is None or pair[1] is None else pair[0] - pair[1]
             self.loss_change = (losses.whole - before.whole).detach(), each
 
-    def _again(self) -> tuple[ProbeRows, Losses | None]:
-        known = {path: layer.rows for path, layer in self._layers.items()}
-        with (rows := ProbeRows(self._probing.model, self._capture, None, known)):
-            return rows, self._batch.run()
-
-    @property
-    def _batch(self) -> Batch:
-        assert self._probing.batch is not None
-        return self._probing.batch
+    def _again(self) -> tuple[dict[str, RowsOfLayer], Losses | None]:
+        with (rows := self._recording()):
+            losses = self._probing.batch.run()
+        return rows.of_layers(), losses
 
     def _run(self, body: Callable[[], T]) -> T:
-        return run(self._modules, self._batch.surroundings, self._before, body)
+        probing = self._probing
+        return run(probing.modules, probing.batch.surroundings, self._before, body)
 
     def _safely(self, action: Callable[..., object], *args: object) -> None:
         """Call an action; say why nothing is known if it fails."""

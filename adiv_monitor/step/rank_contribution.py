@@ -8,40 +8,11 @@ import numpy as np
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import DOTS, NO_SUMS, Array, StepSums
 from adiv_monitor.report import StepReport
-from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.transfer import Fetched
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
 RULE_TOLERANCE = 0.05
 
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
-_MOVED = (
-    "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
-    "update does not start where the gradient was computed: not measured."
-)
-
-
-# By key of a piece, the share of its products that this rank counts; `partial` as in `StepSums`.
-PieceShares = tuple[dict[int, float], bool]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts about the step as a whole.
-
-    Attributes:
-        updated: an optimizer has stepped.
-        gradient_changed: the optimizer changed `.grad` during its step.
-        gradient_lost: the optimizer changed `.grad`, and there was no copy.
-        has_applied: the applied update is known: it was kept, or it is the optimizer's.
-        weights_changed: the weights changed after the optimizer's step.
-    """
-
-    updated: bool
-    gradient_changed: bool
-    gradient_lost: bool
-    has_applied: bool
-    weights_changed: bool
 
 
 @dataclass
@@ -52,7 +23,6 @@ class RankContribution:
         report: the report, without readings of layers and attentions, and with a `turn` without
             its elements (see `elements`). Realised changes are those of this rank's samples,
             `losses` those of its batches; `alignment` is already that of all ranks.
-        facts: facts about the step as a whole.
         sums: the numbers of the layers whose rows are known.
         refused: why the step can't be measured at all; empty if it can.
         misdescribed: path → why a layer must not be measured again: its rule does not hold.
@@ -62,10 +32,14 @@ class RankContribution:
         attention: records of attentions by path.
         no_attention: path → why there is no record.
         is_settled: the rows are in the units of the optimizer's gradient.
+        updated: an optimizer has stepped.
+        gradient_changed: the optimizer changed `.grad` during its step.
+        gradient_lost: the optimizer changed `.grad`, and there was no copy.
+        has_applied: the applied update is known: it was kept, or it is the optimizer's.
+        weights_changed: the weights changed after the optimizer's step.
     """
 
     report: StepReport
-    facts: Facts
     sums: StepSums = NO_SUMS
     refused: tuple[str, ...] = ()
     misdescribed: dict[str, str] = field(default_factory=dict)
@@ -75,98 +49,92 @@ class RankContribution:
     attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
     is_settled: bool = False
+    updated: bool = False
+    gradient_changed: bool = False
+    gradient_lost: bool = False
+    has_applied: bool = False
+    weights_changed: bool = False
 
 
 def make_contribution(
-    found: Fetched,
-    pieces: Mapping[str, PieceShares],
+    sums: StepSums,
+    flags: Mapping[str, Sequence[Array]],
+    pieces: Mapping[str, Mapping[int, float]],
+    keys: Sequence[int],
+    report: StepReport,
     *,
-    number: int,
-    unreached: Mapping[str, str],
-    notes: Sequence[str],
     keeps_gradient: bool,
 ) -> RankContribution:
     """Return the contribution from the numbers of a step, before any measure is computed.
 
     Args:
-        found: the numbers.
-        pieces: by layer, the pieces of its parameters.
-        number: number of the step.
-        unreached: path → why there are no numbers.
-        notes: notes for the reader.
+        sums: the numbers of the layers.
+        flags: those of the step as a whole; see `Outgoing`.
+        pieces: by layer, by key of a piece, the share of its products that this rank counts.
+        keys: the pieces of which `flags` has dot products.
+        report: the report so far.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
-    facts, sums = _facts(found, keeps_gradient), found.sums
-    report = StepReport(number, {}, {}, 0.0, tuple(notes))
-    reasons = (_SKIPPED, "skipped"), (_MOVED, "moved")
-    if refused := tuple(why for why, name in reasons if _is_set(found, name)):
-        return RankContribution(report, facts, refused=refused)
+
+    def is_set(name: str) -> bool:
+        return any(of.any() for of in flags.get(name, ()))
+
+    dots = {name: np.concatenate(of) for name in DOTS if (of := flags.get(name))}
+    changed, has_applied = is_set("gradient_changed"), "a_a" in dots
+    # Computed in the same way, they are equal to the last bit unless θ has changed.
+    weights_changed = is_set("weights_changed") or (
+        has_applied and not np.array_equal(dots["w_w"], dots["a_a"], equal_nan=True)
+    )
+    part = RankContribution(
+        report,
+        updated="w_w" in dots,
+        gradient_changed=changed,
+        gradient_lost=changed and not keeps_gradient,
+        has_applied=has_applied or ("w_w" in dots and not weights_changed),
+        weights_changed=weights_changed,
+    )
+    if is_set("skipped"):
+        return replace(part, refused=(_SKIPPED,))
     errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
     misdescribed, lost = _misdescribed(errors), _lost(sums)
     is_kept = [path not in misdescribed and path not in lost for path in sums.paths]
     sums = sums.pick(np.flatnonzero(is_kept))
     with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
-        _add_dots(sums, found, pieces)
+        _add_dots(sums, dots, keys, pieces)
         sums.layers["terms"] = _terms(sums)
-    change, changes = found.flags.get("loss_change"), found.flags.get("loss_changes")
-    report = replace(
-        report,
-        unsupported={**unreached, **lost, **misdescribed},
-        realised_loss_change=float(change[0]) if change else None,
-        realised_loss_changes=tuple(changes[0].tolist()) if changes else (),
-    )
-    return RankContribution(
-        report,
-        facts,
-        sums,
+    change, changes = flags.get("loss_change"), flags.get("loss_changes")
+    return replace(
+        part,
+        report=replace(
+            report,
+            unsupported={**report.unsupported, **lost, **misdescribed},
+            realised_loss_change=float(change[0]) if change else None,
+            realised_loss_changes=tuple(changes[0].tolist()) if changes else (),
+        ),
+        sums=sums,
         misdescribed=misdescribed,
         rows_lost=(*misdescribed, *lost),
         checked=tuple(path for path, error in errors.items() if error <= RULE_TOLERANCE),
     )
 
 
-def learn(history: RunHistory, part: RankContribution) -> None:
-    """Record this step's facts in the run history, for the coming steps."""
-    if part.facts.updated and part.sums.paths:
-        history.seen |= {*part.sums.paths, *part.report.unsupported}
-        history.learn(
-            gradient_changed=part.facts.gradient_changed,
-            weights_changed=part.facts.weights_changed,
-        )
-
-
-def _is_set(found: Fetched, name: str) -> bool:
-    return any(of.any() for of in found.flags.get(name, ()))
-
-
-def _facts(found: Fetched, keeps_gradient: bool) -> Facts:
-    _, w_w, _, a_a, *_ = found.pieces
-    changed, weights_changed = (_is_set(found, f"{of}_changed") for of in ("gradient", "weights"))
-    if found.has_applied:
-        # Computed in the same way, they are equal to the last bit unless θ has changed.
-        weights_changed |= not np.array_equal(w_w, a_a, equal_nan=True)
-    return Facts(
-        updated=found.updated,
-        gradient_changed=changed,
-        gradient_lost=changed and not keeps_gradient,
-        has_applied=found.has_applied or (found.updated and not weights_changed),
-        weights_changed=weights_changed,
-    )
-
-
-def _add_dots(sums: StepSums, found: Fetched, pieces: Mapping[str, PieceShares]) -> None:
-    """Add the dot products of all parameters of each layer, with γ in the optimizer's units."""
-    shares, layers = [pieces[path][0] for path in sums.paths], sums.layers
-    place = {key: i for i, key in enumerate(found.keys)}
+def _add_dots(
+    sums: StepSums,
+    dots: Mapping[str, Array],
+    keys: Sequence[int],
+    pieces: Mapping[str, Mapping[int, float]],
+) -> None:
+    """Add the dot products of all parameters of each layer."""
+    shares, layers = [pieces[path] for path in sums.paths], sums.layers
+    place = {key: i for i, key in enumerate(keys)}
     at = np.array([place[key] for of in shares for key in of], dtype=np.int64)
-    counted = found.pieces[:, at] * [share for of in shares for share in of.values()]
+    counted = [share for of in shares for share in of.values()]
     layer = np.repeat(np.arange(len(shares)), [len(of) for of in shares])
-    unit = float(found.flags["gradient_scale"][0]) if "gradient_scale" in found.flags else 1.0
-    for name, values in zip(DOTS, counted, strict=True):
-        layers[name] = np.bincount(layer, values, len(shares)) / unit ** name.count("gamma")
-    if not found.has_applied:  # a = u
-        for of_a, of_w in (("a_a", "w_w"), ("a_w", "w_w"), ("a_gamma", "w_gamma")):
-            layers[of_a] = layers[of_w]
+    # Without an applied update of its own, a = u.
+    like = {"a_a": "w_w", "a_w": "w_w", "a_gamma": "w_gamma"}
+    for name in DOTS:
+        values = dots.get(name, dots.get(like.get(name, ""), np.zeros(len(keys))))
+        layers[name] = np.bincount(layer, values[at] * counted, len(shares))
 
 
 def _terms(sums: StepSums) -> Array:

@@ -12,6 +12,7 @@ from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.gradient_check import tells
+from adiv_monitor.step.rank_contribution import RankContribution
 
 # In a run in which nothing changes, all gradients are checked at every so many measured steps.
 _CHECKED_EVERY = 16
@@ -82,13 +83,15 @@ class RunHistory:
     weights: EarlierWeights = field(default_factory=EarlierWeights)
     untrained: dict[int, Untrained] = field(default_factory=dict)
 
-    def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
-        """Record the changes seen; each is expected from then on, even if seen only once."""
-        if not self.learnt:
-            self.gradient_changes = self.weights_change = False
-            self.learnt = True
-        self.gradient_changes |= gradient_changed
-        self.weights_change |= weights_changed
+    def learn(self, part: RankContribution) -> None:
+        """Record what a step showed; a change is expected from then on, even if seen only once."""
+        if part.updated and part.sums.paths:
+            self.seen |= {*part.sums.paths, *part.report.unsupported}
+            if not self.learnt:
+                self.gradient_changes = self.weights_change = False
+                self.learnt = True
+            self.gradient_changes |= part.gradient_changed
+            self.weights_change |= part.weights_changed
 
     def asks(self, *, surveys: bool) -> str | None:
         """Return `telling` of the coming step, in which all functions may be watched."""
@@ -96,24 +99,16 @@ class RunHistory:
             self.telling = None
         return self.telling
 
-    def checks(
-        self,
-        sums: StepSums,
-        reasons: Sequence[str],
-        *,
-        doubted: bool,
-    ) -> None:
+    def checks(self, sums: StepSums, reasons: Sequence[str]) -> None:
         """Learn from a check which gradients the next one is to check.
 
         Args:
             sums: the layers, in the units of the optimizer's gradient.
             reasons: why the gradient of each is not that of its rows; see `outcome.py`.
-            doubted: the sampled rows speak against a gradient that was not checked.
         """
         is_sound = all(reason in _FORESEEN for reason in reasons)
         told = [sums.paths[i] for i in np.flatnonzero(sums.checked)]
         is_whole = told != [self.telling]
-        is_sound &= is_whole or not doubted
         is_sound &= len(set(sums.layers["factor"].tolist())) == 1
         was_sound, self.sound = self.sound, set(sums.paths) if is_sound else set()
         self.checked = 0 if is_whole else self.checked + 1

@@ -1,20 +1,17 @@
 """Transfer of all numbers of a step from device to host at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.attention_sums import AttentionSums, tensors_of, with_arrays
-from adiv_monitor.maths.sums import DOTS, TABLES, About, Array, StepSums, Table, blank, in_order
-from adiv_monitor.step.parameter_steps import PieceNumbers
+from adiv_monitor.maths.sums import TABLES, About, Array, StepSums, Table, blank, in_order
 
-Flags = dict[str, list[Tensor]]  # numbers of the step as a whole, by name; see `Fetched`
+Flags = dict[str, list[Tensor]]  # numbers of the step as a whole, by name; see `Outgoing`
 
 
 class Columns(NamedTuple):
@@ -39,7 +36,18 @@ class Outgoing:
     """The numbers of a step on their way to the host.
 
     Attributes:
-        flags: numbers of the step as a whole.
+        flags: numbers of the step as a whole, by name.
+
+            - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
+            - weights_changed: nonzero if the weights changed after the optimizer's step.
+            - skipped: > 0 if a fused optimizer found inf and did nothing.
+            - `DOTS`: dot products of pieces of parameters, by `ParameterSteps`.
+            - loss_change: realised change of the loss.
+            - loss_changes: realised change of every sample's loss.
+            - began, stepped: some weights as the optimizer's step began, and as it ended.
+            - untrained: norms of some entries of each parameter that the optimizer does not step.
+            - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
+            - batch, next_batch: those of `Capture`.
     """
 
     def __init__(self) -> None:
@@ -135,62 +143,17 @@ def _lines(
     return lines.reshape(-1) if counts is None else lines[np.arange(width) < counts[:, None]]
 
 
-@dataclass(frozen=True, eq=False)
-class Fetched:
-    """All numbers of a step on the host.
-
-    Attributes:
-        sums: those of the layers.
-        flags: those of the step as a whole, by name.
-
-            - gradient_scale: the factor by which a fused optimizer divided the gradients.
-            - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
-            - weights_changed: nonzero if the weights changed after the optimizer's step.
-            - skipped: > 0 if a fused optimizer found inf and did nothing.
-            - moved: nonzero if the optimizer moved the weights before the gradient was computed.
-            - loss_change: realised change of the loss.
-            - loss_changes: realised change of every sample's loss.
-            - began, stepped: some weights as the optimizer's step began, and as it ended.
-            - untrained: norms of some entries of each parameter that the optimizer does not step.
-            - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
-            - batch, next_batch: those of `Capture`.
-
-        pieces: dot products of pieces of parameters, (`DOTS`, pieces); 0: not computed.
-        keys: the pieces.
-        updated: an optimizer stepped, so those of w are computed.
-        has_applied: those of a are computed.
-        attention: records of each call, by path of the attention.
-    """
-
-    sums: StepSums
-    flags: dict[str, list[Array]]
-    pieces: Array
-    keys: Sequence[int]
-    updated: bool
-    has_applied: bool
-    attention: dict[str, list[AttentionSums[Array]]]
-
-
 def fetch(
-    out: Outgoing,
-    products: PieceNumbers,
-    attention: Mapping[str, Sequence[AttentionSums[Tensor]]],
-) -> Fetched:
-    """Copy the numbers of a step to the host."""
+    out: Outgoing, attention: Mapping[str, Sequence[AttentionSums[Tensor]]]
+) -> tuple[StepSums, dict[str, list[Array]], dict[str, list[AttentionSums[Array]]]]:
+    """Copy the numbers of a step to the host: those of layers, flags, and records of attention."""
     of_flags = [tensor for of in out.flags.values() for tensor in of]
-    of_pieces = [part for name in DOTS for part in getattr(products, name)]
-    calls = [call for of in attention.values() for call in of]
-    of_calls = [tensor for call in calls for tensor in tensors_of(call)]
-    arrays = iter(fetch_tensors([*out.tensors, *of_flags, *of_pieces, *of_calls]))
+    of_calls = [x for calls in attention.values() for call in calls for x in tensors_of(call)]
+    arrays = iter(fetch_tensors([*out.tensors, *of_flags, *of_calls]))
     sums = out.sums(arrays)
     flags = {name: [next(arrays) for _ in of] for name, of in out.flags.items()}
-    pieces = np.zeros((len(DOTS), len(products.keys)))
-    for line, name in zip(pieces, DOTS, strict=True):
-        if parts := [next(arrays) for _ in getattr(products, name)]:
-            line[:] = np.concatenate(parts)
     found = {path: [with_arrays(call, arrays) for call in of] for path, of in attention.items()}
-    updated, has_applied = bool(products.w_w), bool(products.a_w)
-    return Fetched(sums, flags, pieces, products.keys, updated, has_applied, found)
+    return sums, flags, found
 
 
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
@@ -216,10 +179,7 @@ def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:
 
 def _on_host(tensors: list[Tensor]) -> list[Array]:
     """Return float64 copies on the host of tensors on one device."""
-    try:
-        flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    except torch.OutOfMemoryError:  # copying one by one needs no extra memory on the device
-        return [part.cpu().double().numpy() for part in tensors]
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     numbers: Array = flat.cpu().double().numpy()
     ends = np.cumsum([tensor.numel() for tensor in tensors])
     parts = np.split(numbers, ends[:-1])

@@ -8,13 +8,13 @@ through the process group's store, and a rank that fails after that still partic
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.weights.pieces import Parts, gradient
+from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 from adiv_monitor.step.parameter_steps import ParameterSteps
@@ -45,16 +45,9 @@ class UnshardedParameters:
         self._reached: list[nn.Parameter] = []  # with a gradient, in all ranks or in none
         self._before: dict[int, Tensor] = {}
         self.all_participate = False
-        self._unsharded: dict[int, Tensor] = {}
-        self._given: set[Layer] = set()
 
-    @property
-    def has_shards(self) -> bool:
-        """Whether any measured parameter is sharded."""
-        return bool(self._sharded)
-
-    def gradients(self, wanted: Collection[int]) -> bool:
-        """Agree on gathering the gradients; return whether all ranks agree.
+    def gradients(self, wanted: Collection[int]) -> None:
+        """Agree on gathering the gradients.
 
         Args:
             wanted: ids of the parameters whose gradients are needed.
@@ -63,16 +56,16 @@ class UnshardedParameters:
         self._before.clear()
         self._pending.clear()
         self.all_participate = self._agree_on("gradient", self._reached)
-        return self.all_participate
 
     def keep(self, steps: ParameterSteps) -> None:
         """Copy the parameters of which `steps` has no copy, before an optimizer step."""
         known = [p for p in self._reached if steps.before(p) is None]
         self._before = {id(p): part_of(p).clone() for p in known}
 
-    def updates(self) -> bool:
-        """Agree on gathering the updates; return whether all ranks participate."""
-        return self.all_participate and self._agree_on("update", self._reached)
+    def updates(self) -> None:
+        """Agree on gathering the updates."""
+        if self.all_participate:
+            self._agree_on("update", self._reached)
 
     def _agree_on(self, point: str, pending: Sequence[Tensor]) -> bool:
         if not self._reached:
@@ -93,7 +86,6 @@ class UnshardedParameters:
         while self._pending:
             part = part_of(self._pending[0])
             self._whole(torch.full_like(part, math.nan, dtype=compute_dtype(part)))
-        self._unsharded.clear()
 
     def _whole(self, part: Tensor) -> Tensor:
         """Perform the next pending collective, and return the unsharded tensor."""
@@ -102,49 +94,42 @@ class UnshardedParameters:
         whole: Tensor = sharded.full_tensor().detach()
         return whole
 
-    def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
-        """Yield layers with γ of their pieces, as soon as their parameters are gathered."""
-        for _ in self._made(gradient):
-            yield from self._ready(layers)
-        self._unsharded.clear()
+    def gathered(
+        self, layers: Iterable[Layer], part: Callable[[nn.Parameter], Tensor]
+    ) -> Iterator[tuple[Layer, Parts | None]]:
+        """Yield layers with their all-gathered pieces, as soon as they are there.
 
-    def of_updates(
-        self, layers: Sequence[Layer], steps: ParameterSteps
-    ) -> Iterator[tuple[Layer, Parts]]:
-        """Yield layers with the negative update of their pieces, once these are gathered."""
+        Layers without sharded parameters come first, those that can't be gathered last, with None.
 
-        def taken(parameter: nn.Parameter) -> Tensor:
-            before = self._before.pop(id(parameter), None)
-            if before is not None:
-                return to_compute_dtype(before) - to_compute_dtype(part_of(parameter))
-            taken = steps.update_of(parameter)
-            assert taken is not None
-            return taken
-
-        for _ in self._made(taken):
-            yield from self._ready(layers)
-        self._unsharded.clear()
-
-    def _made(
-        self, part: Callable[[nn.Parameter], Tensor]
-    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with the all-gathered tensor; `part` returns this rank's part."""
-        self._given = set()
-        for parameter in self._reached:
-            whole = self._whole(part(parameter))
-            self._unsharded[id(parameter)] = whole
-            yield parameter, whole
-
-    def _ready(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
-        """Yield layers whose parameters are all gathered; release tensors of no more use."""
+        Args:
+            layers: the layers.
+            part: returns what this rank has of a parameter's tensor.
+        """
+        waiting = []
         for layer in layers:
-            if layer in self._given or any(id(p) not in self._unsharded for p in spread(layer)):
-                continue
-            self._given.add(layer)
-            pieces = [piece for piece in layer.pieces if is_shard(piece.parameter)]
-            yield layer, {x.key: x.of(self._unsharded[id(x.parameter)]) for x in pieces}
-        wanted = {id(p) for x in layers if x not in self._given for p in spread(x)}
-        self._unsharded = {key: whole for key, whole in self._unsharded.items() if key in wanted}
+            if self._sharded and spread(layer):
+                waiting.append(layer)
+            else:
+                yield layer, {}
+        whole: dict[int, Tensor] = {}
+        for parameter in self._reached if self._pending else ():
+            whole[id(parameter)] = self._whole(part(parameter))
+            for layer in [x for x in waiting if all(id(p) in whole for p in spread(x))]:
+                waiting.remove(layer)
+                pieces = [piece for piece in layer.pieces if is_shard(piece.parameter)]
+                yield layer, {x.key: x.of(whole[id(x.parameter)]) for x in pieces}
+            wanted = {id(p) for layer in waiting for p in spread(layer)}
+            whole = {key: of for key, of in whole.items() if key in wanted}
+        yield from ((layer, None) for layer in waiting)
+
+    def taken(self, steps: ParameterSteps, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's part of the negative update of a parameter."""
+        before = self._before.pop(id(parameter), None)
+        if before is not None:
+            return to_compute_dtype(before) - to_compute_dtype(part_of(parameter))
+        taken = steps.update_of(parameter)
+        assert taken is not None
+        return taken
 
 
 def spread(layer: Layer) -> Sequence[nn.Parameter]:

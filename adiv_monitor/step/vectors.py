@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +25,6 @@ from adiv_monitor.step.transfer import Outgoing
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
-M = TypeVar("M")
 _ORDER = tuple(Vector)
 
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
@@ -134,16 +132,12 @@ class Family:
         products: Mapping[str, Float[Tensor, "layers rows"]],
         active: Float[Tensor, "layers rows"],
         generator: np.random.Generator,
-        *,
-        with_sum: bool,
     ) -> None:
         """Send the numbers of the rows, of which the products are known already."""
         of_rows = active if self._is_stacked else active[0]
         found, rows = self._features.common(of_rows), dict(products)
         if found:
             rows["common"], rows["length"] = found
-            if with_sum:
-                out.add("features", paths, {"sum": self._features.weight_sum(of_rows)})
         groups = 0 if self._scale is None else self._scale.shape[2]
         if self._scale is not None and groups == 1:
             rows["scale"] = self._scale[..., 0]
@@ -179,13 +173,8 @@ class Block:
             at = slice(end, end := end + len(family.layers))
             self._parts.append((family, {vector: self._of[vector][at] for vector in named}, at))
 
-    def plain_step(self, scale: Tensor | None, fail: Fail) -> None:
-        """Compute e = Φγᵀ, and its part by the other rows.
-
-        Args:
-            scale: the number by which γ must be divided; None: 1.
-            fail: called with path and exception of layers that fail.
-        """
+    def plain_step(self, fail: Fail) -> None:
+        """Compute e = Φγᵀ, and its part by the other rows; `fail` as in `blocks_of`."""
         for family, of, _ in self._parts:
             with losing(family.layers, fail):
                 e, made = of[Vector.E], family.layers[0].e
@@ -193,8 +182,6 @@ class Block:
                     e.copy_(made)
                 else:
                     family.move([x.gamma for x in family.layers], of, Vector.E)
-                    if scale is not None:
-                        e /= scale
                 family.split(of)
 
     def update(self, change: Callable[[Layer], Change], kept: Container[str], fail: Fail) -> None:
@@ -204,16 +191,13 @@ class Block:
                 with losing(family.layers, fail):
                     family.move([change(x.layer) for x in family.layers], of, Vector.D)
 
-    def send(
-        self, out: Outgoing, kept: Container[str], generator: np.random.Generator, *, is_alone: bool
-    ) -> None:
+    def send(self, out: Outgoing, kept: Container[str], generator: np.random.Generator) -> None:
         """Send the numbers of the rows to the host.
 
         Args:
             out: takes them.
             kept: paths of the layers that were not lost.
             generator: chooses the scales that are reported one by one if there are too many.
-            is_alone: there is one rank; else its sum of features is needed too.
         """
         named, V = self._named, self._vectors
         chain = named.index(Vector.Z)  # neighbours among those before
@@ -225,7 +209,7 @@ class Block:
         paths = [x.layer.path if x.layer.path in kept else None for x in self.layers]
         for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
-            family.send(out, paths[at], own, active[at], generator, with_sum=not is_alone)
+            family.send(out, paths[at], own, active[at], generator)
 
 
 def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -> list[Block]:
@@ -248,33 +232,17 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
         assert first.features is not None
         size = max(first.features.size, first.G.numel()) if several[1:] else 0
         for part in _in_parts(several, size, first.G.device):
-            for family in _made(Family, part, fail, lambda x: [x]):
-                G = family.layers[0].G
-                blocks[G.shape, G.dtype, G.device].append(family)
-    found = []
+            with losing(part, fail):
+                G = part[0].G
+                blocks[G.shape, G.dtype, G.device].append(Family(part))
+    found = list[Block]()
     for families in blocks.values():
         G = families[0].layers[0].G
         size = G.numel() * max(len(family.layers) for family in families)
         for some in _in_parts(families, size, G.device):
-            found += _made(partial(Block, updates=updates), some, fail, lambda x: x.layers)
+            with losing([x for family in some for x in family.layers], fail):
+                found.append(Block(some, updates=updates))
     return found
-
-
-def _made(
-    make: Callable[[list[P]], M],
-    of: list[P],
-    fail: Fail,
-    layers: Callable[[P], Sequence[LayerInProgress]],
-) -> list[M]:
-    """Make one of all parts; one of each, if that fails, so that one layer spares the others."""
-    try:
-        return [make(of)]
-    except Exception:
-        found = []
-        for part in of:
-            with losing(layers(part), fail):
-                found.append(make([part]))
-        return found
 
 
 def _in_parts(several: list[P], size: int, device: torch.device) -> list[list[P]]:

@@ -84,20 +84,6 @@ def heads(model: Any, x: Tensor) -> Rows:
     return alone(model.w.mT.flatten(0, 1), x)
 
 
-def recurrent(model: Any, x: Tensor, part: str) -> Rows:
-    """Return the rows of an LSTM's cells, one time step after the other."""
-    rnn, h, c = model.rnn, torch.zeros(1, WIDTH).double(), torch.zeros(1, WIDTH).double()
-    found = []
-    for row in x:
-        found.append(row if part == "input" else h[0])
-        gates = row @ rnn.weight_ih_l0.t() + rnn.bias_ih_l0
-        i, f, g, o = (gates + h @ rnn.weight_hh_l0.t() + rnn.bias_hh_l0).chunk(4, -1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-    W = rnn.weight_ih_l0 if part == "input" else rnn.weight_hh_l0
-    return alone(W, torch.stack(found))
-
-
 # (path, model, every row by hand, fan-in, fan-out)
 CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows], int, int]] = {
     "einsum": (
@@ -113,20 +99,6 @@ CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows]
         lambda m, x: alone(m.w, x),
         WIDTH,
         7,
-    ),
-    "lstm, input": (
-        "rnn.input_l0",
-        lambda: built(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(WIDTH, WIDTH)),
-        lambda m, x: recurrent(m, x, "input"),
-        WIDTH,
-        4 * WIDTH,
-    ),
-    "lstm, hidden": (
-        "rnn.hidden_l0",
-        lambda: built(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(WIDTH, WIDTH)),
-        lambda m, x: recurrent(m, x, "hidden"),
-        WIDTH,
-        4 * WIDTH,
     ),
 }
 
@@ -192,17 +164,13 @@ def test_tables(name: str) -> None:
     assert (reading.alpha, reading.omega, reading.u) == (None, None, None)
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_who_feeds_whom_in_recurrent_layers() -> None:
-    rnn = nn.LSTM(WIDTH, 18, num_layers=2, proj_size=16)
-    alignment = Alignment(
-        built(lambda m, x: m.rnn(x)[0], rnn=rnn), Probe(torch.randn(5, 8).double())
-    )
-    fed = {x.path.removeprefix("rnn."): x.predecessors for x in alignment.layers}
-    assert fed["hidden_l0"] == ("first",)  # and its own state, through the projection
-    assert fed["projection_l0"] == ("rnn.input_l0", "rnn.hidden_l0")
-    assert fed["input_l1"] == ("rnn.projection_l0",)
-    assert fed["head"] == ("rnn.projection_l1",)
+def test_recurrent_layers_are_named_and_looked_through() -> None:
+    model = built(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(WIDTH, 18, num_layers=2))
+    alignment = Alignment(model, Probe(torch.randn(5, 8).double()))
+    fed = {layer.path: layer.predecessors for layer in alignment.layers}
+    assert fed == {"first": (), "head": ("first",)}
+    assert "recurrent layers are not measured" in alignment.refused["rnn.weight_hh_l1"]
+    assert "rnn.weight_hh_l1" in alignment.unmeasured
 
 
 def test_vectors_are_no_layers_and_known_to_the_layers_that_they_act_on() -> None:

@@ -27,8 +27,8 @@ class Counted(nn.Sequential):
 @pytest.mark.parametrize(
     ("costly", "forward", "backward", "steps"),
     [
-        pytest.param(False, 340, 352, 340, id="small"),
         pytest.param(True, 62, 34, 24, id="costly"),
+        pytest.param(False, 340, 352, 340, id="small", marks=pytest.mark.slow),
     ],
 )
 def test_a_healthy_network_takes_few_passes_and_steps(

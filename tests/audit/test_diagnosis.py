@@ -27,6 +27,7 @@ from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.faults import found as found_in
+from adiv_monitor.diagnosis.faults.inputs import HIDDEN
 from adiv_monitor.diagnosis.faults.rates import rates_per_layer, suffers
 from adiv_monitor.diagnosis.finding import Finding, Trial
 from adiv_monitor.diagnosis.record import (
@@ -134,6 +135,12 @@ HITS = {
     "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
     "unbounded-loss": record(losses=tuple(2 - 1e6 * (i / 39) ** 3 for i in range(STEPS))),
     "hidden-parameters": probed("hidden-parameters", share=0.5),
+    "backward-wrong": probed("backward-wrong", WELL, cosine=-1.0, slope=1.0, backward=-1.0),
+    "outputs-tied": probed("outputs-tied", outputs=3.0),
+    "mask-ignored": probed("mask-ignored"),
+    "zero-factor": probed("zero-factor"),
+    "addend-outweighs": probed("addend-outweighs", times=50.0),
+    "input-written": probed("input-written", WELL, change=0.75, times=5.0),
     "rate-zero": probed("rate-zero", share=0.5, initial_lr=0.0),
     "rounded-away": probed("rounded-away", share=0.8),
     "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0),
@@ -196,6 +203,13 @@ LITTLE = LAYERS | {"a": reading(update_ratio=0.004)}
 NOISY = (2.3, 0.9, 2.1, 0.9, 2.2, 1.0, 2.1, 0.9, 2.0, 1.0, 2.2, 0.8)
 # What is at most to be watched: name and strength, and a record of it.
 MILDER = [
+    ("backward-wrong watch", probed("backward-wrong", WELL, cosine=0.6, slope=1.0, backward=0.5)),
+    ("outputs-tied watch", probed("outputs-tied", times=5.0)),
+    ("mask-ignored watch", probed("mask-ignored", WELL)),
+    ("zero-factor watch", probed("zero-factor", WELL)),
+    ("input-written watch", probed("input-written", change=0.75, times=1.0)),
+    ("hidden-parameters watch",
+     probed("hidden-parameters", WELL, words={"made": "fixed"}, share=0.5)),
     ("gradient-cut watch", probed("gradient-cut", cosine=0.5)),
     ("unreached watch", record(wiring=Wiring(unreached=("a",), unused=("a",)))),
     ("frozen watch", record(wiring=Wiring(frozen=("a.weight",)))),
@@ -260,6 +274,9 @@ def test_what_may_be_meant_is_found_too(name: str, of: Record) -> None:
 
 
 NEAR_MISSES = {
+    "outputs-tied": probed("outputs-tied", outputs=1.0),
+    "addend-outweighs": probed("addend-outweighs", times=9.0),
+    "input-written": probed("input-written", change=0.009, times=5.0),
     "outputs-constant": replace(
         probed("outputs-constant", words={"by": "zeros"}, share=0.0), units=units(dead=64).units
     ),
@@ -382,6 +399,34 @@ def test_causes_come_before_what_follows_from_them() -> None:
     bare = diagnose(replace(faulty, wiring=Wiring(input_matters=0.5)))
     acts = [f.name for f in bare if f.strength == "act"]
     assert acts == ["input-scale", "rate-too-high", "dead-units"]
+
+
+def seen(*names: str, of: Record) -> list[tuple[str, str]]:
+    """Findings of a run in which questions found each one thing."""
+    facts = {n: HITS[n].probed[n] for n in names}
+    return [(f.name, f.strength) for f in diagnose(replace(of, probed=facts))]
+
+
+def test_the_first_cause_is_one_that_no_other_explains() -> None:
+    place = f"result of softmax (a.py:1){HIDDEN}"
+    of = record(first_non_finite=place, losses=(*STILL, math.nan))
+    assert seen("input-partly-ignored", of=of) == [
+        ("non-finite", "act"),
+        ("input-partly-ignored", "watch"),
+    ]
+
+
+def test_what_is_to_be_watched_is_the_cause_of_what_it_explains() -> None:
+    dead = record(units=units(dead=63).units)  # of a loss that falls
+    assert seen(of=dead) == [("dead-units", "act")]
+    assert seen("samples-mixed", of=dead) == [("samples-mixed", "act"), ("dead-units", "watch")]
+    assert seen("input-partly-ignored", of=dead)[0] == ("dead-units", "act")  # no cause of it
+    assert seen("no-activation", of=dead)[0] == ("dead-units", "act")  # its fix is tried instead
+    unused = Wiring(unreached=("a.weight",), unused=("a.weight",))
+    high = replace(record(rates=trials(own=1.5, x01=0.5)), wiring=unused)
+    assert seen(of=high) == [("rate-too-high", "act"), ("unreached", "watch")]  # a trial shows it
+    stuck = record(overfit=Trial("overfit", 100, 2.2, 2.3, None, 0.01), wiring=unused)
+    assert seen(of=stuck) == [("unreached", "watch"), ("cannot-overfit", "watch")]
 
 
 def test_values_that_stop_being_finite_are_a_cause_only_from_the_start() -> None:
@@ -679,7 +724,7 @@ def test_what_the_loss_alone_makes_is_no_consequence_of_the_inputs(
     of = record(losses=losses, first_non_finite=place, inputs=WIDE)
     first, *_ = diagnose(of)
     assert (first.name == "non-finite") is is_first
-    assert ("outputs are finite" in found(of)["non-finite"].summary) is is_first
+    assert ("no larger than usual" in found(of)["non-finite"].summary) is is_first
 
 
 @pytest.mark.parametrize("name, of", FURTHER)

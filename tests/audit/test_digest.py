@@ -1,6 +1,5 @@
 """The report in Markdown: what the page says, in at most 200 lines, whatever the run."""
 
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -87,15 +86,6 @@ def test_what_follows_from_a_cause_comes_after_all_causes_without_advice() -> No
         assert of.index(faulty.findings[-1].summary[:40]) < of.index("What may follow from these")
 
 
-def test_a_training_without_a_loss_can_not_be_said_to_learn() -> None:
-    running = Running()
-    running.add(report(layers={"a": reading(update_ratio=0.1)}))
-    text = digest(AuditReport((), running.record()), 1)
-    assert "# Training up to step 0" in text and "Loss: not known: pass it to the monitor" in text
-    assert "- Whether the loss falls: reports can't tell; to find out, pass the loss of" in text
-    assert "## Settings" not in text and "## Loss" not in text
-
-
 def test_secrets_and_steering_are_not_in_it() -> None:
     made = example_audits.made_up(list(example_audits.HOSTILE), 2)
     facts = replace(made.record.facts, settings={"lr": 0.1, "api_key": "sk-12345"})
@@ -103,12 +93,3 @@ def test_secrets_and_steering_are_not_in_it() -> None:
     assert "sk-12345" not in text and r"api\_key \*\*\*" in text
     assert "<img" not in re.sub(r"`[^`]*`", "", text)
     assert "\u202e" not in text
-
-
-def test_losses_that_are_not_finite_are_told() -> None:
-    made = example_audits.made_up(["a"], 2)
-    losses = (*made.record.losses, math.nan)
-    record = replace(made.record, losses=losses, first_non_finite="loss")
-    text = digest(replace(made, record=record))
-    assert f"| {len(losses) - 1} | NaN |" in text
-    assert "first value that is not finite was seen in loss" in text

@@ -174,34 +174,6 @@ def computed_weights() -> Case:
     return Hyper(), list(zip(*(part.split(32) for part in parts), strict=True)), squared
 
 
-def logistic_by_hand() -> Case:
-    x = torch.randn(512, 8)
-    batches = list(zip(x.split(32), (x[:, :1] > 0).float().split(32), strict=True))
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        out = model(batch[0])
-        return (functional.softplus(out) - out * batch[1]).mean()
-
-    return mlp(8, 32, 1), batches, loss
-
-
-class Parts(nn.Module):
-    """Four parts of each sample, joined again: (128, 32) to (32, 128) with 32 samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.each, self.whole = nn.Linear(4, 32), nn.Linear(128, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.each(x.view(-1, 4)).relu()
-        found: Tensor = self.whole(hidden.view(len(x), -1))
-        return found
-
-
-def parts_of_samples() -> Case:
-    return Parts(), blobs(), cross_entropy
-
-
 CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "standardised in forward": (standardised_in_forward, ("input-scale", "input-mean")),
     "batch normalisation first": (batch_norm_first, ("input-scale", "input-mean")),
@@ -212,14 +184,12 @@ CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "bags of instances": (bags, ("softmax-over-samples",)),
     "cross-entropy by hand": (cross_entropy_by_hand, ("no-log",)),
     "computed weights": (computed_weights, ("zero-slope",)),
-    "logistic loss by hand": (logistic_by_hand, ("zero-slope",)),
-    "parts of samples": (parts_of_samples, ("reshape-scrambles",)),
 }
 
-RATES = {"gates that begin at zero": 1e-3, "computed weights": 5e-4, "logistic loss by hand": 3e-2}
+RATES = {"gates that begin at zero": 1e-3, "computed weights": 5e-4}
 
 
-def audited(case: Case, steps: int = 60, rate: float = 3e-3) -> AuditReport:
+def audited(case: Case, steps: int = 24, rate: float = 3e-3) -> AuditReport:
     model, batches, loss = case
 
     def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -228,6 +198,7 @@ def audited(case: Case, steps: int = 60, rate: float = 3e-3) -> AuditReport:
     return audit(model, batches, loss=loss, optimizer=adam, steps=steps, try_fixes=False)
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
     make, faults = CASES[name]
@@ -272,7 +243,7 @@ class Recurrent(nn.Module):
     ids=["linear", "LSTM", "GRU", "convolution"],
 )  # fmt: skip
 @pytest.mark.parametrize("factor", [1e3, 1e-3])
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=5)
 def test_inputs_that_a_layer_reads_as_they_are_are_told(
     make: Callable[[], nn.Module], factor: float
 ) -> None:

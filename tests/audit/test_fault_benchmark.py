@@ -7,15 +7,13 @@ import math
 
 import pytest
 import torch
-from audit.fault_benchmark import reported_page, verdicts
+from audit.fault_benchmark import reported_page
 from audit.fault_benchmark.benchmark import tasks
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course
-from audit.fault_benchmark.every_run import every_run
 from audit.fault_benchmark.judge import Another, diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY
-from audit.fault_benchmark.reported_sources import SOURCES
 from audit.fault_benchmark.reports import reported
 from audit.fault_benchmark.run import BATCHES, error_of
 
@@ -57,15 +55,16 @@ def test_a_sample_is_every_nth_run() -> None:
     assert len(whole) == len(CASES) + len(HEALTHY)
 
 
+@pytest.mark.slow
 def test_equal_seeds_make_equal_runs() -> None:
-    for bed in (HEALTHY["gpt-adamw"], CASES["mlp-sgd: exposure ×/÷ e^1.5"]):
-        one, same, other = (bed.build(seed) for seed in (0, 0, 1))
-        assert len(one.batches) == BATCHES
-        for batch, twin in zip(one.batches, same.batches, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(batch, twin, strict=True))
-        weights, equal = one.model.state_dict(), same.model.state_dict()
-        assert all(torch.equal(weights[name], equal[name]) for name in weights)
-        assert not torch.equal(one.batches[0][0], other.batches[0][0])
+    bed = CASES["mlp-sgd: exposure ×/÷ e^1.5"]
+    one, same, other = (bed.build(seed) for seed in (0, 0, 1))
+    assert len(one.batches) == BATCHES
+    for batch, twin in zip(one.batches, same.batches, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(batch, twin, strict=True))
+    weights, equal = one.model.state_dict(), same.model.state_dict()
+    assert all(torch.equal(weights[name], equal[name]) for name in weights)
+    assert not torch.equal(one.batches[0][0], other.batches[0][0])
 
 
 @pytest.mark.slow(one_in=8)
@@ -104,26 +103,6 @@ def test_reports_of_a_run_whose_loss_does_not_fall_never_say_nothing(name: str) 
         assert strength == "act" and "non-finite" in dict(row["known"]["findings"])
 
 
-def test_the_page_of_reports_counts_what_is_said() -> None:
-    said = {"findings": [["loss-stuck", "watch"]], "headline": "", "said": ["It does not fall."]}
-    nothing = {"findings": [], "headline": NOTHING, "said": []}
-    stuck = {"known": said, "unknown": nothing, "fell": False, "finite": True}
-    rows = [
-        {"name": "blobs-sgd: inputs × 100", "seed": 0, **stuck},
-        {"name": "mlp-sgd", "seed": 0, **stuck},
-        {"name": "mlp-sgd", "seed": 1, **stuck, "known": nothing, "fell": True},
-        {"name": "mlp-adam: optimizer holds what is frozen", "seed": 0, "refused": "none"},
-        {"name": "mlp-sgd: ReLU on logits", "seed": 1, **stuck, "known": nothing, "fell": True},
-    ]
-    lines = verdicts.page(rows, []).splitlines()
-    assert "| healthy | all | does not fall | – | 1 | – | – | – |" in lines
-    assert "| healthy | all | does not fall | – | – | – | 1 | – |" in lines, "without the loss"
-    assert "| healthy | all | falls | – | – | – | 1 | – |" in lines
-    assert "| faulty | all | not trained | – | – | – | – | 1 |" in lines
-    assert "| mlp-sgd | 0 | does not fall | It does not fall. | – |" in lines
-    assert "| mlp-sgd: ReLU on logits | falls | 1 |" in lines
-
-
 @pytest.mark.slow
 def test_advice_is_judged_on_another_seed_beside_chance() -> None:
     row = judge(CASES["blobs-sgd: inputs × 100"], 0)
@@ -145,18 +124,6 @@ def test_the_page_counts_what_was_named_and_what_paid() -> None:
     assert "| blobs-sgd: inputs × 100 | 1 of 4 | not at all 1× |" in lines
 
 
-def test_every_run_stands_in_a_file_of_its_own() -> None:
-    name = "blobs-sgd: inputs × 100"
-    faulty = {"part": "audit", "name": name, "words": False, "without": 1.0}
-    paid = {"change": "scale-inputs", "loss": 0.5, "pays": True}
-    rows = [{**faulty, "findings": [["input-scale", "act"]], "advice": paid}]
-    text = every_run(rows, [])
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name}")]
-    cells = ["`input-scale`", "1 of 1", "`input-scale` 1", "`scale-inputs`", "1 of 1", "1", "0.5"]
-    assert line.split(" | ")[1:8] == cells
-    assert name not in page(rows, [])
-
-
 def test_the_page_of_reported_bugs_counts_both_halves_and_the_twins() -> None:
     case, other = SET_BY[0], HELD_OUT[0]
     rows = [
@@ -173,20 +140,6 @@ def test_the_page_of_reported_bugs_counts_both_halves_and_the_twins() -> None:
         f"| {other.name} | {other.kind} |" in text and "dead-units (act), a (note) | no |" in text
     )
     assert "benchmark.py --reported all`" in text
-
-
-def test_the_page_of_reported_bugs_counts_advice_that_was_tried_or_applied_literally() -> None:
-    paid, failed = ({"change": "x", "loss": loss, "pays": loss < 1} for loss in (0.5, 1.0))
-    rows = []
-    by_loss = [case for case in SET_BY if case.judged_by == "loss"]
-    for case, advice in zip(by_loss, (paid, failed, failed), strict=False):
-        row = {"name": case.name, "seed": 0, "findings": [[case.expected[0], "act"]]}
-        rows.append({**row, "without": 1.0, "advice": advice, "random": failed, "rate": paid})
-    rows[1]["literally"] = {**paid, "change": "in words"}
-    text = reported_page.page(rows, [])
-    assert "The first advice pays: 2 of 3 (1 of them in words" in text
-    assert "One random fix: 0. The best learning rate: 3." in text
-    assert "| yes | x | yes | 1 | 0.5 |" in text and "| yes | in words | yes | 1 | 0.5 |" in text
 
 
 def test_errors_are_those_of_answers_whatever_the_loss_is() -> None:
@@ -219,8 +172,3 @@ def test_bugs_of_the_loss_and_of_the_batches_are_judged_by_the_error(name: str) 
     assert not another.outcome("nothing", another.without)["pays"]
     diverged = [math.inf] * len(another.without)
     assert not another.outcome("divergence", diverged)["pays"]
-
-
-def test_sources_are_those_of_cases_there_are() -> None:
-    assert SOURCES.keys() <= REPORTED.keys()
-    assert all(link.startswith("https://") for link in SOURCES.values())

@@ -89,15 +89,3 @@ def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
     finding = Finding("rate-too-low", "act", "Slow.", (), (Advice("more", "rate*10", trial),))
     verdict = AuditReport((finding,), SMALL.record).verdict
     assert "To fix it" not in verdict and "None of its fixes helped in a trial" in verdict
-
-
-def test_the_terminal_names_the_option_where_time_was_short() -> None:
-    def printed(report: AuditReport) -> str:
-        console = Console(file=io.StringIO(), width=1000)
-        show(report, console)
-        return console.file.getvalue()
-
-    assert "--try-seconds" not in printed(advised())
-    assert "--try-seconds" in printed(
-        replace(advised(), record=replace(SMALL.record, hurried=True))
-    )

@@ -130,16 +130,6 @@ def test_networks_that_a_loop_averages_into_are_said_to_stay() -> None:
     assert stays in audited(Taught()).verdict
 
 
-def test_what_the_copy_lacks_is_in_the_verdict() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    assert audited(model.eval(), optimizer=optimizer).verdict.endswith(
-        "The copy differs from your run: the model was given in evaluation mode and is trained in "
-        "training mode; no scheduler runs."
-    )
-
-
 HISTORY = [{"step": 2, "loss": 2.0}, {"step": 4, "loss": 1.0}, {"step": 4, "eval_loss": 7.0}]
 FILES = {
     "[2.5, 1.5]": {0: 2.5, 1: 1.5},

@@ -5,18 +5,14 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
-import adiv_monitor
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.diagnosis.finding import Evidence, Finding
-from adiv_monitor.diagnosis.health import GRADIENT
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pages.findings import checks
-from adiv_monitor.pages.heat import HEAT_MEASURES, heat_map, heat_measures
+from adiv_monitor.pages.heat import heat_map
 from adiv_monitor.pictures.colours import painted
 from adiv_monitor.pictures.grid import grid
 from adiv_monitor.printable import printable
@@ -54,9 +50,6 @@ class Elements(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if not self.open or self.open.pop() != tag:
             self.wrong.append(tag)
-
-
-ASSETS = Path(adiv_monitor.__file__).parent / "pages" / "assets"
 
 
 def small(layers: tuple[str, ...] = ("stem", "head"), steps: int = 3) -> AuditReport:
@@ -99,25 +92,6 @@ def test_the_heat_map_says_what_tables_say() -> None:
     assert measure["cells"] == "AAABAAIAAwA="  # 0, 1, 2, 3
 
 
-def test_the_bad_end_is_the_dark_one() -> None:
-    layers = {
-        name: reading(update_cosine=value, harmed_fraction=value)
-        for name, value in (("low", 0.0), ("high", 1.0))
-    }
-    heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), ["update_cosine", "harmed_fraction"])
-    assert heat is not None
-    cosine, harmed = (
-        [heat["palettes"][measure["palette"]][level] for level in measure["levels"]]
-        for measure in heat["measures"]
-    )
-    dark, light = "#472d7b", "#fde725"
-    assert (cosine, harmed) == ([dark, light], [light, dark])
-    assert [(m["low"], m["high"]) for m in heat["measures"]] == [
-        ("worse ≤ 0", "1"),
-        ("0", "1 worse"),
-    ]
-
-
 def test_pages_and_pictures_have_the_same_cells() -> None:
     layers = {"a": reading(update_ratio=0.1), "b": reading(update_ratio=math.nan)}
     layers["c"] = replace(reading(update_ratio=20.0), non_finite=("outputs",))
@@ -135,34 +109,6 @@ def test_pages_and_pictures_have_the_same_cells() -> None:
     assert palette[shown["a"]] == "#{:02x}{:02x}{:02x}".format(*rgb)
     assert measure["texts"] == ["0.100", "–", "20.000", "0.300"]
     assert [mark.kind for mark in heat["legend"]] == measure["marks"]
-
-
-@pytest.mark.parametrize("name", HEAT_MEASURES)
-def test_a_value_has_the_same_colour_in_every_run(name: str) -> None:
-    """Whatever else was read there."""
-
-    def of(value: float) -> LayerReading:
-        if name == GRADIENT:  # ‖G‖² = descent / effective_lr
-            return reading(descent=value**2, effective_lr=1.0)
-        return reading(**{name: value})
-
-    of_runs = []
-    for others in ((1e-5, 0.02), (0.3, 1e4)):
-        layers = {f"{i}": of(value) for i, value in enumerate((0.5, *others, 1.0))}
-        heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), [name])
-        assert heat is not None
-        (measure,) = heat["measures"]
-        of_runs.append(dict(zip(measure["texts"], measure["levels"], strict=True)))
-        assert measure["low"] and measure["high"]
-    assert of_runs[0]["0.500"] == of_runs[1]["0.500"] >= 0
-
-
-def test_what_findings_rest_on_is_shown_first() -> None:
-    record = seen(StepReport(0, {"a": reading(update_ratio=0.1, scale_cv=3.0)}, {}, 1.0))
-    evidence = (Evidence("scale_cv", 3.0, 1.0, "a"),)
-    for strength, first in (("act", "scale_cv"), ("note", "update_ratio")):
-        found = Finding("row-spread", strength, evidence=evidence, layers=("a",))
-        assert heat_measures(record, [found])[0] == first
 
 
 def test_it_is_one_file_of_well_formed_elements_that_loads_nothing() -> None:
@@ -258,24 +204,6 @@ def test_a_comparison_marks_what_lies_beyond_the_errors() -> None:
     assert "better" not in compare(of(0.6), of(0.1), ("a", "b")).split("<tbody>")[-1]
 
 
-@pytest.mark.slow
-def test_a_large_report_is_a_small_file() -> None:
-    """At this rate 500 layers at 100 steps are 5 MB."""
-    layers = [f"encoder.layers.{i}.attention.projection" for i in range(50)]
-    report = example_audits.made_up(layers, 100)
-    assert len(page(report).encode()) < 270_000 + 50 * 9_200
-
-
-def test_a_finding_carries_what_its_docs_say() -> None:
-    report = small()
-    text = page(report)
-    assert "What this means, and when not to believe it" in text
-    means = json.loads((ASSETS / "findings.json").read_text())["input-scale"]["means"]
-    assert means in text
-    unknown = replace(report.findings[0], name="not-in-the-docs")
-    assert "explained" not in page(AuditReport((unknown,), report.record)).split("</style>")[1]
-
-
 def test_alignments_have_a_table_where_they_were_asked_for() -> None:
     assert "<h3>Alignments" not in page(small())
     report = small()
@@ -314,15 +242,3 @@ def test_trainings_are_compared_by_what_is_known_of_them() -> None:
     assert "not tried" not in text and "trial" not in text.partition("</style>")[2].lower()
     assert "reports can&#39;t tell; to find out, run <code>adiv-audit</code>" in text
     assert text.count("<img ") == 6, "one colour scale for both, three measures"
-
-
-def test_what_is_not_known_of_a_training_is_not_known() -> None:
-    text = compare(small(), known_by_reports({}), ("a", "b"))
-    told = text[text.index('id="settings"') : text.index('id="layers"')]
-    assert '<th scope="row">Seed</th><td>0</td><td>not known</td>' in told
-    assert "Nothing found in what was measured" in text or "To " in text
-
-
-def test_trainings_without_a_loss_have_no_picture_of_it() -> None:
-    text = compare(known_by_reports({}), known_by_reports({}), ("a", "b"))
-    assert 'id="loss"' not in text and 'href="#loss"' not in text

@@ -131,18 +131,6 @@ def test_what_reports_alone_show_stands_out_from_its_ground(
     assert browser.run(CONTRAST) == []
 
 
-def test_two_trainings_are_drawn_side_by_side(browser: Browser, files: Path) -> None:
-    browser.open(files / "trainings.html")
-    sizes = browser.run(
-        "return [...document.querySelectorAll('#maps img')]"
-        ".map(img => [img.naturalWidth > 0, img.getBoundingClientRect().top])"
-    )
-    assert len(sizes) == 6 and all(is_drawn for is_drawn, _ in sizes)
-    tops = [top for _, top in sizes]
-    assert tops[::2] == tops[1::2], "A beside B"
-    assert browser.run("return document.querySelectorAll('details .checks li').length") > 20
-
-
 CONTRAST = """
 const light = (css) => {
   const [r, g, b] = css.match(/[\\d.]+/g).map(Number).map((v) => v / 255)
@@ -211,28 +199,3 @@ def test_names_are_no_markup(browser: Browser, files: Path) -> None:
 def test_nothing_sticks_out_of_a_narrow_screen(browser: Browser, files: Path, name: str) -> None:
     browser.open(files / f"{name}.html", width=400)
     assert browser.run("return document.documentElement.scrollWidth") <= 400
-
-
-def test_a_comparison_sorts_and_filters(browser: Browser, files: Path) -> None:
-    same = example_audits.made_up(LAYERS, 2)
-    other = files / "other.html"
-    other.write_text(
-        compare(same, example_audits.made_up(LAYERS, 2, seed=1), ("a", "b")), encoding="utf-8"
-    )
-    browser.open(other)
-    browser.click(COLUMN.format(4))
-    assert values(browser, 3) == sorted(values(browser, 3))
-    browser.find("input.filter").send_keys("head")
-    assert names(browser) == ["head"]
-
-
-def test_words_and_tables_need_no_script(browser: Browser, files: Path) -> None:
-    browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-    try:
-        browser.open(files / "plain.html")
-        text = browser.find("main").text
-    finally:
-        browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert "One thing to fix" in text
-    assert "encoder.10" in text
-    assert "The heat map needs JavaScript" in text

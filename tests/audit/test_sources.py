@@ -378,14 +378,3 @@ def test_configurations_that_can_not_be_used_are_told(told: str, tmp_path: Path)
     with pytest.raises(UsageError) as caught:
         models.build(hf(tmp_path, *NO_CONFIGURATIONS[told]), {})
     assert told in str(caught.value)
-
-
-def test_text_by_the_tokenizer_beside_the_configuration(tmp_path: Path) -> None:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "to", "be", "or", "not"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    (tmp_path / "text").write_text("to be or not to be " * 30)
-    name = hf(tmp_path, "BertForMaskedLM", {**SMALL, "model_type": "bert"})
-    batches, _ = batches_of(models.build(name, {}), model=name, data=f"text:{tmp_path / 'text'}")
-    seen = torch.cat([batch["input_ids"].flatten() for batch in batches])
-    assert {5, 6, 7, 8} <= set(seen.tolist()) <= {0, 2, 3, 5, 6, 7, 8}  # 0 hides words

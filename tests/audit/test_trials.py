@@ -15,8 +15,7 @@ from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
-from adiv_monitor.audit.trials.fixes import Fix
-from adiv_monitor.audit.trials.trial import FOR_RATES, Bench, Cap, compared
+from adiv_monitor.audit.trials.trial import FOR_RATES, Cap, Runs, compared
 from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
@@ -42,10 +41,10 @@ def slow(**changes: Any) -> Setup:
 def fixed_to(monkeypatch: pytest.MonkeyPatch, of: float = 1.0, **losses: float) -> None:
     """Let trials of fixes, by name with underscores, end at these losses; the run ends at `of`."""
 
-    def trial(bench: Bench, fix: Fix, layers: tuple[str, ...]) -> Trial:
-        return Trial(fix.name, 20, losses[fix.name.replace("-", "_")], of, None, 0.001)
+    def trial(runs: Runs) -> Trial:
+        return Trial(runs.fix, 20, losses[runs.fix.replace("-", "_")], of, None, 0.001)
 
-    monkeypatch.setattr(Bench, "trial", trial)
+    monkeypatch.setattr(Runs, "trial", trial)
 
 
 # Comparisons
@@ -53,9 +52,9 @@ def fixed_to(monkeypatch: pytest.MonkeyPatch, of: float = 1.0, **losses: float) 
 
 def test_the_observed_run_is_the_plain_run() -> None:
     of = healthy()
-    assert Bench(of, ran(of)).without == tuple(train(of.fork()).losses)
+    assert Runs(of, ran(of)).without == tuple(train(of.fork()).losses)
     shorter = replace(of, steps=7)
-    assert Bench(shorter, ran(of)).without == tuple(train(shorter.fork()).losses)
+    assert Runs(shorter, ran(of)).without == tuple(train(shorter.fork()).losses)
 
 
 def test_the_error_is_that_of_the_paired_differences() -> None:
@@ -179,24 +178,6 @@ def test_trials_are_reproducible_bit_for_bit() -> None:
             assert advice.trial == trials[advice.fix]
 
 
-def test_what_is_for_all_layers_is_tried_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a rate is, wherever what is wrong shows."""
-    seen: list[tuple[str, tuple[str, ...]]] = []
-
-    def trial(bench: Bench, fix: Fix, layers: tuple[str, ...]) -> Trial:
-        seen.append((fix.name, layers))
-        return Trial(fix.name, 20, 1.0, 2.0, None, 0.1)
-
-    monkeypatch.setattr(Bench, "trial", trial)
-    advice = (
-        Advice("in the layers", "layer-norm"),
-        Advice("in all", "batch-norm", everywhere=True),
-        Advice("a rate", "rate*0.1"),
-    )
-    tried([replace(finding(), layers=("0",), advice=advice)], healthy(), ran(healthy()))
-    assert seen == [("layer-norm", ("0",)), ("batch-norm", ()), ("rate*0.1", ())]
-
-
 def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,18 +192,6 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front(
     dropped = finding("rate*0.3", name="dropout-too-high", strength="watch")
     (only,) = tried([dropped], healthy(), seen)
     assert only.strength == "watch"  # a tenth less is no merit of less dropout
-
-
-@pytest.mark.parametrize("name", ["bounded-logits", "input-scale"])
-def test_what_can_not_be_overfitted_stands_behind_a_fact_whose_fix_helps(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    fixed_to(monkeypatch, **{"rate*100": 0.1})
-    symptom = finding("look", name="cannot-overfit")
-    fact = finding("rate*100", name=name, strength="watch")
-    first, second = tried([symptom, fact], healthy(), ran(healthy()))
-    assert (first.name, first.strength) == (name, "act")
-    assert (second.name, second.strength) == ("cannot-overfit", "watch")
 
 
 def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:

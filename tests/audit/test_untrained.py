@@ -1,24 +1,19 @@
 """Of public architectures, untrained and as they are meant to be, nothing is to be acted on."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from made_records import record
 from torch import Tensor, nn
 from trial_setups import loss, setup
 
 from adiv_monitor import audit
-from adiv_monitor.audit.experiments.measure import chance
-from adiv_monitor.audit.experiments.questions import asked
-from adiv_monitor.audit.experiments.state import weights
 from adiv_monitor.audit.run import loss_of_output
-from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import diagnose
-from adiv_monitor.diagnosis.record import Probed, Record
+from adiv_monitor.diagnosis.record import Record
 
 SAMPLES, CLASSES, WORDS, PLACES = 6, 10, 64, 16
 VISION = (
@@ -115,32 +110,6 @@ ARCHITECTURES: dict[str, Callable[[], Setup]] = {
         Logits(of_transformers(name, "AutoModelForImageClassification")), 32)
        for name in IMAGES},
 }  # fmt: skip
-
-
-@pytest.mark.slow(one_in=26, first=8)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_no_probe_finds_a_fault_in_an_untrained_architecture(name: str) -> None:
-    pytest.importorskip("torchvision")
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of their own
-        of = ARCHITECTURES[name]()
-        told = asked(of, of.fork())
-    failed = {probe: probed.untold for probe, probed in told.items() if "Error" in probed.untold}
-    assert not failed
-    findings = diagnose(record(probed=told))
-    assert {f"{finding.name}: {finding.summary}" for finding in findings} == set()
-    assert acts(begun(of, told)) == [], "even if the loss did not fall"
-
-
-def begun(of: Setup, told: Mapping[str, Probed]) -> Record:
-    """The record of a run that begins as this one does, and whose loss does not fall."""
-    fork = of.fork()
-    with torch.no_grad():
-        first = float(fork.loss(fork.model, copied(of.batches[0])))
-    still = tuple(first + 0.01 * (-1) ** step for step in range(40))
-    return record(probed=told, weights=weights(of), chance=chance(of), losses=still)
 
 
 def acts(of: Record) -> list[str]:

@@ -64,29 +64,6 @@ def test_a_differential_equation() -> None:
     reported(model, [(torch.rand(32, 1, generator=drawn()),)], loss)
 
 
-class Recommender(nn.Module):
-    """Scores pairs of users and items by dot products, one number for each pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users, self.items = nn.Embedding(10, 4), nn.Embedding(12, 4)
-
-    def forward(self, pairs: Tensor) -> Tensor:
-        return torch.sigmoid((self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(1))
-
-
-def test_an_activation_of_one_number_for_each_sample() -> None:
-    torch.manual_seed(0)
-    pairs = torch.randint(10, (64, 2), generator=drawn())
-    batches = [(pairs, (pairs.sum(1) % 2).float())]
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.binary_cross_entropy(model(batch[0]), batch[1])
-
-    report = reported(Recommender(), batches, loss)
-    assert [(x.function, x.units) for x in report.record.units.values()] == [("sigmoid", 1)]
-
-
 class OwnLoss(nn.Module):
     """Returns a plain dict, as many training frameworks do."""
 

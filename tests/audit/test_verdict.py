@@ -41,6 +41,7 @@ OWN = record(rates=HIGH, own_losses=dict.fromkeys(range(STEPS), 9.0))
 UNTRIED = Finding(
     "rate-too-high", "act", "So.", advice=(Advice("Do", "clip", untried=NO_TIME), Advice("Or"))
 )
+UNREAD = Finding("targets-moved", "watch", "So.")
 ROWS = [
     Said("The audit found nothing that hinders this training.", told(), told(NOT_PAID)),
     Said("The audit found nothing to act on, but a fix that it tried lowers the loss: Do",
@@ -53,6 +54,11 @@ ROWS = [
     Said("2 weaker findings below.", told(fault(strength="note"), fault(strength="note")), told()),
     Said("It is so. The audit did not find the cause.",
          told(fault(name="loss-stuck", strength="watch")), told(NOT_PAID)),
+    Said("It is so. The likely cause: So.",
+         told(fault(name="loss-stuck", strength="watch"), UNREAD),
+         told(fault(name="loss-stuck", strength="watch"))),
+    Said("nothing to act on for certain. If the model learns less than it should, this is the "
+         "likely cause: So.", told(UNREAD), told(fault(PAYS, strength="watch"))),
     Said("The time for trials (try_seconds) was short: this result depends on the clock.",
          told(of=record(rates=HIGH, hurried=True)), told()),
     Said("And 1 more finding to act on.", told(NOT_PAID, NOT_PAID), told(NOT_PAID)),

@@ -45,7 +45,7 @@ from write_up import heading, parser, table, write
 import adiv_monitor
 from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.features import rows
-from adiv_monitor.step import flat, vectors
+from adiv_monitor.step import vectors
 
 # Bounds set beforehand: kernels of the whole measured step, or the monitor's own per layer.
 EXPECTED = {
@@ -239,7 +239,6 @@ def count_task(
     with (
         mock.patch.multiple(rows, CHUNK=2**62, SLOW=()),
         mock.patch.object(vectors, "STACKED", 2**62),
-        mock.patch.object(flat, "LARGE", 2**62),
     ):
         trainer = Trainer(task, monitor)
         for _ in range(after):

@@ -40,8 +40,7 @@ from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly, unsharded, vectors
-from adiv_monitor.step.merge_ranks import merge_ranks
-from adiv_monitor.step.merge_sums import prepared
+from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, encode
 from adiv_monitor.step.rank_contribution import RankContribution
 
@@ -122,8 +121,8 @@ def cost(job: Job) -> Cost:
         stacked += k * R * m if 4 * R * m <= vectors.STACKED else 0
         largest = max(largest, 10 * 4 * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
-        # The layer and entries of its scales; the sum of features; the equations; the rows.
-        sent += k * (33_300 + 12 * n + 72 * m + 148 * kept) if N > 1 else 0
+        # The layer and entries of its scales; the equations; the rows.
+        sent += k * (49_700 + 72 * m + 148 * kept) if N > 1 else 0
     tables = job.due * job.looked_up
     moved += 13 * b * tables / S
     held += b * tables / S
@@ -353,7 +352,7 @@ def _seconds(data: bytes, world: int) -> float:
     for _ in range(5):
         began = time.perf_counter()
         parts = {rank: decode(data) for rank in range(world)}
-        merge_ranks(parts, world, 128, np.random.default_rng(0))
+        merge_ranks(parts, world, 128)
         times.append(time.perf_counter() - began)
     return median(times)
 

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.rerun import eager
 from adiv_monitor.rerun.surroundings import _rerun
-from adiv_monitor.rerun.thread import ThreadState
 from faults.scenarios import SCENARIOS, Scenario
 from faults.world import Result, result, surroundings
 
@@ -133,11 +132,11 @@ def _caches(modules: int) -> list[Any]:
 @contextmanager
 def afterwards_clean() -> Iterator[None]:
     """What one trial leaves behind must not show in the next."""
-    state = ThreadState()
+    enabled = torch.is_grad_enabled()
     try:
         yield
     finally:
-        state.put_back()
+        torch._C._set_grad_enabled(enabled)
         _rerun.depth = 0
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()

@@ -3,7 +3,6 @@
 Over all rows every measure is exact. Over sampled rows, the measures documented as exact are.
 """
 
-import math
 from functools import cache, partial
 
 import pytest
@@ -13,7 +12,6 @@ from cases import CASES, OPTIMIZERS, loss_of
 
 from adiv_monitor import Monitor
 from adiv_monitor.report import MEASURES, REALISED_MEASURES
-from adiv_monitor.step import final_gradient
 
 STEPS = {1: 3, 3: 2}  # steps by micro-batches; few, as the reference is slow
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -48,13 +46,6 @@ def truths_of(case: str, optimizer: str, micro_batches: int) -> list[Truth]:
     model, steps = made(case, micro_batches)
     own = OPTIMIZERS[optimizer](model.parameters())
     return [reference.take_step(model, own, partial(backward, step=step)) for step in steps]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_moves_by_products_of_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows are few, e is (ΦΦᵀ)G; here this is done however little it saves."""
-    monkeypatch.setattr(final_gradient, "_AS_CHECK", -math.inf)
-    test_every_measure(case, "sgd", min(STEPS), None)
 
 
 @pytest.mark.slow(one_in=3)

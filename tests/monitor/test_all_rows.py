@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.features.functions.conv import Geometry, patch_squares, patches
-from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.rows import Rows, Whole
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 from adiv_monitor.report import MEASURES, LayerReading
@@ -24,23 +24,23 @@ def layer(seed: int, rows: int = ROWS, *, bias: float | None = 1.0) -> AllRows:
 
     weight, gradient = positive(), positive()
     gradient[torch.rand(rows, generator=random) < 0.3] = 0
-    return AllRows(gradient, weight, positive() if bias is None else bias)
+    return gradient, Whole(weight, positive() if bias is None else bias)
 
 
 def scale_of(rows: AllRows) -> Tensor:
-    assert rows.weight is not None
-    return rows.weight**2 + rows.bias_square
+    assert rows[1] is not None
+    return rows[1].norm ** 2 + rows[1].bias_square
 
 
 def by_hand(rows: AllRows) -> dict[str, float]:
     """Compute the sums as `StepSums` defines them."""
-    square = rows.gradient**2
+    square = rows[0] ** 2
     found = {
         "active": (square != 0).sum().item(),
         "G_G": square.sum().item(),
         "concentration": ((square**2).sum() / square.sum() ** 2).item(),
     }
-    if rows.weight is None:
+    if rows[1] is None:
         return found
     scale, square = scale_of(rows)[square != 0], square[square != 0]
     return {
@@ -53,35 +53,29 @@ def by_hand(rows: AllRows) -> dict[str, float]:
     }
 
 
-def sums_of(layers: dict[str, AllRows], generator: np.random.Generator) -> totals.Totals:
-    (found,) = totals.sums({path: [rows] for path, rows in layers.items()}, generator)
-    return found
-
-
 @pytest.mark.parametrize("bias", [0.0, 2.5, None])
 def test_every_layer_gets_its_own(bias: float | None) -> None:
     layers = {str(seed): layer(seed, bias=bias) for seed in range(3)}
-    layers["without scales"] = AllRows(layer(8, 11).gradient)
+    layers["without scales"] = layer(8, 11)[0], None
     layers["another"] = layer(9, 7, bias=bias)
-    found = sums_of(layers, np.random.default_rng(0))
-    assert found.paths == ["0", "1", "2", "another", "without scales"]
-    assert found.entries is not None and len(found.entries) == 4
-    for i, path in enumerate(found.paths):
-        expected = by_hand(layers[path])
-        numbers = found.sums | (found.scales if i < 4 else {})
-        assert {name: of[i].item() for name, of in numbers.items()} == pytest.approx(expected)
-        if i < 4:
-            rows = layers[path]
-            scales = torch.where(rows.gradient != 0, scale_of(rows), torch.nan)
-            entries = found.entries[i, : found.counts[i]]
-            torch.testing.assert_close(entries, scales, equal_nan=True)
+    calls = {path: [rows] for path, rows in layers.items()}
+    several = list(totals.sums(calls, np.random.default_rng(0)))
+    assert [of.paths for of in several] == [["0", "1", "2", "another"], ["without scales"]]
+    for found in several:
+        for i, path in enumerate(found.paths):
+            rows, numbers = layers[path], {name: of[i].item() for name, of in found.columns.items()}
+            assert numbers == pytest.approx(by_hand(rows))
+            if found.entries is not None:
+                scales = torch.where(rows[0] != 0, scale_of(rows), torch.nan)
+                entries = found.entries[i, : found.counts[i]]
+                torch.testing.assert_close(entries, scales, equal_nan=True)
 
 
 def test_some_of_very_many_scales_are_kept() -> None:
     """Of very many scales a random sample is kept, another at every step, without repetitions."""
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
-    drawn = [sums_of({"": rows}, generator).entries for _ in range(2)]
+    drawn = [next(totals.sums({"": [rows]}, generator)).entries for _ in range(2)]
     for of in drawn:
         assert of is not None
         entries = of[0].nan_to_num(-1)

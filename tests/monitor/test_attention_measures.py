@@ -6,7 +6,6 @@ import math
 import random
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,8 @@ def attends(**options: Any) -> Callable[[], nn.Module]:
 
 
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
-WEIGHTS = {"need_weights": True}
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "torch": attends(),
-    "torch, weights": attends(call=WEIGHTS),
     "torch, cross": attends(cross=True, kdim=12, vdim=7),
     "torch, padding": attends(call={"key_padding_mask": padding(6)}),
     "torch, causal": attends(call={"attn_mask": CAUSAL, "is_causal": True}),
@@ -126,9 +123,6 @@ def of_scores(G: Tensor, d: Tensor, e: Tensor, D: Tensor) -> dict[str, float]:
     }
 
 
-# Correctness
-
-
 # Calls, samples and passes
 
 
@@ -157,14 +151,6 @@ def same(report: StepReport, expected: StepReport, precision: float = 1e-8) -> N
         assert reading.measures() == pytest.approx(measures, rel=precision, abs=1e-12)
         for name, values in expected.attention[path].heads.items():
             assert reading.heads[name] == pytest.approx(values, rel=precision, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name in BUILD if name != "torch, weights"])
-def test_explicit_scores_read_as_fused_ones(name: str) -> None:
-    """With weights to return, torch's attention computes scores by its own products."""
-    fused, explicit = built(name), built(name)
-    explicit.call |= {**WEIGHTS, "is_causal": False}
-    same(monitored(explicit), monitored(fused))
 
 
 def test_calls_of_one_attention_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,20 +183,17 @@ def test_calls_of_one_attention_are_taken_together(monkeypatch: pytest.MonkeyPat
 
 def test_dropout_is_off() -> None:
     """The scores, their gradient and their moves are those of evaluation mode."""
-    for call in ({}, WEIGHTS):
-        model = built("torch")
-        model.call = {"need_weights": False} | call
-        dropped, gradients = copy.deepcopy(model), copy.deepcopy(model)
-        dropped.attention.dropout = 0.3
-        loss_of(gradients, batch()).backward()
+    model = built("torch")
+    dropped, gradients = copy.deepcopy(model), copy.deepcopy(model)
+    dropped.attention.dropout = 0.3
+    loss_of(gradients, batch()).backward()
 
-        def step(model: nn.Module, optimizer: torch.optim.Optimizer, given: nn.Module) -> None:
-            loss_of(model, batch()).backward()
-            for mine, p in zip(model.parameters(), given.parameters(), strict=True):
-                mine.grad = p.grad
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model, batch()).backward()
+        for mine, p in zip(model.parameters(), gradients.parameters(), strict=True):
+            mine.grad = p.grad
 
-        alike = partial(step, given=gradients)
-        same(monitored(dropped, step=alike), monitored(model, step=alike))
+    same(monitored(dropped, step=step), monitored(model, step=step))
 
 
 def test_the_first_eight_samples_of_the_first_forward_pass_are_the_probe() -> None:
@@ -254,8 +237,7 @@ def test_without_an_optimizer_there_is_what_the_gradient_says(plain: StepReport)
     assert reading.attention_gradient_cosine == pytest.approx(expected.attention_gradient_cosine)
 
 
-@pytest.mark.parametrize("name", ["torch", "torch, weights"])
-def test_half_precision_reads_what_single_does(name: str) -> None:
+def test_half_precision_reads_what_single_does() -> None:
     def autocast(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, batch().float())
@@ -264,9 +246,9 @@ def test_half_precision_reads_what_single_does(name: str) -> None:
     def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         loss_of(model, batch().bfloat16()).backward()
 
-    single = monitored(built(name).float(), batch().float())
+    single = monitored(built("torch").float(), batch().float())
     for dtype, step in ((torch.float32, autocast), (torch.bfloat16, half)):
-        report = monitored(built(name).to(dtype), step=step)
+        report = monitored(built("torch").to(dtype), step=step)
         assert not [note for note in report.notes if "ttention" in note]
         [reading], [expected] = report.attention.values(), single.attention.values()
         # The update is computed from rounded weights.

@@ -39,7 +39,6 @@ class Case:
         clip: the largest norm of the gradient.
         sync: gradients are averaged after every micro-batch, not only after the last.
         branches: every rank uses a branch of its own.
-        attainable: as in `Monitor`.
         turn: number of the turn if layers are measured in turn, three modules per step.
     """
 
@@ -47,12 +46,11 @@ class Case:
     clip: float | None = None
     sync: bool = False
     branches: bool = False
-    attainable: bool = False
     turn: int | None = None
 
 
 CASES = {
-    "halves": Case(((4,), (4,)), attainable=True),
+    "halves": Case(((4,), (4,))),
     "uneven, clipped": Case(((5,), (3,)), clip=0.1),
     "one has none": Case(((8,), (0,))),
     "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True),
@@ -74,7 +72,6 @@ def step(case: Case, rank: int | None) -> Monitor:
         net,
         optimizer,
         max_rows=None,
-        attainable=case.attainable,
         layers_per_step=None if case.turn is None else 3,
         sinks=[MemorySink()],
         on_error="raise",

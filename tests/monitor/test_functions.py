@@ -42,7 +42,10 @@ OF_SCALES = {
 
 KINDS = {"linear", "convolution", "embedding", "experts", "gain", "offset"}
 # Functions with which hardly anybody trains: they are measured with the module that calls them.
-BY_MODULE = ("tensordot-dims", "div", "where-entries", "index-second")
+BY_MODULE = (
+    *("tensordot-dims", "div", "sub", "where-entries", "index-second"),
+    *("einsum bi,bj,oij->bo (2, 3, 4)", "einsum bsd,de->be (4, 3)"),
+)
 RULED = [name for name in CASES if name not in BY_MODULE]
 
 

@@ -5,13 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from adiv_monitor import Monitor
 from adiv_monitor.maths import measures
 from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
 from adiv_monitor.maths.estimates import (
-    Estimate,
     Sample,
     Sum,
     mean_of_active,
@@ -21,8 +18,7 @@ from adiv_monitor.maths.estimates import (
     share_error,
 )
 from adiv_monitor.maths.readings import measure
-from adiv_monitor.maths.sums import DOTS, PAIRS, About, StepSums, blank, names_of
-from adiv_monitor.step.parameter_steps import PieceNumbers
+from adiv_monitor.maths.sums import PAIRS, About, StepSums, blank, names_of
 from adiv_monitor.step.transfer import Outgoing, fetch
 
 
@@ -156,9 +152,7 @@ def random_sums(groups: int, known: str) -> StepSums:
             layers[name] = random.exponential(size=count) + 20
     about = (About("linear"),) * count
     paths = tuple(map(str, range(count)))
-    nothing = (blank(name, 0) for name in ("equations", "features", "ceilings"))
-    equations, features, ceilings = nothing
-    return StepSums(paths, about, layers, rows, entries, equations, moves, features, ceilings)
+    return StepSums(paths, about, layers, rows, entries, blank("equations", 0), moves)
 
 
 @pytest.mark.parametrize("known", ["", "gradients", "sums"])
@@ -167,36 +161,13 @@ def random_sums(groups: int, known: str) -> StepSums:
 def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
     sums = random_sums(groups, known)
     together = measure(sums, updated=True, has_applied=True)
-    assert len(together.values) > 20 and not together.lost
+    assert len(together.values) > 20
     for i in range(len(SIZES)):
         alone = measure(sums.pick(np.array([i])), updated=True, has_applied=True)
         for name, found in alone.values.items():
             np.testing.assert_allclose(together.values[name][:, i], found[:, 0], rtol=1e-12)
         for name, levels in alone.quantiles.items():
             np.testing.assert_allclose(together.quantiles[name][i], levels[0], rtol=1e-12)
-        for flag in ("idle_seen", "suspected", "holds_more", "is_finite"):
-            assert getattr(together, flag)[i] == getattr(alone, flag)[0]
-
-
-def test_a_layer_that_cannot_be_measured_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exception becomes its reason in the report, with a warning."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    taken = measures.update_ratio
-
-    def fails(d_d: Sum, z_z: Sum, sample: Sample) -> Estimate:
-        if sample.total[0] == 10:
-            raise ArithmeticError("a test")
-        return taken(d_d, z_z, sample)
-
-    monkeypatch.setattr(measures, "update_ratio", fails)
-    warns = pytest.warns(UserWarning, match="layer '0': measuring it failed: ArithmeticError")
-    with warns, Monitor(model, optimizer) as monitor:
-        model[2](model[1](model[0](torch.randn(10, 3)))[:5]).square().sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    assert list(monitor.latest.layers) == ["2"]
-    assert monitor.latest.unsupported == {"0": "measuring it failed: ArithmeticError: a test"}
 
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
@@ -211,11 +182,9 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     out.add("entries", ["y"], {"scale": of_two[:1]}, row=np.array([1, 0]))
     out.flags["batch"] = [torch.tensor([1, 2])]
     out.forget("lost")
-    products = PieceNumbers((7, 8), w_w=(torch.tensor([3.0, 4.0]),))
     scale = ScaleSums(*(torch.ones(1, 1, 1),) * 3)
     calls = [AttentionSums(torch.tensor(0.0), scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
-    found = fetch(out, products, {"z": calls})
-    sums = found.sums
+    sums, flags, attention = fetch(out, {"z": calls})
     assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))
     assert sums.is_sound and sums.seen.tolist() == [1, 2]
     assert sums.layers["groups"].tolist() == [0, 3]
@@ -223,11 +192,9 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert [sums.rows[name].tolist() for name in ("G_G", "e_G")] == [[8, 0, 0], [0, 1, 2]]
     np.testing.assert_array_equal(sums.rows["scale"], [np.nan, 2, 4])
     entries = [(0, -1, 1), (1, -1, 3), (1, -1, 4), (1, 2, 1), (1, 1, 2)]
-    assert [of.item() for of in sums.entries] == entries
-    assert [of.tolist() for of in found.flags["batch"]] == [[1, 2]]
-    assert [call.G_G.tolist() for call in found.attention["z"]] == [[[6]], [[7]]]
-    assert found.pieces[DOTS.index("w_w")].tolist() == [3, 4]
-    assert (found.updated, found.has_applied) == (True, False)
+    assert [of.item()[:3] for of in sums.entries] == entries
+    assert [of.tolist() for of in flags["batch"]] == [[1, 2]]
+    assert [call.G_G.tolist() for call in attention["z"]] == [[[6]], [[7]]]
 
 
 # --- quantiles -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from processes import loss_of, make
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import assembly, ranks
-from adiv_monitor.step.merge_sums import prepared
+from adiv_monitor.step.merge import prepared
 from adiv_monitor.step.messages import decode, decode_report, encode, encode_report
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.ranks import Ranks
@@ -71,9 +71,9 @@ WRONG: dict[str, tuple[int, str, Any]] = {
     "a flag for a number": (0, "elements", True),
     "a text for paths": (1, "paths", "head"),
     "a layer too few": (1, "paths", ["head"]),
-    "a text for a number": (1, "lines", ["many"] * 7),
-    "too many lines": (1, "lines", [2000] * 7),
-    "too few lines": (1, "lines", [1] * 7),
+    "a text for a number": (1, "lines", ["many"] * 5),
+    "too many lines": (1, "lines", [2000] * 5),
+    "too few lines": (1, "lines", [1] * 5),
 }
 
 

@@ -69,35 +69,10 @@ def batch_norm() -> nn.Module:
     )
 
 
-class Hidden(nn.Module):
-    """Recurrent layers, and a module without a rule between linear ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(5, 6, num_layers=2, dropout=0.3, batch_first=True)
-        self.bent = Bent()
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.bent(self.recurrent(x)[0]).mean(1))
-
-
-class Bent(nn.Module):
-    """A learned power."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.power = nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.abs() + 0.1) ** self.power
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "residual": (Residual, (5,)),
     "block": (Block, (4, 6)),
     "batch norm": (batch_norm, (3, 5, 6)),
-    "hidden": (Hidden, (4, 5)),
 }
 
 
@@ -145,7 +120,7 @@ class Seen:
         handles = [
             module.register_forward_hook(self._save(path))
             for path, module in model.named_modules()
-            if module._parameters and not isinstance(module, nn.MultiheadAttention | nn.LSTM | Bent)
+            if module._parameters and not isinstance(module, nn.MultiheadAttention)
         ]
         self.loss = run(model)
         self.loss.backward()
@@ -268,54 +243,6 @@ def test_a_closure_and_a_weight_that_the_forward_renorms() -> None:
     assert all(map(torch.equal, after, model.parameters()))
 
 
-def test_rows_inside_a_recurrent_layer_and_of_a_module_as_a_whole() -> None:
-    """Rows of W h + b with the previous state h, and of a module's own output, are measured."""
-    torch.manual_seed(2)
-
-    class Both(nn.ModuleDict):
-        def forward(self, x: Tensor) -> Tensor:
-            return self["bent"](self["rnn"](x)[0])
-
-    old = Both({"rnn": nn.RNN(4, 6, batch_first=True), "bent": Bent()}).double()
-    x = torch.randn(5, 3, 4, dtype=torch.float64)
-    model = copy.deepcopy(old)
-
-    def run(model: nn.Module) -> Tensor:
-        return model(x).square().sum()
-
-    given: Any = {"realised": lambda output: output.square().sum()}
-    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.01), run, **given)
-    half = copy.deepcopy(old)
-    for parameter, end in zip(half.parameters(), model.parameters(), strict=True):
-        parameter.data += (end.detach() - parameter.data) / 2
-
-    def states(model: nn.Module) -> Tensor:
-        outputs = model["rnn"](x)[0].detach()
-        return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], 1)
-
-    def z(model: nn.Module, before: Tensor) -> Tensor:
-        rnn = model["rnn"]
-        return (before @ rnn.weight_hh_l0.T + rnn.bias_hh_l0).detach()
-
-    start = z(old, states(old))
-    realised, effective = z(model, states(model)) - start, z(model, states(old)) - start
-    error = 2 * realised - 4 * (z(half, states(half)) - start)
-    reading = report.layers["rnn.hidden_l0"]
-    assert reading.single_layer_share == pytest.approx(cosine(realised, effective), **EXACT)
-    assert reading.first_order_error == pytest.approx(
-        (error.norm() / realised.norm()).item(), **EXACT
-    )
-    assert report.layers["rnn.input_l0"].single_layer_share == pytest.approx(1, **EXACT)
-    z_old, z_half, z_new = (m["bent"](m["rnn"](x)[0]).detach() for m in (old, half, model))
-    reading = report.layers["bent.power"]
-    assert reading.kind == "module"
-    assert reading.realised_cosine == pytest.approx(cosine(z_old - z_new, 2 * z_old), **EXACT)
-    error = 2 * (z_new - z_old) - 4 * (z_half - z_old)
-    assert reading.first_order_error == pytest.approx(
-        (error.norm() / (z_new - z_old).norm()).item(), **EXACT
-    )
-
-
 @pytest.mark.parametrize("kind", [nn.Linear, AffineLikeLinear])
 def test_a_single_layer_does_what_its_step_does(kind: type[nn.Module]) -> None:
     """A single layer's realised change equals its effective one exactly, and is linear."""
@@ -370,23 +297,6 @@ def test_a_loss_that_the_model_gives() -> None:
     assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
     assert report.realised_loss_changes == ()
     assert report.layers["model.head"].realised_cosine is not None
-
-
-class Around(nn.Module):
-    """A loss that calls the model."""
-
-    def forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(model(x), y)
-
-
-def test_a_loss_that_calls_the_model() -> None:
-    model, batches = made("residual")
-    around, (x, y) = Around(), batches[0]
-    old, sgd = copy.deepcopy(model.eval()), torch.optim.SGD(model.parameters(), lr=0.1)
-    report = trained(model, sgd, lambda m: around(m, x, y), realised=around)
-    expected = around(model, x[:8], y[:8]) - around(old, x[:8], y[:8])
-    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
-    assert report.layers["head"].realised_cosine is not None
 
 
 def test_of_a_model_that_is_called_in_parts_the_first_is_known() -> None:
@@ -628,22 +538,20 @@ def test_a_loss_that_was_not_seen_is_said() -> None:
     """Nor is one that is computed from the output by code outside of the model."""
     model, batches = made("residual")
     x, y = batches[0]
-    for criterion, run, why in (
-        (nn.CrossEntropyLoss(), loop(batches), "was not seen to be called"),
-        (
-            log := nn.NLLLoss(),
-            lambda m: log(m(x).log_softmax(1), y),
-            "an input of NLLLoss was computed, outside",
-        ),
+    log = nn.NLLLoss()
+    for criterion, run in (
+        (nn.CrossEntropyLoss(), loop(batches)),
+        (log, lambda m: log(m(x).log_softmax(1), y)),
     ):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         report = trained(model, sgd, run, realised=criterion)
         assert report.realised_loss_change is None
-        assert any("The loss on the probe is not known" in n and why in n for n in report.notes)
+        assert any("Loss was not seen to be called with the output" in n for n in report.notes)
         assert report.layers["head"].realised_cosine is None
         assert report.layers["head"].single_layer_share is not None
 
 
+@pytest.mark.slow
 def test_sampled_readings_keep_to_their_errors() -> None:
     """Sampled readings lie within three standard errors of the exact ones, up to a heavy tail."""
     model, _ = made("residual")
@@ -674,7 +582,7 @@ def test_sampled_readings_keep_to_their_errors() -> None:
                     deviations[name].append((value - exact) / reading.standard_error[name])
     for name, found in deviations.items():
         beyond = sum(abs(deviation) > 3 for deviation in found) / len(found)
-        assert beyond <= (0.0 if name == "realised_cosine" else 0.07), name
+        assert beyond <= (0.02 if name == "realised_cosine" else 0.07), name
         assert 0.6 < np.std(found) < 1.6, name
 
 

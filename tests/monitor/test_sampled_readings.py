@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.report import LayerReading
-from adiv_monitor.step.merge_ranks import merge_ranks
-from adiv_monitor.step.merge_sums import prepared
+from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
@@ -217,9 +216,9 @@ def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
         rank: replace(part, sums=prepared(part.sums, MAX_ROWS, WORLD, generator))
         for rank, part in enumerate(parts)
     }
-    whole, ranks = merge_ranks(own, WORLD, MAX_ROWS, generator)
+    whole, ranks = merge_ranks(own, WORLD, MAX_ROWS)
     assert ranks == [0, 1]
-    report = understand(whole, RunHistory(), pytest.fail)
+    report = understand(whole, RunHistory())
     assert report.notes == ()
     return report.layers
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.step.merge_ranks import merge_ranks
-from adiv_monitor.step.merge_sums import prepared
+from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.run_history import RunHistory
 
@@ -183,8 +182,8 @@ def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         rank: replace(part, sums=prepared(part.sums, SEEN, WORLD, generator))
         for rank, part in enumerate(parts)
     }
-    merged, _ = merge_ranks(own, WORLD, SEEN, generator)
-    report = understand(merged, RunHistory(), pytest.fail)
+    merged, _ = merge_ranks(own, WORLD, SEEN)
+    report = understand(merged, RunHistory())
     for path, reading in report.layers.items():
         off = abs(reading.descent - expected[path])
         assert off <= 4 * reading.standard_error.get("descent", 0.0) + 1e-9

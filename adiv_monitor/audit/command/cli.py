@@ -32,7 +32,7 @@ from adiv_monitor import alarms
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.code import OF_FILE, UsageError, blamed, needed, place, said
-from adiv_monitor.audit.command.options import OF_AUDIT, Config, Parser, read, rule
+from adiv_monitor.audit.command.options import OF_AUDIT, Config, parser, read, rule
 from adiv_monitor.audit.command.prepare import prepare
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import LossError
@@ -55,22 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as by `| head -3`; Python flushes again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-
-
-def _run(argv: list[str]) -> int:
-    try:
-        if argv[:1] == ["compare"]:
-            return _compare(argv[1:])
-        config, of_file = read(argv, __doc__ or "")
-        OF_FILE.set(of_file)
-        return _audit(config)
-    except BrokenPipeError:
-        raise
-    except (UsageError, LossError, OSError) as error:
-        told = str(error)
     except KeyboardInterrupt:
         print("adiv-audit: interrupted before there was anything to write", file=sys.stderr)
         return 130
+    except (UsageError, LossError, OSError) as error:
+        told = str(error)
     except Exception as error:
         traceback.print_exc()
         told = f"the audit itself failed: {said(error)}"
@@ -78,12 +67,35 @@ def _run(argv: list[str]) -> int:
     return 2
 
 
+def _run(argv: list[str]) -> int:
+    if argv[:1] == ["compare"]:
+        return _compare(argv[1:])
+    config, of_file = read(argv, __doc__ or "")
+    OF_FILE.set(of_file)
+    return _audit(config)
+
+
 def _audit(config: Config) -> int:
     for package in ("yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: the user's own modules lie here
     output.check(config.out, force=config.force)
-    arguments, sys.argv[1:] = sys.argv[1:], []  # the user's code finds none
+    report = _audited(config)
+    output.write(report, config)
+    output.show(report, output.console(), config.model)
+    print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
+    failed = [(text, hit) for text in config.fail_if for hit in hits(rule(text), report)]
+    for text, hit in failed:
+        print(printable(f"fails {text!r}: {hit}"))
+    if report.record.interrupted:
+        print("adiv-audit: interrupted; the report holds the results so far", file=sys.stderr)
+        return 130
+    return 1 if failed else 0
+
+
+def _audited(config: Config) -> AuditReport:
+    """Run the audit; the user's code finds no arguments in `sys.argv`, and does not exit."""
+    arguments, sys.argv[1:] = sys.argv[1:], []
     try:
         with output.progress() as progress:
             given, notes = prepare(config)
@@ -96,18 +108,8 @@ def _audit(config: Config) -> int:
         ) from error
     finally:
         sys.argv[1:] = arguments
-    record = replace(report.record, notes=(*notes, *report.record.notes))
-    report = replace(report, record=record)
-    output.write(report, config)
-    output.show(report, output.console(), config.model)
-    print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
-    failed = [(text, hit) for text in config.fail_if for hit in hits(rule(text), report)]
-    for text, hit in failed:
-        print(printable(f"fails {text!r}: {hit}"))
-    if report.record.interrupted:
-        print("adiv-audit: interrupted; the report holds the results so far", file=sys.stderr)
-        return 130
-    return 1 if failed else 0
+    notes = (*notes, *report.record.notes)
+    return replace(report, record=replace(report.record, notes=notes))
 
 
 def hits(rule: alarms.Rule, report: AuditReport) -> list[str]:
@@ -122,20 +124,20 @@ def hits(rule: alarms.Rule, report: AuditReport) -> list[str]:
     if not rule.comparison:
         return list(_findings(rule, report))
     found: dict[str, list[str]] = {}
-    for step in report.record.reports:
-        for layer, value, error in alarms.compared(rule, step):
-            told = found.setdefault(layer, [])
-            if rule.holds(value, error):
-                shown = f"{value:.4g}" + (f" ± {error:.1g}" if error else "")
-                told.append(f"{shown} (step {step.step})")
-    if not found:
+    watching, steps = alarms.Alarms([rule.text]), report.record.reports
+    for step in steps:
+        for alarm in watching.of(step):
+            error = f" ± {alarm.standard_error:.1g}" if alarm.standard_error else ""
+            said = f"{alarm.value:.4g}{error} (step {step.step})"
+            found.setdefault(alarm.layer, []).append(said)
+    if watching.idle or not steps:
         at_any = replace(rule, layers="*")
-        known = {at for x in report.record.reports for at, *_ in alarms.compared(at_any, x)}
+        known = {at for step in steps for at, *_ in alarms.compared(at_any, step)}
         raise UsageError(
             f"--fail-if {rule.text!r}: nothing could be compared: {rule.measure} was measured at "
             f"{listed(sorted(known)) or 'no layer'}; some measures need their option"
         )
-    return [f"{layer}: {', '.join(values)}" for layer, values in found.items() if values]
+    return [f"{layer}: {', '.join(values)}" for layer, values in found.items()]
 
 
 def _findings(rule: alarms.Rule, report: AuditReport) -> Iterator[str]:
@@ -148,22 +150,18 @@ def _findings(rule: alarms.Rule, report: AuditReport) -> Iterator[str]:
 
 
 def _compare(argv: list[str]) -> int:
-    parser = Parser(
-        "adiv-audit compare",
-        description="Writes a page that compares two audits or trainings side by side.",
-        allow_abbrev=False,
-    )
+    asks = parser("adiv-audit compare", "Compares two audits or trainings, side by side on a page.")
     about = "folder of an audit, page of a training (run.html), or the JSON of either"
-    for name in "ab":
-        parser.add_argument(name, metavar=name.upper(), help=about)
-    parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
-    parser.add_argument("--force", action="store_true", help="overwrite any file that --out is")
-    given = parser.parse_args(argv)
-    a, b = _report(given.a), _report(given.b)
+    for name in "AB":
+        asks.add_argument(name, help=about)
+    asks.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
+    asks.add_argument("--force", action="store_true", help="overwrite any file that --out is")
+    given = asks.parse_args(argv)
+    a, b = _report(given.A), _report(given.B)
     needed("jinja2", "adiv-audit compare")
     from adiv_monitor.pages import compare
 
-    output.write_page(given.out, compare(a, b, (given.a, given.b)), force=given.force)
+    output.write_page(given.out, compare(a, b, (given.A, given.B)), force=given.force)
     print(printable(f"page: {given.out}"))
     return 0
 

@@ -5,7 +5,7 @@ import pkgutil
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -13,6 +13,7 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -127,10 +128,10 @@ def imported(path: str, option: str, known: Iterable[str] = ()) -> Any:
     if not (module and names):
         forms = ", ".join((*known, "package.module:NAME"))
         raise UsageError(f"{where}expected one of {forms} or FILE.py:NAME")
+    hint = ""
     try:
         found = pkgutil.resolve_name(f"{_module_of(module) if is_file else module}:{names}")
     except Exception as error:
-        hint = ""
         if isinstance(error, AttributeError):
             file = str(getattr(error.obj, "__file__", ""))
             has_main = file.endswith(".py") and "if __name__ ==" in Path(file).read_text("utf-8")
@@ -202,30 +203,29 @@ def watched(*, may_train: bool) -> Iterator[Counter[Optimizer]]:
         steps[optimizer] += 1
         refuse("takes an optimizer step")
 
-    def watch(module: Any, name: str) -> None:
-        function = getattr(module, name)
-
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def saves(*args: Any, **kwargs: Any) -> Any:
             file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
             path = Path(file).resolve() if isinstance(file, str | os.PathLike) else None
-            is_watched = getattr(module, name) is saves  # code that has imported it keeps it
-            if is_watched and path and path.is_file() and path.is_relative_to(folder):
+            if path and path.is_file() and path.is_relative_to(folder):
                 refuse(f"writes over {path.relative_to(folder)}")
             return function(*args, **kwargs)
 
-        setattr(module, name, saves)
-        watches.callback(setattr, module, name, function)
+        return saves
 
     with ExitStack() as watches:
         watches.callback(register_optimizer_step_pre_hook(step).remove)
-        watch(torch, "save")
+        watches.enter_context(patch.object(torch, "save", guarded(torch.save)))
         with suppress(ImportError):  # then nothing is written with it
-            watch(import_module("safetensors.torch"), "save_file")
+            module = import_module("safetensors.torch")
+            watches.enter_context(patch.object(module, "save_file", guarded(module.save_file)))
         try:
             yield steps
         except BaseException:  # the code may have caught the refusal and failed by it
             if not refused:
                 raise
+        finally:
+            may_train = True  # code that has imported a guarded function keeps it
     if refused:
         raise UsageError(refused[0])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from adiv_monitor.audit.audit import check_model
 from adiv_monitor.audit.command.code import UsageError, blamed, close, imported, needed, one_line
@@ -23,7 +24,6 @@ from adiv_monitor.audit.training.setup import first_tensor, seeded
 _LOADS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
 # An implementation ("attn_implementation": "owner/name") that is code from the hub, in JSON.
 _KERNEL = re.compile(r'_implementation": (?:\{[^}]*)?"([^"]*/[^"]*)"')
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 # Keys under which training loops keep the weights in a checkpoint that holds more than them.
 _KEYS = ("state_dict", "model_state_dict", "model", "module")
 # Prefixes that wrappers add to every name: Lightning's modules, DistributedDataParallel, compile.
@@ -96,19 +96,6 @@ def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def tokenizer(model_name: str) -> Callable[[str], list[int]] | None:
-    """Return the tokenizer beside the configuration of hf:FOLDER; None if there is none."""
-    kind, _, folder = model_name.partition(":")
-    if kind != "hf" or not any((Path(folder) / name).is_file() for name in _VOCABULARIES):
-        return None
-    transformers = needed("transformers", "hf:", "transformers")
-    with blamed(f"MODEL {model_name}: its tokenizer can't be read"):
-        found = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    return lambda text: list(found(text, verbose=False)["input_ids"])
-
-
 def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
     """Load the weights of a file into the model, without running code unless the file is trusted.
 
@@ -128,8 +115,8 @@ def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
         raise UsageError(f"{where}expected a state dict, or a dict with one under {keys}")
     wanted = model.state_dict()
     for prefix in _PREFIXES:
-        if all(key.startswith(prefix) for key in state) and not state.keys() & wanted.keys():
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
+        if not state.keys() & wanted.keys():
+            consume_prefix_in_state_dict_if_present(state, prefix)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -153,13 +140,13 @@ def _read(path: str, trusted: bool, where: str) -> Any:
         raise UsageError(f"{where}can't be read ({type(error).__name__}): {told}") from error
 
 
-def _state(content: Any) -> Mapping[str, Any] | None:
+def _state(content: Any) -> dict[str, Any] | None:
     """Return the state dict that a file holds; None: it holds none."""
     inside = [content[x] for x in _KEYS if x in content] if isinstance(content, Mapping) else []
     for held in (content, *inside):
         state = held.state_dict() if isinstance(held, nn.Module) else held
         if isinstance(state, Mapping) and state and all(map(torch.is_tensor, state.values())):
-            return state
+            return dict(state)
     return None
 
 
@@ -200,8 +187,8 @@ class Form:
 def form(model: nn.Module, config: Config, usual: Shape | None) -> Form:
     """Choose the targets that fit a model's outputs and the requested loss.
 
-    One number for each of several classes: the sample's class. For tokens: the next token if the
-    output has one entry for each of the vocabulary, else a class of each token. Anything else:
+    One number for each of several classes: the sample's class. For tokens: the next token, modulo
+    the number of classes if the output has another number than the vocabulary. Anything else:
     values of the output's shape, unless --num-classes or the loss request classes. The values are
     the input itself if the output has its shape, else random values that stand for the sample's
     class. Models of transformers get the labels that their head wants.
@@ -230,13 +217,11 @@ def form(model: nn.Module, config: Config, usual: Shape | None) -> Form:
         return Form(shape, words, batch, classes, config.loss or loss)
 
     if words is not None and output[:-1] == shape and not of_values:
-        if output[-1] == words:
-            return made(lambda x, label: x[..., 1:], "cross_entropy")
-        return made(lambda x, label: x[..., :-1] % output[-1], "cross_entropy")
-    is_class = of_classes or (len(output) == 1 and output != (1,))
-    if output and not of_values and (is_class or (config.num_classes and len(output) > 1)):
+        return made(lambda x, label: x[..., 1:] % output[-1], "cross_entropy")
+    wanted = of_classes or (config.num_classes if len(output) > 1 else output != (1,))
+    if output and wanted and not of_values:
         # The classes are the first dimension of an image, else the last.
-        classes, *places = output if len(output) > 2 else (output[-1], *output[:-1])
+        classes, *places = output if len(output) > 2 else output[::-1]
         alike = [-1, *(1 for _ in places)]
         return made(lambda x, y: y.view(alike).expand(-1, *places), "cross_entropy", classes)
     if output == shape and not of_shares:
@@ -278,8 +263,7 @@ def fit(
             "or the shape of one sample with --input-shape, such as 3,64,64"
         )
     layers = (m for m in model.modules() if not [*m.children()] and [*m.parameters()])
-    first = next(layers, None)
-    words = first.num_embeddings if isinstance(first, (nn.Embedding, nn.EmbeddingBag)) else None
+    words: int | None = getattr(next(layers, None), "num_embeddings", None)
     like = next(model.parameters())
     size = (_SAMPLES, *shape)
     told = f"--input-shape {shape}: {name} can't take it; give another one, or batches with --data"

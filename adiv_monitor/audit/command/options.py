@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from adiv_monitor import alarms
 from adiv_monitor.audit.audit import audit, check_numbers
@@ -17,12 +17,10 @@ from adiv_monitor.diagnosis.finding import STRENGTHS
 from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
-_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
-_GONE = (
-    *("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing"),
-    *("attention-saturated", "padding-is-word", "loss-own-fall"),
-)
+_GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
+         "attention-saturated", "padding-is-word", "loss-own-fall")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
@@ -101,7 +99,7 @@ class Config:
     steps: int | None = OF_AUDIT["steps"]
     seed: int = OF_AUDIT["seed"]
     device: str | None = None
-    precision: str = "32-true"
+    precision: Precision = "32-true"
     realised: bool = OF_AUDIT["realised"]
     attention: bool = OF_AUDIT["attention"]
     alignment: bool = OF_AUDIT["alignment"]
@@ -158,15 +156,24 @@ _READ: Mapping[Any, Mapping[str, Any]] = {
     tuple[int, ...] | None: {"type": _shape, "metavar": "SHAPE"},
     Mapping[str, Any]: {"type": _arguments, "metavar": "JSON"},
     Sequence[str]: {"action": "append", "metavar": "RULE"},
+    Precision: {"choices": get_args(Precision)},
 }
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser that raises UsageError, with further options of argparse's."""
+    shown = argparse.RawDescriptionHelpFormatter
+    return _Parser(
+        command, description=description, formatter_class=shown, allow_abbrev=False, **options
+    )
 
 
 def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
@@ -175,26 +182,16 @@ def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:
     Raises:
         UsageError: there is no such option, or its value is not as expected.
     """
-    parser = Parser(
-        "adiv-audit",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+    asks = parser("adiv-audit", description, argument_default=argparse.SUPPRESS)
     usual = asdict(Config())
     for name, kind in get_type_hints(Config).items():
         shown = f" (default: {usual[name]})" if usual[name] or name == "seed" else ""
-        about: dict[str, Any] = {
-            **_READ.get(kind, {}),
-            "help": (HELP[name] + shown).replace("%", "%%"),
-        }
+        about = {**_READ.get(kind, {}), "help": (HELP[name] + shown).replace("%", "%%")}
         if name == "model":
-            parser.add_argument("model", nargs="?", metavar="MODEL", **about)
+            asks.add_argument("model", nargs="?", metavar="MODEL", **about)
         else:
-            about |= {"choices": _PRECISIONS} if name == "precision" else {}
-            parser.add_argument(option(name), dest=name, **about)
-    return vars(parser.parse_args(argv))
+            asks.add_argument(option(name), dest=name, **about)
+    return vars(asks.parse_args(argv))
 
 
 def read(argv: Sequence[str], description: str) -> tuple[Config, list[str]]:
@@ -261,15 +258,13 @@ def _as_line(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options of a YAML file as the command line gives them."""
     for key, value in content.items():
         name = str(key).replace("_", "-")
-        if isinstance(value, bool):
-            yield f"--{name}" if value else f"--no-{name}"
-            continue
         is_rules = name == "fail-if" and isinstance(value, list)
         for item in value if is_rules else [value]:
-            text = str(item)
-            if isinstance(item, dict | list):
-                text = _POWER.sub(r"\1", json.dumps(item))
-            if item is not None:
+            if isinstance(item, bool):
+                yield f"--{name}" if item else f"--no-{name}"
+            elif item is not None:
+                is_data = isinstance(item, dict | list)
+                text = _POWER.sub(r"\1", json.dumps(item)) if is_data else str(item)
                 yield text if name == "model" else f"--{name}={text}"
 
 

@@ -14,28 +14,13 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from adiv_monitor.audit.command import models
-from adiv_monitor.audit.command.code import (
-    UsageError,
-    blamed,
-    imported,
-    needed,
-    one_line,
-    steps_of,
-    watched,
-)
-from adiv_monitor.audit.command.models import MOST_CLASSES, Form, Shape, form, tokenizer
+from adiv_monitor.audit.command import code, models
+from adiv_monitor.audit.command.code import UsageError, blamed, imported, needed
+from adiv_monitor.audit.command.models import MOST_CLASSES, Form, Shape, form
 from adiv_monitor.audit.command.options import Config
 from adiv_monitor.audit.run import MOST_STEPS, adamw, loss_of_output
 from adiv_monitor.audit.training.batches import is_data_set, loader_of, mapped, taken, tensors
-from adiv_monitor.audit.training.setup import (
-    Function,
-    Loss,
-    OptimizerFactory,
-    Setup,
-    TargetLoss,
-    seeded,
-)
+from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, of_batch, seeded
 from adiv_monitor.audit.training.train import train
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # others: float32
@@ -64,10 +49,10 @@ def prepare(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     with blamed(f"--device {config.device}: can't be used here"):
         device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device).add(1)
-    with seeded(config.seed), watched(may_train=config.run_script) as ran:
+    with seeded(config.seed), code.watched(may_train=config.run_script) as ran:
         optimizer = optimizer_of(config.optimizer, config.optimizer_args)
         model = models.build(config.model, config.model_args)
-        steps = steps_of(ran, model)
+        steps = code.steps_of(ran, model)
         trained = f"weights have been trained: {steps:,} steps during import" if steps else ""
         if config.checkpoint is not None:
             models.load(model, config.checkpoint, trusted=config.trust_checkpoint)
@@ -82,23 +67,16 @@ def prepare(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     if config.precision == "bf16-mixed":
         loss = torch.autocast(device.type, torch.bfloat16)(loss)
     shapes = ", ".join(str(tuple(x.shape)) for x in tensors(batches[0])) or "no tensors"
-    with blamed(
-        f"MODEL {config.model}: a training step on the first batch of --data {config.data}, "
-        f"with shapes {shapes}, raised"
-    ):
-        setup = Setup(model, optimizer, loss, batches, 1, config.clip_norm, config.seed)
-        train(setup.fork())
-    return {
-        "model": model,
-        "batches": batches,
-        "loss": loss,
-        "optimizer": optimizer,
-        "own_losses": own_losses(config.losses) if config.losses else None,
-        "_facts": {"data": config.data, "loss": name or "", "trained": trained},
-    }, notes
+    where = f"a training step on the first batch of --data {config.data}, with shapes {shapes}"
+    with blamed(f"MODEL {config.model}: {where}, raised"):
+        train(Setup(model, optimizer, loss, batches, 1, config.clip_norm, config.seed).fork())
+    facts = {"data": config.data, "loss": name or "", "trained": trained}
+    given = {"model": model, "batches": batches, "loss": loss, "optimizer": optimizer}
+    own = own_losses(config.losses) if config.losses else None
+    return {**given, "own_losses": own, "_facts": facts}, notes
 
 
-def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """Return the cross entropy of outputs (…, classes) and targets (…).
 
     Outputs (samples, classes, …) with targets (samples, …) are accepted, too.
@@ -108,35 +86,36 @@ def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target)
 
 
-LOSSES: Mapping[str, Function] = {
-    "cross_entropy": _cross_entropy,
+LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    "cross_entropy": cross_entropy,
     **{name: getattr(F, f"{name}_loss") for name in ("nll", "mse", "l1", "smooth_l1", "huber")},
     "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
 }
-_OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    name.lower(): kind
-    for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
-}
+
+
+def _makes_optimizers(found: object) -> bool:
+    """Return whether this is a class of optimizers."""
+    return isinstance(found, type) and issubclass(found, Optimizer)
+
+
+_OPTIMIZERS = {name.lower(): x for name, x in vars(torch.optim).items() if _makes_optimizers(x)}
 
 
 def loss_of(name: str) -> Loss:
     """Return the loss of that name.
 
     Args:
-        name: One of `LOSSES`; or the import path of a function (output, target) → scalar, of a loss
-            class such as torch.nn:CrossEntropyLoss, or of a function (model, batch) → scalar,
-            recognized by the names of its two parameters.
+        name: One of `LOSSES`; or the import path of a loss class such as torch.nn:CrossEntropyLoss,
+            of a loss, or of a function, of output and target or of model and batch.
 
     Raises:
         UsageError: There is no such loss.
     """
     found: Any = LOSSES.get(name) or imported(name, "--loss", LOSSES)
     with blamed(f"--loss {name}"):
-        if inspect.isclass(found):
-            found = found()
-        of_model = list(inspect.signature(found).parameters) == ["model", "batch"]
-    return found if of_model else TargetLoss(name, found)
+        found = found() if inspect.isclass(found) else found
+        inspect.signature(found)
+        return of_batch(found, name)
 
 
 def optimizer_of(name: str, arguments: Mapping[str, Any]) -> Optimizer | OptimizerFactory:
@@ -155,18 +134,17 @@ def optimizer_of(name: str, arguments: Mapping[str, Any]) -> Optimizer | Optimiz
     if name.lower() == "adamw" and not arguments:
         return adamw
     found: Any = _OPTIMIZERS.get(name.lower()) or imported(name, "--optimizer", _OPTIMIZERS)
-    if isinstance(found, Optimizer):
-        if arguments:
-            raise UsageError(f"--optimizer {name}: takes no --optimizer-args: it is made already")
-        return found
-    takes_parameters = inspect.isclass(found) and issubclass(found, Optimizer)
+    exists = isinstance(found, Optimizer)
+    if exists and arguments:
+        raise UsageError(f"--optimizer {name}: takes no --optimizer-args: it is made already")
 
     def made(model: nn.Module) -> Optimizer:
+        of = model.parameters() if _makes_optimizers(found) else model
         with blamed(f"--optimizer {name} with --optimizer-args {dict(arguments)}"):
-            one: Optimizer = found(model.parameters() if takes_parameters else model, **arguments)
+            one: Optimizer = found(of, **arguments)
         return one
 
-    return made
+    return found if exists else made
 
 
 def own_losses(file: str) -> dict[int, float]:
@@ -185,8 +163,8 @@ def own_losses(file: str) -> dict[int, float]:
             raise ValueError("it holds no loss")
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"--losses {file}: {one_line(error)}; expected a JSON list of numbers, Lightning's "
-            "metrics.csv, or a trainer_state.json of Hugging Face"
+            f"--losses {file}: {code.one_line(error)}; expected a JSON list of numbers, a "
+            "metrics.csv of Lightning, or a trainer_state.json of Hugging Face"
         ) from error
     return losses
 
@@ -301,32 +279,28 @@ def _chains(fits: Form, labels: Tensor, classes: int, generator: torch.Generator
 
 
 def _text(config: Config, fits: Form, file: str) -> Samples:
-    """Return pieces of the text with the last token of each, and the number of tokens.
+    """Return pieces of a text with the last token of each, and the number of tokens.
 
-    A piece is one token longer than the model's inputs. The number of different tokens is one more
-    than the largest token. Without a tokenizer each different byte of the file is a token, numbered
-    from 0.
+    A piece is one token longer than the model's inputs. Each different byte of the file is a token,
+    numbered from 0.
     """
-    where, vocabulary, shape = f"--data text:{file}", fits.vocabulary, fits.shape
+    where, vocabulary, length = f"--data text:{file}", fits.vocabulary, fits.shape[0] + 1
     if fits.classes is not None:
         raise UsageError(f"{where} has no labels for the model's classes")
-    if vocabulary is None or len(shape) != 1:
+    if vocabulary is None or len(fits.shape) != 1:
         raise UsageError(f"{where}: expected a model that takes a sequence of tokens")
-    content, as_tokens = Path(file).read_bytes(), tokenizer(config.model)
-    if as_tokens is None:
-        _, tokens = torch.unique(torch.tensor(list(content)), return_inverse=True)
-    else:
-        tokens = torch.tensor(as_tokens(content.decode("utf-8", "replace")), dtype=torch.long)
-    length = shape[0] + 1
+    different, tokens = torch.unique(
+        torch.tensor(list(Path(file).read_bytes())), return_inverse=True
+    )
     if len(tokens) < length:
         raise UsageError(f"{where}: has {len(tokens)} tokens, expected at least {length}")
-    if (different := int(tokens.max()) + 1) > vocabulary:
+    if len(different) > vocabulary:
         raise UsageError(
-            f"{where}: has {different} different tokens, the model's vocabulary is {vocabulary}; "
-            "give it a larger one by --model-args"
+            f"{where}: has {len(different)} different tokens, the model's vocabulary is "
+            f"{vocabulary}; give it a larger one by --model-args"
         )
     pieces = tokens[: len(tokens) // length * length].reshape(-1, length)
-    return TensorDataset(pieces, pieces[:, -1]), different
+    return TensorDataset(pieces, pieces[:, -1]), len(different)
 
 
 def _digits(config: Config, fits: Form, argument: str) -> Samples:

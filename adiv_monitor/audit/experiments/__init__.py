@@ -4,6 +4,6 @@ from importlib import import_module
 
 for _name in (
     *("answers", "axes", "backward", "data", "exchange"),
-    *("loss_inputs", "modules", "places", "state", "terms"),
+    *("loss_inputs", "modules", "places", "state", "terms", "wiring"),
 ):
     import_module(f"{__name__}.{_name}")

@@ -124,8 +124,16 @@ def _share(loss: Tensor, again: Callable[[], float], part: nn.Module) -> float |
 # Targets and samples that change as the network trains
 
 
+_LOSSES = ("loss", "cross_entropy", "with_logits", "kl_div")  # ends of names of torch's functions
 # Functions that draw samples with probabilities, means or rates that a network may compute.
 _DRAW = ("multinomial", "bernoulli", "normal", "poisson", "binomial")
+
+
+def is_maximised(setup: Setup) -> bool:
+    """Return whether the optimizer raises what no loss function of torch's computes: a reward."""
+    fork = setup.fork()
+    raises = any(group.get("maximize") for group in fork.optimizer.param_groups)
+    return raises and not calls_of(fork, lambda call: call.name.endswith(_LOSSES))
 
 
 def moving_targets(setup: Setup, trained: Fork) -> bool:

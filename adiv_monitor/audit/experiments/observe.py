@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.experiments.calls import Call, flat, is_callers, watched
+from adiv_monitor.audit.experiments.calls import Call, flat, given, is_callers, watched
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments, of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.exchange import input_matters
@@ -27,6 +27,7 @@ from adiv_monitor.audit.experiments.measure import (
     averages,
     chance,
     descent_share,
+    is_maximised,
     moving_targets,
     same,
 )
@@ -46,6 +47,7 @@ from adiv_monitor.audit.training.train import (
 )
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
+from adiv_monitor.diagnosis.faults.inputs import HIDDEN
 from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
@@ -63,9 +65,9 @@ _ANEW = (
     "keeps something from call to call. Runs can't be compared, so nothing was tried."
 )
 _MOVING = (
-    "The loss of the same outputs changes in training: its targets or samples come from the "
-    "network, or from what training keeps. The audit does not judge learning rates, fixes or "
-    "overfitting by such a loss."
+    "The loss is no measure: the optimizer maximises it, or that of the same outputs changes in "
+    "training, as targets or samples come from the network or from what training keeps. The audit "
+    "does not judge learning rates, fixes or overfitting by such a loss."
 )
 _OPPOSED = (
     "In ever shorter steps, the loss falls by {:.3g} times the decrease that its gradient "
@@ -208,7 +210,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
             found |= _beginning(record, setup)
             if is_opposed(replace(record, **found)):
                 notes.append(_OPPOSED.format(found["descent_share"]))
-            if moving_targets(small, fork):
+            if is_maximised(setup) or moving_targets(small, fork):
                 found["moving_targets"] = True
                 notes.append(_MOVING)
         names = unused(setup.fork(), setup.batches[0], wiring.unreached)
@@ -423,16 +425,17 @@ def _in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
     data, the results of functions.
     """
     when = f"after step {step - 1}" if step else "before training"
-    given = [
+    state = [
         *((f"parameter {name} {when}", x) for name, x in fork.model.named_parameters()),
         *((f"buffer {name} {when}", x) for name, x in fork.model.named_buffers()),
         *(("data", x) for x in tensors(batch)),
     ]
-    found = [place for place, x in given if _is_broken(x)]
+    found = [place for place, x in state if _is_broken(x)]
 
     def see(call: Call) -> None:
         if any(map(_is_broken, flat(call.result))):
-            found.append(f"result of {call.place}")
+            rows = any(bool(x.isneginf().all(-1).any()) for x in given(call) if x.ndim)
+            found.append(f"result of {call.place}{HIDDEN * rows}")
 
     if not found:
         with patch.object(fork, "loss", watched(fork.loss, see)):

@@ -178,14 +178,24 @@ class Hidden:
                         for name, x in _attributes(module) if id(x) not in known}  # fmt: skip
         self._known = known | self._inside.keys()
         self._anew: list[Fact] = []
+        fixed = {id(x): name for name, x in fork.model.named_buffers()}
+        self._fixed = fixed | {key: name for key, (name, x) in self._inside.items()
+                               if not x.requires_grad}  # fmt: skip
 
     def see(self, call: Call) -> None:
         """Look for parameters that the model did not have before the pass."""
+        place = _RIGHT.get(call.name, len(call.args))
+        for x in call.args[place : place + 1]:
+            if id(x) in self._fixed and x.ndim > 1 and _is_drawn(x):
+                fact = Fact(self._fixed[id(x)], {"share": self._share(x)}, {"made": "fixed"})
+                self._anew.append(fact)
         is_used = call.path is not None and any(x.grad_fn for x in flat(call.result))
         for x in given(call) if is_used else ():
             if isinstance(x, nn.Parameter) and id(x) not in self._known:
-                share = x.numel() / (self._count + x.numel())
-                self._anew.append(Fact(call.place, {"share": share}, {"made": "anew"}))
+                self._anew.append(Fact(call.place, {"share": self._share(x)}, {"made": "anew"}))
+
+    def _share(self, x: Tensor) -> float:
+        return x.numel() / (self._count + x.numel())
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return leaves that get a gradient, and the places where a new parameter is used."""
@@ -195,6 +205,13 @@ class Hidden:
         facts = [Fact(name, {"share": x.numel() / every}, {"shape": str(tuple(x.shape))})
                  for name, x in found]  # fmt: skip
         return (*facts, *self._anew)
+
+
+def _is_drawn(x: Tensor) -> bool:
+    """Return whether the entries look like random numbers around 0: few of them are alike."""
+    is_large = x.is_floating_point() and x.numel() >= ENTRIES
+    balanced = is_large and share(x) < DEVIATIONS / math.sqrt(x.numel())
+    return balanced and len(x.unique()) > MOST_DIFFER * x.numel()
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -397,6 +414,7 @@ def _spreads(values: Tensor | None, within: float = 0.0) -> bool:
 
 
 WEIGHTED = (*PRODUCTS, "addmm", "conv1d", "conv2d", "conv3d", "bilinear")
+MOST_DIFFER = 0.9  # of entries that are drawn
 ENTRIES = 64  # fewest of a weight: the mean of fewer differs from zero by chance
 ONE_SIDED = 0.3  # abs(mean) / rms
 DEVIATIONS = 4.0  # of the mean of independent entries around zero: 1 / sqrt(their number)

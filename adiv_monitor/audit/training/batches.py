@@ -29,7 +29,10 @@ def is_data_set(batches: object) -> TypeGuard[Dataset[Any]]:
 @contextmanager
 def as_drawn(batches: object) -> Iterator[None]:
     """Restore the generators of a loader after the block, in which they draw the run's order."""
-    before = [(generator, generator.get_state()) for generator in _generators(batches)]
+    by_batch = getattr(batches, "batch_sampler", None)
+    samplers = getattr(batches, "sampler", None), by_batch, getattr(by_batch, "sampler", None)
+    drawing = [getattr(holder, "generator", None) for holder in (batches, *samplers)]
+    before = [(g, g.get_state()) for g in drawing if isinstance(g, torch.Generator)]
     try:
         yield
     finally:
@@ -42,13 +45,6 @@ def in_words(batches: object) -> str:
     kind = type(batches).__name__
     data_set = getattr(batches, "dataset", None)
     return kind if data_set is None else f"{kind} of {type(data_set).__name__}"
-
-
-def _generators(batches: object) -> list[Any]:
-    by_batch = getattr(batches, "batch_sampler", None)
-    samplers = getattr(batches, "sampler", None), by_batch, getattr(by_batch, "sampler", None)
-    found = [getattr(holder, "generator", None) for holder in (batches, *samplers)]
-    return list({id(g): g for g in found if hasattr(g, "get_state")}.values())
 
 
 def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any, ...]:
@@ -66,27 +62,21 @@ def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any
             "such as a DataLoader, or a list of what loss(model, batch) takes"
         )
     found: list[Any] = []
-    given: dict[tuple[int, ...], tuple[Any, Any]] = {}  # a tensor that is held keeps its id
+    given: dict[Any, tuple[Any, Any]] = {}  # a tensor that is held keeps its id
     for number, batch in enumerate(itertools.islice(batches, steps)):
-        if any(x.ndim and not x.numel() for x in tensors(batch)):
+        inside = list(tensors(batch))
+        if any(x.ndim and not x.numel() for x in inside):
             raise ValueError(
                 f"audit(batches=…): got an empty tensor in batch {number}, expected at least one "
                 "sample in each"
             )
-        key = tuple(id(x) for x in tensors(batch))
-        if key not in given or not _alike(batch, given[key][1]):
+        key = tuple((id(x), x._version) for x in inside) or number
+        if key not in given:
             given[key] = batch, on_device(copied(batch), device)
         found.append(given[key][1])
     if not found:
         raise ValueError("audit(batches=…): got no batch, expected at least one")
     return tuple(found)
-
-
-def _alike(batch: Any, copied: Any) -> bool:
-    """Return whether a batch consists only of tensors that are equal to those of a copy of it."""
-    some, others = list(tensors(batch)), list(tensors(copied))
-    plain = isinstance(batch, (tuple, list, Mapping, Tensor)) and size_of(batch) > 0
-    return plain and all(torch.equal(x.to(y.device), y) for x, y in zip(some, others, strict=True))
 
 
 def copied(batch: Any) -> Any:
@@ -105,20 +95,17 @@ def mapped(
     """Return the same structure with its tensors changed; objects of unknown types stay."""
     if is_leaf(batch):
         return change(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(x, change, is_leaf) for x in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(mapped(x, change, is_leaf) for x in batch)
+        parts = [mapped(x, change, is_leaf) for x in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, Mapping):
         changed: Any = copy.copy(batch)
         for key, value in batch.items():
             changed[key] = mapped(value, change, is_leaf)
         return changed
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [f.name for f in dataclasses.fields(batch) if f.init]
-        return dataclasses.replace(
-            batch, **{name: mapped(getattr(batch, name), change, is_leaf) for name in names}
-        )
+        own = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **mapped(own, change, is_leaf))
     return batch
 
 

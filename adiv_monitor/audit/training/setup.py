@@ -204,9 +204,10 @@ def _carried_over(model: nn.Module, optimizer: Optimizer | None, other: nn.Modul
     """
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         hooks = [*(p._backward_hooks or {}).values()]
-        for hook in filter(_is_plain, hooks * p.requires_grad):
+        plain = [hook for hook in hooks if _is_plain(hook)]
+        for hook in plain * p.requires_grad:
             q.register_hook(hook)  # type: ignore[no-untyped-call]
-        if getattr(p, "_post_accumulate_grad_hooks", None) or not all(map(_is_plain, hooks)):
+        if getattr(p, "_post_accumulate_grad_hooks", None) or len(plain) < len(hooks):
             yield f"parameter '{name}'"
     if optimizer and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
         yield "the optimizer"
@@ -216,9 +217,9 @@ def _is_plain(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is a function that refers to nothing but numbers and Python modules."""
     if not isinstance(hook, FunctionType):
         return False
-    used = [hook.__globals__[n] for n in hook.__code__.co_names if n in hook.__globals__]
-    closure = [cell.cell_contents for cell in hook.__closure__ or ()]
-    return all(isinstance(x, (int, float, ModuleType)) for x in (*used, *closure))
+    names = inspect.getclosurevars(hook)
+    used = (*names.globals.values(), *names.nonlocals.values())
+    return all(isinstance(x, (int, float, ModuleType)) for x in used)
 
 
 def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -226,13 +227,13 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
     Returns whether there were any.
     """
-    names = ("backward_hooks", "post_accumulate_grad_hooks", "backward_pre_hooks")
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "_backward_pre_hooks")
     holders = (*model.parameters(), *model.modules())
-    found = [hooks for x in holders for name in names if (hooks := getattr(x, f"_{name}", None))]
-    found += filter(None, [optimizer._optimizer_step_pre_hooks])
-    for hooks in found:
+    found = [getattr(x, name, None) for x in holders for name in names]
+    kept = [hooks for hooks in (*found, optimizer._optimizer_step_pre_hooks) if hooks]
+    for hooks in kept:
         hooks.clear()
-    return bool(found)
+    return bool(kept)
 
 
 # Warm-ups
@@ -278,17 +279,14 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
 
 def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
     """Return the torch schedulers that hold this optimizer, wherever they are kept."""
-    holders = gc.get_referrers(optimizer)
-    attributes = [x for x in holders if isinstance(x, dict) and x.get("optimizer") is optimizer]
-    found = [*holders, *gc.get_referrers(*attributes)]
-    kept = [x for x in found if isinstance(x, LRScheduler) and x.optimizer is optimizer]
-    return list({id(x): x for x in kept}.values())
+    found = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
+    return [scheduler for scheduler in found if scheduler.optimizer is optimizer]
 
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
 _MODELS = frozenset({"model", "net", "network", "module", "m"})
-_TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true", "t"})
+_BATCHES = frozenset({"batch", "b", "data"})
 
 
 class LossError(ValueError):
@@ -343,24 +341,28 @@ class TargetLoss:
             ) from error
 
 
-def takes_outputs(loss: Callable[..., Any]) -> bool:
-    """Return whether a loss takes outputs and targets, and not a model and a batch.
+def of_batch(loss: Callable[..., Any], name: str = "") -> Loss:
+    """Return a loss as a function of model and batch; one of output and target is wrapped.
 
     The names of its parameters tell, as in `F.cross_entropy(input, target)`.
+
+    Args:
+        loss: a function, a module, or another object that can be called.
+        name: what errors call it; "": its own name.
     """
     try:
         found = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
         found.bind(None, None)
     except (TypeError, ValueError):  # it takes others, or does not tell
-        return False
-    names = list(found.parameters)
-    return len(names) > 1 and names[0] not in _MODELS and names[1] in _TARGETS
+        return loss
+    names = [name for name, p in found.parameters.items() if p.kind != p.VAR_POSITIONAL]
+    takes_model = len(names) < 2 or names[0] in _MODELS or names[1] in _BATCHES
+    return loss if takes_model else TargetLoss(name or name_of(loss), loss)
 
 
-def name_of(loss: Callable[..., Any]) -> str:
-    """Return the name of a loss: that of a function, or of the class of another object."""
-    name: str = getattr(loss, "__name__", type(loss).__name__)
-    return name
+def name_of(loss: Callable[..., Any] | None) -> str:
+    """Return the name of a loss, that of a function or of another object's class; "" of None."""
+    return "" if loss is None else str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def _described(value: Any) -> str:

@@ -1,11 +1,10 @@
-"""The training loop of a fork, and the warnings of many trainings."""
+"""The training loop of a fork."""
 
 import inspect
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,22 +151,3 @@ def _number(loss: object) -> float:
             "has a gradient: take the mean, without .item(), .detach() or no_grad() on the way"
         )
     return float(loss.detach())
-
-
-@contextmanager
-def each_warning_once() -> Iterator[None]:
-    """Show one warning of each line of code.
-
-    Python forgets which ones it showed wherever filters change for a while, as in some schedulers.
-    """
-    shown: set[object] = set()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def once(message: Any, category: Any, file: str, line: int, *where: Any) -> None:
-            if (file, line) not in shown:
-                shown.add((file, line))
-                show(message, category, file, line, *where)
-
-        warnings.showwarning = once  # type: ignore[assignment]
-        yield

@@ -15,16 +15,8 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from adiv_monitor.audit.experiments.backward import cuts, undo
-from adiv_monitor.audit.experiments.calls import (
-    Call,
-    calls_of,
-    change_calls,
-    changed,
-    is_input,
-    rate_of,
-    with_rate,
-)
-from adiv_monitor.audit.experiments.changed_inputs import arguments
+from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
+from adiv_monitor.audit.experiments.changed_inputs import change_inputs, given_inputs
 from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, dropped, leave_out
 from adiv_monitor.audit.experiments.modules import maps_that_run
 from adiv_monitor.audit.experiments.state import COARSE, bare_weights
@@ -131,14 +123,12 @@ def _per_layer(fork: Fork, layers: Layers, record: Seen) -> None:
     """Scale the learning rates as `rates.rates_per_layer` recommends, in groups of their own."""
     wanted = {} if record is None else rates.rates_per_layer(record, layers)
     some(wanted, "no layer is known to move unlike the others")
-    factors = {
-        id(p): wanted.get(path, 1.0)
-        for path, module in named_modules(fork.model)
-        for p in module.parameters(recurse=False)
-    }
-    scale_rate(fork.optimizer, 1.0)
+    scale_rate(fork.optimizer, 1.0)  # there are rates
+    factors: dict[nn.Parameter, float] = {}
+    for path, module in named_modules(fork.model):
+        factors |= dict.fromkeys(module.parameters(recurse=False), wanted.get(path, 1.0))
     fork.optimizer.param_groups[:] = [
-        {**group, "params": [p], "lr": group["lr"] * factors.get(id(p), 1.0)}
+        {**group, "params": [p], "lr": group["lr"] * factors.get(p, 1.0)}
         for group in fork.optimizer.param_groups
         for p in group["params"]
     ]
@@ -166,17 +156,13 @@ def _lower(fork: Fork, layers: Layers, record: Seen, key: str, above: float, to:
         group[key] = to
 
 
-@fix("no-clip")
-def _no_clip(fork: Fork, layers: Layers, record: Seen) -> None:
-    some(fork.clip_norm is not None, "gradients are not clipped")
-    fork.clip_norm = None
-
-
-@fix("clip")
-def _clip(fork: Fork, layers: Layers, record: Seen) -> None:
+@fix("no-clip", clips=False)
+@fix("clip", clips=True)
+def _clip(fork: Fork, layers: Layers, record: Seen, clips: bool) -> None:
     """Clip at the 90th percentile of the observed norms (Google's tuning playbook), else at 1."""
-    some(fork.clip_norm is None, "gradients are clipped already")
-    fork.clip_norm = 1.0 if record is None else rates.clip_norm(record)
+    some((fork.clip_norm is None) is clips, f"gradients are {'not ' * (not clips)}clipped already")
+    norm = 1.0 if record is None else rates.clip_norm(record)
+    fork.clip_norm = norm if clips else None
 
 
 @fix("adamw", rescales=True)
@@ -325,53 +311,38 @@ _CONSTANT = 1e-6  # a smaller standard deviation relative to the largest is roun
 def _standardised(fork: Fork, layers: Layers, record: Seen) -> None:
     """Standardise each feature of the model's inputs by a forward pre-hook.
 
-    Mean and standard deviation are those over the different batches. The model itself does not run
-    for that.
+    Features are the channels, axis 1, of four or more axes, and the last axis otherwise; a vector
+    is of one feature. Mean and standard deviation are those over the different batches. The model
+    itself does not run for that.
     """
     seen: dict[str, list[Tensor]] = {}
     for batch in {id(batch): batch for batch in fork.batches}.values():  # each once
-        for name, x in arguments(fork, batch).items():
-            if _is_mapped(name, x):
-                seen.setdefault(name, []).append(x.detach())
-    some(seen, "the model is called with no real numbers")
-    maps = {}
-    for name, tensors in seen.items():
-        axis = feature_axis(tensors[0], fork.model)
-        last = [x[..., None] if axis is None else x.movedim(axis, -1) for x in tensors]
-        features = torch.cat([x.double().flatten(0, -2) for x in last])
-        some(bool(features.isfinite().all()), "inputs are not finite")
-        shape = [-1 if i == axis else 1 for i in range(tensors[0].dim())]
-        std, mean = torch.std_mean(features, dim=0, correction=0)
-        std = torch.where(std <= _CONSTANT * std.amax(), 1.0, std)
-        maps[name] = mean.reshape(shape), std.reshape(shape)
+        for name, x in given_inputs(fork, batch).items():
+            if x.is_floating_point():
+                seen.setdefault(name, []).append(x.double())
+    maps = {name: _scale(parts) for name, parts in seen.items()}
+    some(maps, "the model is called with no real numbers")
 
-    def change(name: str, x: Any) -> Any:
-        if name not in maps or not _is_mapped(name, x):
+    def change(name: str, x: Tensor) -> Tensor:
+        if name not in maps or not x.is_floating_point():
             return x
-        less, over = maps[name]
-        return ((x.double() - less) / over).to(x.dtype)
+        mean, std = maps[name]
+        return ((x.double() - mean) / std).to(x.dtype)
 
-    fork.model.register_forward_pre_hook(partial(changed, change=change), with_kwargs=True)
-
-
-def _is_mapped(name: str, x: Any) -> bool:
-    """Return whether an argument is a floating-point input."""
-    return is_input(name) and isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+    change_inputs(fork.model, change)
 
 
-def feature_axis(x: Tensor, model: nn.Module) -> int | None:
-    """Return the axis of an input's features, or channels; None if each entry is a sample.
-
-    It is the last of (samples, features) and (samples, places, features). It is the second for
-    images, and before a one-dimensional convolution of as many channels. It is the last of an image
-    if the second is longer than the last and the last has at most 4 entries, like colours.
-    """
-    if x.dim() < 3:
-        return 1 if x.dim() == 2 else None
-    if x.dim() == 3:
-        channels = {m.in_channels for m in model.modules() if isinstance(m, nn.Conv1d)}
-        return 1 if x.shape[1] in channels else 2
-    return x.dim() - 1 if x.shape[1] > x.shape[-1] and x.shape[-1] <= 4 else 1
+def _scale(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of an input's features, in a shape that fits the input."""
+    ndim = parts[0].ndim
+    axis = 1 if ndim > 3 else -1
+    last = [x.movedim(axis, -1) if ndim > 1 else x[:, None] for x in parts]
+    rows = torch.cat([x.flatten(0, -2) for x in last])
+    some(bool(rows.isfinite().all()), "inputs are not finite")
+    std, mean = torch.std_mean(rows, dim=0, correction=0)
+    std = std.where(std > _CONSTANT * std.amax(), 1.0)
+    shape = (-1, *(1 for _ in range(ndim - 2))) if axis == 1 else (-1,)
+    return mean.reshape(shape), std.reshape(shape)
 
 
 # Called functions

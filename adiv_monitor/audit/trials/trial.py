@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, silent, train
-from adiv_monitor.audit.trials.fixes import (
-    FAR_FACTORS,
-    FIXES,
-    DoesNotApply,
-    Fix,
-    rate_name,
-    scale_rate,
-)
+from adiv_monitor.audit.trials.fixes import FAR_FACTORS, FIXES, DoesNotApply, rate_name, scale_rate
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.faults.rates import usual_factor
@@ -60,18 +53,24 @@ class CapReached(Exception):
 
 
 class Cap:
-    """The time on the clock by which all trials end.
+    """What trials may take: time on the clock, and those of one kind also a number of steps.
 
     Attributes:
+        seconds: the time, from when this was made.
         reached: whether a run was left out because it would have ended later.
+        left: number of steps that further runs of one kind may have in all.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = seconds
         self._end = time.perf_counter() + seconds
         self.reached = False
+        self.left = math.inf
 
     def check(self, record: Record, steps: int) -> None:
-        """Raise CapReached if a run of this many steps, at the observed speed, would end later."""
+        """Raise CapReached if a run of this many steps, at the observed speed, is too long."""
+        if steps > self.left:
+            raise CapReached(NO_STEPS)
         takes = max(0.0, steps * record.facts.seconds_per_step)  # 0 if that is not known, NaN
         if time.perf_counter() + takes > self._end:
             self.reached = True
@@ -82,20 +81,24 @@ NEVER = Cap()
 
 
 @dataclass
-class Bench:
-    """The state that the trials of one kind share.
+class Runs:
+    """Runs at several learning rates, each of which is made when its end is first requested.
 
     Attributes:
         setup: the training setup, with as many steps as each run has.
         record: record of the unchanged run.
-        cap: time by which runs must end.
-        left: number of steps that further runs may have in all.
+        cap: what the runs may take.
+        fix: the name of a change that all of them have; "": none.
+        layers: the layers that it changes.
+        losses: factor on the learning rate → losses of its run.
     """
 
     setup: Setup
     record: Record
     cap: Cap = NEVER
-    left: float = math.inf
+    fix: str = ""
+    layers: Sequence[str] = ()
+    losses: dict[float, Losses] = field(default_factory=dict)
 
     @property
     def without(self) -> Losses:
@@ -106,77 +109,56 @@ class Bench:
         """
         return self.record.losses[: self.setup.steps]
 
-    def trial(self, fix: Fix, layers: Sequence[str]) -> Trial:
-        """Train forks with the fix: at the run's learning rate, and at others if it rescales.
-
-        Raises:
-            CapReached: there is no time, or no steps are left, for one run.
-            DoesNotApply: the fix has nothing to change.
-            KeyboardInterrupt: the user interrupted a run.
-        """
-        runs = Runs(self, {1.0: self.losses(fix, layers)}, fix, layers)
-        if fix.rescales:
-            with suppress(CapReached):
-                runs.follow_best()
-        by_rate = min(self.record.rates.values(), key=lambda trial: trial.loss, default=None)
-        found = self.compared(fix.name, runs.losses[runs.best], by_rate)
-        return replace(found, rate=runs.best, runs=len(runs.losses))
-
-    def compared(self, name: str, losses: Losses, by_rate: Trial | None = None) -> Trial:
-        """Return the trial of a fix from the losses of its run."""
-        found = compared(name, losses, self.without, self.setup.steps, by_rate)
-        return replace(found, constant=None if is_opposed(self.record) else self.record.chance)
-
-    def losses(self, fix: Fix | None, layers: Sequence[str] = (), factor: float = 1.0) -> Losses:
-        """Return the losses of a run with the fix and another learning rate; raises as `trial`."""
-        if self.setup.steps > self.left:
-            raise CapReached(NO_STEPS)
-        fork = self.setup.fork()
-        if fix is not None:
-            fix.apply(fork, layers, self.record)
-        if factor != 1:
-            scale_rate(fork.optimizer, factor)
-        self.cap.check(self.record, self.setup.steps)
-        self.left -= self.setup.steps
-        return losses_of(fork)
-
-
-@dataclass
-class Runs:
-    """Runs at several learning rates, each of which is made when its end is first requested.
-
-    Attributes:
-        bench: what they share.
-        losses: factor on the learning rate → losses of its run.
-        fix: a change that all of them have; None: none.
-        layers: the layers that it changes.
-    """
-
-    bench: Bench
-    losses: dict[float, Losses]
-    fix: Fix | None = None
-    layers: Sequence[str] = ()
-
     def end(self, factor: float) -> float:
         """Return the loss at the end of the run at this factor.
 
         Raises:
             CapReached: there is no time, or no steps are left, for the run.
-            DoesNotApply: the optimizer has no learning rate.
+            DoesNotApply: the fix has nothing to change, or the optimizer has no learning rate.
+            KeyboardInterrupt: the user interrupted the run.
         """
         if factor not in self.losses:
-            self.losses[factor] = self.bench.losses(self.fix, self.layers, factor)
-        return at_the_end(self.losses[factor], self.bench.setup.steps)
+            is_plain = factor == 1 and not self.fix
+            self.losses[factor] = self.without if is_plain else self._run(factor)
+        return at_the_end(self.losses[factor], self.setup.steps)
+
+    def _run(self, factor: float) -> Losses:
+        self.cap.check(self.record, self.setup.steps)
+        fork = self.setup.fork()
+        if self.fix:
+            FIXES[self.fix].apply(fork, self.layers, self.record)
+        if factor != 1:
+            scale_rate(fork.optimizer, factor)
+        self.cap.left -= self.setup.steps
+        return losses_of(fork)
 
     @property
     def best(self) -> float:
         """The factor whose run ends lowest."""
         return min(self.losses, key=self.end)
 
-    def trial(self, factor: float) -> Trial:
+    def trial(self) -> Trial:
+        """Return the trial of the fix, at the run's learning rate, and at others if it rescales.
+
+        It raises as `end` does.
+        """
+        self.end(1.0)
+        if FIXES[self.fix].rescales:
+            with suppress(CapReached):
+                self.follow_best()
+        by_rate = min(self.record.rates.values(), key=lambda trial: trial.loss, default=None)
+        found = self._compared(self.fix, self.best, by_rate)
+        return replace(found, rate=self.best, runs=len(self.losses))
+
+    def rate_trial(self, factor: float) -> Trial:
         """Return the trial of this learning rate alone; raises as `end` does."""
         self.end(factor)
-        return self.bench.compared(rate_name(factor), self.losses[factor])
+        return self._compared(rate_name(factor), factor)
+
+    def _compared(self, name: str, factor: float, by_rate: Trial | None = None) -> Trial:
+        steps = self.setup.steps
+        found = compared(name, self.losses[factor], self.without, steps, by_rate)
+        return replace(found, constant=None if is_opposed(self.record) else self.record.chance)
 
     def follow(self, factors: Sequence[float]) -> bool:
         """Try one factor after another while the loss gets lower; return whether it ever did."""
@@ -233,17 +215,13 @@ def compared(
         return float(np.std(of, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
 
     own = error(losses[-n:]) if math.isfinite(loss) else math.nan
-    both = math.isfinite(loss) and math.isfinite(loss_without)
-    return Trial(
-        fix=fix,
-        steps=steps,
-        loss=loss,
-        loss_without=loss_without,
-        loss_by_rate=None if by_rate is None else by_rate.loss,
-        error=error(np.subtract(without[-n:], losses[-n:])) if both else math.nan,
-        loss_error=own,
-        error_by_rate=math.nan if by_rate is None else math.hypot(own, by_rate.loss_error),
-    )
+    both = math.isfinite(loss + loss_without)
+    paired = error(np.subtract(without[-n:], losses[-n:])) if both else math.nan
+    found = Trial(fix, steps, loss, loss_without, None, paired, loss_error=own)
+    if by_rate is None:
+        return found
+    apart = math.hypot(own, by_rate.loss_error)
+    return replace(found, loss_by_rate=by_rate.loss, error_by_rate=apart)
 
 
 def quarter(steps: int) -> int:
@@ -298,20 +276,20 @@ def rate_trials(
     if shorter is None:
         return {}
     progress("learning rates", 0, 1)
-    bench = Bench(shorter, record, cap, affordable(record, FOR_RATES))
-    runs = Runs(bench, {1.0: bench.without})
+    cap.left = affordable(record, FOR_RATES)
+    runs = Runs(shorter, record, cap)
     with suppress(CapReached, DoesNotApply):
         _try(runs)
     progress("learning rates", 1, 1)
-    return {factor: runs.trial(factor) for factor in sorted(runs.losses) if factor != 1}
+    return {factor: runs.rate_trial(factor) for factor in sorted(runs.losses) if factor != 1}
 
 
 def _try(runs: Runs) -> None:
     """Try the learning rates that `rate_trials` names."""
-    record = runs.bench.record
+    record = runs.record
     constant = -math.inf if record.chance is None else record.chance
-    rises = runs.end(1.0) > max(runs.losses[1.0][0], constant)
-    if rises and any(runs.trial(factor).helps for factor in _LOWER):
+    rises = runs.end(1.0) > max(record.losses[0], constant)
+    if rises and any(runs.rate_trial(factor).helps for factor in _LOWER):
         return
     if course(record) != "falls":
         for factor in _FACTORS:
@@ -353,8 +331,8 @@ def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
     Raises:
         KeyboardInterrupt: the user interrupted a run.
     """
-    most = affordable(record, FOR_ONE_BATCH)
-    steps = int(min(ONE_BATCH_STEPS, most))
+    cap.left = affordable(record, FOR_ONE_BATCH)
+    steps = int(min(ONE_BATCH_STEPS, cap.left))
     if steps < _FEWEST_OF_ONE_BATCH:
         return None
     whole = setup.batches[0]
@@ -362,10 +340,9 @@ def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
     attempts = [(small, 1.0), *[(whole, 1.0)] * (small is not whole), (small, 3.0), (small, 0.3)]
     trials: list[Trial] = []
     for batch, factor in attempts:
-        if (len(trials) + 1) * steps > most:
-            break
         try:
             cap.check(record, steps)
+            cap.left -= steps
             rate = factor * best_rate(record.rates)
             trials.append(_of_one_batch(replace(setup, batches=(batch,), steps=steps), rate))
         except (CapReached, DoesNotApply):  # no time, or no learning rate
@@ -446,9 +423,9 @@ def tried(
     rates = record.rates.values()
     steps = next((trial.steps for trial in rates), min(FEWEST, setup.steps))
     shorter = None if rates else within(setup, record, FIRST[0], FOR_FIXES)
-    left = max(affordable(record, FOR_FIXES), steps)  # the very first is tried whatever it costs
-    bench = Bench(shorter or replace(setup, steps=steps), record, cap, left)
-    outcomes = _outcomes(findings, bench, progress)
+    cap.left = max(affordable(record, FOR_FIXES), steps)  # the first is tried in any case
+    runs = Runs(shorter or replace(setup, steps=steps), record, cap)
+    outcomes = _outcomes(findings, runs, progress)
     certain = [f.strength == "act" and fault_of(f).certain for f in findings]
     judged = [
         _judged(finding, _told(finding, outcomes), record, certain=any(certain[i:]))
@@ -461,7 +438,7 @@ def tried(
     causes = {finding.name for finding in raised if fault_of(finding).explains}
     has_cause = any(f.strength == "act" and is_cause(f) for f in said)
     if causes or (raised and not has_cause):  # consequences come after their cause
-        said = explained(sorted(said, key=lambda finding: finding.name not in causes))
+        said = explained(sorted(said, key=lambda finding: finding.name not in causes), record)
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 
@@ -471,9 +448,9 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
     return tuple(replace(f, advice=tuple(a)) for f, a in zip(findings, said, strict=True))
 
 
-def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> Outcomes:
+def _outcomes(findings: Sequence[Finding], runs: Runs, progress: Progress) -> Outcomes:
     """Return what came of the learning rates that were tried, and of the first fixes."""
-    outcomes: Outcomes = {(t.fix, ()): t for t in bench.record.rates.values()}
+    outcomes: Outcomes = {(t.fix, ()): t for t in runs.record.rates.values()}
     wanted = []
     for i, finding in enumerate(findings):
         keys = [(a.fix, finding.layers_for(a)) for a in finding.advice if a.fix in FIXES]
@@ -482,7 +459,7 @@ def _outcomes(findings: Sequence[Finding], bench: Bench, progress: Progress) -> 
         wanted += [(rank, number, i, key) for number, key in enumerate(first)]
     for done, (*_, key) in enumerate(sorted(wanted)):
         if key not in outcomes:
-            outcomes[key] = _outcome(bench, *key)
+            outcomes[key] = _outcome(runs, *key)
         progress("fixes", done + 1, len(wanted))
     return outcomes
 
@@ -500,10 +477,10 @@ def _told(finding: Finding, outcomes: Outcomes) -> list[Advice]:
     return [*map(told, finding.advice)]
 
 
-def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Trial | str:
+def _outcome(runs: Runs, name: str, layers: Sequence[str]) -> Trial | str:
     """Return the trial of a fix, or the reason why there is none."""
     try:
-        return bench.trial(FIXES[name], layers)
+        return replace(runs, fix=name, layers=layers, losses={}).trial()
     except (CapReached, DoesNotApply) as error:
         return str(error)
     except Exception as error:  # the model does not run with this fix

@@ -116,9 +116,9 @@ class Provenance:
             NotFollowed: it is computed in another way than those that are followed.
             Refused: it is not a contiguous part of a sharded parameter.
         """
-        if not isinstance(value, Tensor) or not self.parameters_of(value):
-            return None
         source = self._followed(value)
+        if source is None:
+            return None
         if source.steps is None and self._follows_all:
             raise NotFollowed(
                 "its weight is computed from parameters in a way that can't be followed: only "
@@ -133,8 +133,10 @@ class Provenance:
                 )
         return source
 
-    def _followed(self, value: Tensor) -> Source:
-        """Return how a tensor is computed from the parameters that it depends on."""
+    def _followed(self, value: object) -> Source | None:
+        """Return how a tensor is computed from measured parameters; None if it is not."""
+        if not isinstance(value, Tensor) or not self.parameters_of(value):
+            return None
         whole = whole_of(value)
         known = self._look_up(whole)
         assert known is not None and known.source is not None
@@ -151,24 +153,19 @@ class Provenance:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     ) -> None:
         """Remember the result of a function of the model and constants alone; see `computed`."""
-        weights = [x for x in tensors_in(*args, *kwargs.values()) if self.parameters_of(x)]
-        source = _unknown(map(self._followed, weights)) if weights else None
-        if weights and isinstance(made, Tensor) and made.is_floating_point():
-            source = computed(function, args, kwargs, made, self._weight) or source
+        given = [x for x in map(self._followed, tensors_in(*args, *kwargs.values())) if x]
+        source = _unknown(given) if given else None
+        if given and isinstance(made, Tensor) and made.is_floating_point():
+            source = computed(function, args, kwargs, made, self._followed) or source
         for tensor in tensors_in(made):
             whole = whole_of(tensor)
             known, how = self._look_up(whole), source if tensor.requires_grad else None
             if known is None or (whole is tensor and known.version is not None):
-                if how is not None and whole is not tensor:
-                    how = _unknown([how])
+                how = how if how is None or whole is tensor else _unknown([how])
                 self._known[id(whole)] = _Known(weakref.ref(whole), how, whole._version)
             elif how is not None and known.version not in (None, whole._version):  # written to
                 of = [how] if known.source is None else [how, known.source]
                 self._known[id(whole)] = known._replace(source=_unknown(of))
-
-    def _weight(self, value: object) -> Source | None:
-        is_weight = isinstance(value, Tensor) and self.parameters_of(value)
-        return self._followed(value) if is_weight else None  # type: ignore[arg-type]
 
     def spend(self, result: object, *, written: bool) -> None:
         """Count the result as data from here on: an input was data, or its use is already recorded.
@@ -181,9 +178,8 @@ class Provenance:
             if written:  # what the model holds stays, unless it leads to parameters
                 for each in (tensor, whole_of(tensor)):
                     known = self._known.get(id(each))
-                    if known is None or known.is_data:
-                        continue
-                    if known.version is not None or _is_made(each):
+                    is_made = each.requires_grad and not isinstance(each, nn.Parameter)
+                    if known and not known.is_data and (is_made or known.version is not None):
                         del self._known[id(each)]
             elif tensor._base is not None:  # a parameter that was expanded, or a view of that
                 self._known[id(tensor)] = _Known(weakref.ref(tensor), is_data=True)
@@ -193,7 +189,3 @@ def _unknown(sources: Iterable[Source]) -> Source:
     """Return the source of a tensor that is computed from these in an unknown way."""
     pieces = dict.fromkeys(piece for source in sources for piece in source.pieces)
     return Source(tuple(pieces), None, is_view=False)
-
-
-def _is_made(tensor: Tensor) -> bool:
-    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)

@@ -99,15 +99,6 @@ def _together() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def gives_back(module: nn.Module) -> bool:
-    """Return whether a module reshards its parameters in a forward hook (FSDP2)."""
-    if not _together():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
-
-
 def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
     """Return the sharded parameters by the ids of the unsharded ones that exist now.
 
@@ -119,14 +110,17 @@ def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
 
 def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield torch's FSDP records of a model's sharded parameters: of the group and of each."""
-    for module in model.modules() if _together() else ():
-        if not gives_back(module):
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
-        for group in (state._fsdp_param_group,) if groups is None else groups:
-            for held in () if group is None else group.fsdp_params:
-                yield group, held
+    if not _together():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
+            for group in (state._fsdp_param_group,) if groups is None else groups:
+                for held in () if group is None else group.fsdp_params:
+                    yield group, held
 
 
 def why_unusable(parameter: Tensor) -> str | None:

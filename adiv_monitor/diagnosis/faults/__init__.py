@@ -19,7 +19,7 @@ from adiv_monitor.diagnosis.record import Record
 # not caused by the learning rate. `states` come last: whatever hinders training makes a higher
 # learning rate look better.
 FAMILY_NAMES = (
-    *("parameters", "could_train", "samples", "targets", "loss", "data", "inputs"),
+    *("parameters", "could_train", "wiring", "samples", "targets", "loss", "data", "inputs"),
     *("initialisation", "optimizer", "rates", "units", "states"),
 )
 for _name in FAMILY_NAMES:

@@ -18,6 +18,8 @@ from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import InputStatistics, Record
 
+# End of `Record.first_non_finite` if a softmax, or another function, is given a row of −∞ alone.
+HIDDEN = ", which gets a row of nothing but -inf: all of its places are masked"
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
 # Smallest size of divisors of both signs, over their median: 0.02 in 64 normal numbers, 1 for
 # divisors of one size.
@@ -51,7 +53,8 @@ _AFFINE_LIKE = Advice(
 )
 
 
-@fault("non-finite", "Values that are not finite", certain=True, shown_by=lambda record: True)
+@fault("non-finite", "Values that are not finite", certain=True, explains=("input-partly-ignored",),
+       shown_by=lambda record: True)  # fmt: skip
 def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
     """Find values that are not finite in the data, the initial weights or the first loss."""
     if is_broken(record) and not by_training(record):
@@ -73,13 +76,15 @@ def by_training(record: Record) -> bool:
 
 
 def _by_loss(record: Record) -> bool:
-    """Return whether the loss alone makes the value, as log(0) does, and no step was too long.
+    """Return whether a function makes the value, as log(0) does, and no step was too long.
 
     Otherwise it comes at the end of losses that rise.
     """
-    finite = [*filter(math.isfinite, record.losses)]
+    finite, where = [*filter(math.isfinite, record.losses)], record.first_non_finite or ""
+    if where.endswith(HIDDEN):
+        return True
     usual = record.is_audited and finite and max(finite) < PEAK * abs(start(record))
-    return bool(usual) and record.first_non_finite == "loss" and overshoot(record) is None
+    return bool(usual) and (where == "loss" or "(" in where) and overshoot(record) is None
 
 
 def non_finite(record: Record) -> Finding:
@@ -97,10 +102,11 @@ def non_finite(record: Record) -> Finding:
         f"{where}."
         # Values between measured steps are unknown.
         + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else "")
-        + " The outputs are finite, and the losses before it are no larger than usual."
-        * _by_loss(record),
+        + " The losses before it are no larger than usual." * _by_loss(record),
         (Evidence(where, math.nan if bad is None else losses[bad], step=step),),
         (*by_steps * by_training(record),
+         *[Advice("leave out rows that are wholly masked, or hide places by −1e9 instead of −inf")]
+         * where.endswith(HIDDEN),
          Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}, and "
                 "for log(0), x/0, sqrt(0) and half precision in the place named here")),
         "Replacing NaN by 0 (nan_to_num) hides where they come from.", since=step,

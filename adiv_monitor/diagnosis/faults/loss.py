@@ -76,13 +76,13 @@ told(__name__, "zero-gradient", "", "act",
      Advice("compare the outputs with the targets of the batch"))  # fmt: skip
 
 
-def _lasts(record: Record) -> bool:
+def lasts(record: Record) -> bool:
     """Return whether the run suffers, or can't even overfit one small batch."""
     stays = any(finding.strength == "act" for finding in cannot_overfit(record))
     return suffers(record) or stays
 
 
-told(__name__, "class-weights", "Class weights that grow with the counts", _lasts,
+told(__name__, "class-weights", "Class weights that grow with the counts", lasts,
      "{place} weights class {common} {times:.3g} times as much as class {rare}, which is "
      "{more:.3g} times as rare.",
      [Number("slope of log weight over log count", "slope", above=GROWS),
@@ -96,7 +96,7 @@ def class_untaught(record: Record) -> Iterator[Finding]:
     if facts := [fact for fact in record.found_by("class-untaught") if "class" in fact.numbers]:
         named = ", ".join(f"{fact.numbers['class']:g}" for fact in facts)
         samples = sum(fact.numbers["samples"] for fact in facts)
-        yield Finding("class-untaught", act_if(_lasts(record)),
+        yield Finding("class-untaught", act_if(lasts(record)),
             f"No sample with label {named} has a gradient at the outputs, neither before nor after "
             f"training: {samples:.0f} of {facts[0].numbers['of']:.0f} samples teach nothing.",
             (Evidence("samples with a gradient, of these classes", 0.0, step=0),),
@@ -120,7 +120,7 @@ told(__name__, "padding-counts", "Padding counts in the loss", "watch",
      Advice("leave padding out of the loss, as by ignore_index"))  # fmt: skip
 
 
-told(__name__, "penalty-dominates", "A penalty dominates the loss", _lasts,
+told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
      "A penalty, {penalty:.3g} at first, keeps other terms from learning which input belongs to "
      "which target: with inputs exchanged between samples, they rise by {with:.2g}, but by "
      "{without:.2g} if trained without the penalty.",

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.fault import Number, act_if, fault, of_layers, stepped, told
+from adiv_monitor.diagnosis.faults.fault import (
+    Number,
+    act_if,
+    fault,
+    of_layers,
+    stepped,
+    told,
+)
 from adiv_monitor.diagnosis.faults.rates import less_momentum, suffers
 from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
@@ -172,11 +179,11 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
 def _straightened(record: Record) -> Iterator[Advice]:
     """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
     momentum = _momentum(record)
-    if wrong_sign := _sign_is_wrong(record):
+    if _sign_is_wrong(record):
         yield Advice("look for maximize=True, or for code that turns the gradient round")
-    if momentum:
+    elif momentum:
         yield Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
-    elif not wrong_sign:
+    else:
         yield Advice("look for code that changes gradients or weights before the step")
 
 

@@ -96,10 +96,6 @@ class BagFeatures(Features):
         """Return the weighted sum of the weight's rows for every bag."""
         return self.phi @ weight.to(self.phi)
 
-    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
-        """Return φ_r·Σ_k a_k φ_k and ‖φ_r‖ of every row."""
-        return self.phi @ self.weight_sum(active), self.scale()[:, 0].sqrt()
-
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
         """Return Σ_k a_k φ_k."""
         return self.phi.t() @ active
@@ -112,12 +108,6 @@ class BagFeatures(Features):
     def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
         """Return the weighted sum of the entries for every bag."""
         return (self.phi @ v[0].to(self.phi.dtype))[:, None]
-
-    def weight_times(
-        self, weight: Tensor, v: Float[Tensor, "1 vocabulary m"]
-    ) -> Float[Tensor, "1 n_total m"]:
-        """Return Wᵀv."""
-        return weight.to(v.dtype).mT[None] @ v
 
     def pick(self, rows: Tensor) -> "BagFeatures":
         """Return the features of some of the rows."""
@@ -144,35 +134,28 @@ def embedding_bag(
     if mode == "max":
         raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
 
-    def bags(rows: Tensor | None) -> BagFeatures:
-        """Return some bags, None for all; bags of any length are all read, to know where one is."""
-        tokens, weights = input, per_sample_weights
-        if offsets is not None:
-            count = len(offsets) - include_last_offset
-            first = offsets[:count]
-        else:
-            if rows is not None:
-                tokens, weights = tokens[rows], None if weights is None else weights[rows]
-            count, length = tokens.shape
-            first = torch.arange(count, device=tokens.device) * length
-        tokens = tokens.reshape(-1)
+    def bags() -> BagFeatures:
+        tokens = input.reshape(-1)
         places = torch.arange(len(tokens), device=tokens.device)
+        if offsets is None:
+            first = places[:: input.shape[1]].contiguous()
+        else:
+            first = offsets[: len(offsets) - include_last_offset]
         bag = torch.searchsorted(first, places, right=True) - 1
         share = trained(tokens, weight, padding_idx)
         if mode == "mean":
-            sizes = share.new_zeros(count).index_add_(0, bag, share)
+            sizes = share.new_zeros(len(first)).index_add_(0, bag, share)
             share = share / sizes.clamp(min=1)[bag]
-        if weights is not None:
-            share = share * weights.reshape(-1)
-        entries, size = torch.stack([bag, tokens]), (count, len(weight))
+        if per_sample_weights is not None:
+            share = share * per_sample_weights.reshape(-1)
+        entries, size = torch.stack([bag, tokens]), (len(first), len(weight))
         phi = torch.sparse_coo_tensor(entries, share, size, check_invariants=False)
-        found = BagFeatures(phi.coalesce())
-        return found if rows is None or offsets is None else found.pick(rows)
+        return BagFeatures(phi.coalesce())
 
     def features(rows: Rows) -> BagFeatures:
-        return bags(None if rows.chosen is None else rows.flat)
+        return bags() if rows.chosen is None else bags().pick(rows.flat)
 
     def whole() -> Whole:
-        return Whole(bags(None).scale()[:, 0].sqrt())
+        return Whole(bags().scale()[:, 0].sqrt())
 
     return Use("embedding", weight, None, features, whole=whole)

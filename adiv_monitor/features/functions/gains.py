@@ -8,6 +8,7 @@ result only, as class tokens, mask tokens and learned queries do.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -21,7 +22,6 @@ from adiv_monitor.features.rows import (
     Whole,
     behind_view,
     compute_dtype,
-    shares_memory,
     to_device,
 )
 from adiv_monitor.features.uses import Found, FunctionCall, Use, uses
@@ -50,15 +50,14 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
     return Use("gain", parameter, None, features, layout)
 
 
-def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | None:
-    """Z = factor · p, of the given shape: φ = factor, or ±one-hot(place) if p is a table.
+def offset(parameter: Tensor, shape: Sequence[int]) -> Use:
+    """Z = p, of the given shape: φ = 1, or one-hot(place) if p is a table.
 
-    A table differs in several dimensions; its use is None if the factor is not ±1.
+    A table differs in several dimensions.
 
     Args:
         parameter: p.
         shape: shape of z.
-        factor: the factor of p.
     """
     own = own_dims(parameter, shape)
     channel = own[-1] if own else None
@@ -73,12 +72,10 @@ def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | 
     if len(own) < 2:
 
         def constant(rows: Rows) -> DenseFeatures:
-            return DenseFeatures(None, factor * ones(rows.count)[:, None])
+            return DenseFeatures(None, ones(rows.count)[:, None])
 
         return Use("offset", None, parameter, constant, layout)
 
-    if abs(factor) != 1:
-        return None
     places = own[:-1]
     sizes = [shape[d] for d in places]
 
@@ -87,11 +84,10 @@ def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | 
         return OneHotFeatures(to_device(index, rows.device), ones(rows.count), prod(sizes))
 
     def whole() -> Whole:
-        every = ones(prod(shape) // shape[own[-1]])
-        return Whole(every)
+        return Whole(ones(prod(shape) // shape[own[-1]]))
 
     def table(tensor: Tensor) -> Tensor:
-        return factor * tensor.reshape(prod(sizes), -1)
+        return tensor.reshape(prod(sizes), -1)
 
     return Use("offset", parameter, None, one_hot, layout, whole, table)
 
@@ -99,19 +95,19 @@ def offset(parameter: Tensor, shape: Sequence[int], factor: float = 1) -> Use | 
 # --- sums of products ----------------------------------------------------------------------------
 
 
-def terms(call: FunctionCall, given: Sequence[object], *products: tuple[object, Any]) -> Found:
+def terms(call: FunctionCall, *products: tuple[object, Any]) -> Found:
     """Return the uses in z = Σ p⊙factor, of those p that are parameters.
 
     Args:
         call: the call.
-        given: its arguments; there is no use if all of them are of the model.
-        products: every p with its factor, a tensor or a number.
+        products: every p with its factor: a tensor, or the number 1. There is no use if all of
+            them are of the model.
     """
-    if not call.has_data(*given):
+    if not call.has_data(*chain(*products)):
         return []
     shape = call.result.shape
     return [
-        gain(p, factor, shape) if isinstance(factor, Tensor) else offset(p, shape, factor)
+        gain(p, factor, shape) if isinstance(factor, Tensor) else offset(p, shape)
         for p, factor in products
         if call.is_weight(p)
     ]
@@ -120,28 +116,22 @@ def terms(call: FunctionCall, given: Sequence[object], *products: tuple[object, 
 @uses("mul", "multiply", "__mul__", "__rmul__")
 def product(call: FunctionCall, input: Tensor, other: Tensor) -> Found:
     """Z = p⊙x: a gain with x̂ = x (LayerScale, the end of an RMSNorm)."""
-    return terms(call, (input, other), (input, other), (other, input))
+    return terms(call, (input, other), (other, input))
 
 
 @uses("add", "__add__", "__radd__", "add_", "__iadd__")
 def total(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float = 1) -> Found:
-    """Z = x + αp, or p + αx."""
-    return terms(call, (input, other), (input, 1), (other, alpha))
-
-
-@uses("sub", "subtract", "__sub__", "sub_", "subtract_", "__isub__")
-def difference(call: FunctionCall, input: Tensor, other: Tensor, *, alpha: float = 1) -> Found:
-    """Z = x − αp, or p − αx."""
-    return terms(call, (input, other), (input, 1), (other, -alpha))
+    """Z = x + p."""
+    return terms(call, (input, 1), (other, 1)) if alpha == 1 else []
 
 
 @uses("addcmul", "addcmul_")
 def added_product(
     call: FunctionCall, input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1
 ) -> Found:
-    """Z = x + v·a⊙b, linear in each of x, a and b."""
-    a, b = (x if value == 1 else value * x for x in (tensor1, tensor2))
-    return terms(call, (input, tensor1, tensor2), (input, 1), (tensor1, b), (tensor2, a))
+    """Z = x + a⊙b, linear in each of x, a and b."""
+    products = (input, 1), (tensor1, tensor2), (tensor2, tensor1)
+    return terms(call, *products) if value == 1 else []
 
 
 @uses("prelu")
@@ -197,34 +187,23 @@ def choice(call: FunctionCall, condition: Tensor, input: object, other: object) 
 
 @uses("__setitem__")
 def assignment(call: FunctionCall, input: Tensor, index: Any, value: object) -> Use | None:
-    """x[index] = p, for an index of slices and numbers, or a mask.
+    """x[mask] = p.
 
     There is no use if x is a view of a part: it gets no gradient from other reads of its base.
     """
     if input._base is not None and behind_view(input) is input:
         return None
-    if not call.is_weight(value):
+    if getattr(index, "dtype", None) != torch.bool or not call.is_weight(value):
         return None
-    if not call.has_data(input) and value.numel() == input[index].numel():
-        return None  # p is written once, as a part of a larger weight
-    if isinstance(index, Tensor) and index.dtype == torch.bool:
-        rest = input.dim() - index.dim()
-        if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
-            return None  # p has a different entry for each place
-        return _masked(value, index[(..., *(None for _ in range(rest)))], input.shape)
-    part = input[index]
-    if not shares_memory(part, input):  # the index has numbers of places in it
-        return None
-    return _placed(value, part.shape, lambda tensor: tensor[index])
+    rest = input.dim() - index.dim()
+    if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
+        return None  # p has a different entry for each place
+    return _masked(value, index[(..., *(None for _ in range(rest)))], input.shape)
 
 
-def _placed(
-    parameter: Tensor, shape: Sequence[int], place: Callable[[Tensor], Tensor]
-) -> Use | None:
+def _placed(parameter: Tensor, shape: Sequence[int], place: Callable[[Tensor], Tensor]) -> Use:
     """Return the use of a parameter as an offset in a part of the result."""
     found = offset(parameter, shape)
-    if found is None:
-        return None
     layout = found.layout
     return replace(found, layout=lambda tensor: layout(place(tensor)))
 

@@ -4,7 +4,6 @@ All are sums over one or more shared dimensions (`contraction.py`), but those of
 """
 
 from collections.abc import Sequence
-from functools import partial
 from string import ascii_letters, ascii_uppercase
 
 import torch
@@ -25,20 +24,6 @@ def matmul(call: FunctionCall, input: Tensor, other: Tensor) -> list[Use]:
     right = _last(stack, other.dim() - 2) + ("kj" if other.dim() > 1 else "k")
     result = stack + ("i" if input.dim() > 1 else "") + ("j" if other.dim() > 1 else "")
     return contractions(call, [Operand(input, left), Operand(other, right)], result)
-
-
-@uses("bilinear")
-def bilinear(
-    call: FunctionCall,
-    input1: Tensor,
-    input2: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Use | None:
-    """Z_n = x₁ᵀ W_n x₂ + b_n: φ = [x₁ ⊗ x₂, 1]."""
-    rows = ascii_uppercase[: input1.dim() - 1]
-    data = [Operand(input1, f"{rows}i"), Operand(input2, f"{rows}j")]
-    return contraction(Operand(weight, "nij"), data, f"{rows}n", bias=bias)
 
 
 @uses("einsum")
@@ -66,36 +51,22 @@ def spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
     return full, result.replace("...", rest)
 
 
-# --- z = βb + αAB --------------------------------------------------------------------------------
-
-
+@uses("addmm", "addmm_", "baddbmm", "baddbmm_")
 def added(
-    equation: str,
-    call: FunctionCall,
-    input: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    call: FunctionCall, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Found:
-    """Z = βx + α Σ ab, with the sums of an equation; if b is a matrix, a vector x is its bias."""
-    terms, result = spelled_out(equation, [a.dim(), b.dim()])
-    of_a, of_b = Operand(a, terms[0]), Operand(b, terms[1])
+    """Z = x + AB of matrices, or of stacks of them; if B is a matrix, a vector x is its bias."""
+    if alpha != 1 or beta != 1:
+        return []
+    stack = "s" * (a.dim() - 2)
+    of_a, of_b, result = Operand(a, f"{stack}ik"), Operand(b, f"{stack}kj"), f"{stack}ij"
     is_affine = call.of_model(input) and call.of_model(b) and not call.of_model(a)
     if is_affine and b.dim() == 2 and input.shape == b.shape[1:]:
-        return [contraction(of_b, [of_a], result, factor=alpha, bias=input, bias_factor=beta)]
-    found = contractions(call, [of_a, of_b], result, alpha)
+        return [contraction(of_b, of_a, result, bias=input)]
+    found = contractions(call, [of_a, of_b], result)
     if call.is_weight(input) and call.has_data(a, b):
-        return [*found, offset(input, call.result.shape, beta)]
+        return [*found, offset(input, call.result.shape)]
     return found
-
-
-uses("addmm", "addmm_")(partial(added, "ik,kj->ij"))
-uses("addmv", "addmv_")(partial(added, "ik,k->i"))
-uses("addr", "addr_")(partial(added, "i,j->ij"))
-uses("baddbmm", "baddbmm_")(partial(added, "bik,bkj->bij"))
-uses("addbmm", "addbmm_")(partial(added, "bik,bkj->ij"))
 
 
 # --- experts in one weight tensor, with rows sorted by expert ------------------------------------

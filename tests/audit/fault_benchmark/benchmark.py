@@ -1,16 +1,15 @@
 """The fault benchmark: planted faults and healthy runs, judged with several seeds, as one table.
 
     python tests/audit/fault_benchmark/benchmark.py [--seeds 5] [--first-seed 0]
-        [--only NAME …] [--one-in 4] [--jobs 2] [--parts sweep course audit] [--rows FILE]
+        [--only NAME …] [--one-in 4] [--jobs 2] [--parts course audit] [--rows FILE]
         [--write docs/fault-benchmark.md]
-        [--write-runs tests/benchmarks/results/fault-benchmark.md]
 
 Each row of the results is written to a file at once, and rows that the file has are not computed
-again, so an interrupted benchmark continues. It has five parts. `sweep` trains healthy runs at
-other learning rates. `course` trains faulty and healthy runs without the audit, to check that the
-faulty ones are worse. `audit` audits every run, and tries the advice (`judge.py`). `names` only
-audits, in a third of the time. `reports` trains every run under the monitor, for the verdicts from
-its reports alone (`reports.py`); without other parts it has a table of its own (`verdicts.py`).
+again, so an interrupted benchmark continues. It has four parts. `course` trains faulty and healthy
+runs without the audit, to check that the faulty ones are worse. `audit` audits every run, and tries
+the advice (`judge.py`). `names` only audits, in a third of the time. `reports` trains every run
+under the monitor, for the verdicts from its reports alone (`reports.py`); without other parts it
+has a table of its own (`verdicts.py`).
 """
 
 import argparse
@@ -30,8 +29,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what write
 
 from audit.fault_benchmark import reported_page, verdicts
 from audit.fault_benchmark.cases import CASES, HEALTHY
-from audit.fault_benchmark.course import course, sweep
-from audit.fault_benchmark.every_run import every_run
+from audit.fault_benchmark.course import course
 from audit.fault_benchmark.judge import diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
@@ -45,7 +43,7 @@ HALVES = {
     "set-by": {case.name for case in SET_BY} | {case.twin.name for case in SET_BY},
 }
 HALVES["held-out"] = {case.name for case in HELD_OUT} | {case.twin.name for case in HELD_OUT}
-PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed, "reports": reported}
+PARTS = {"course": course, "audit": judge, "names": diagnosed, "reports": reported}
 
 
 def tasks(
@@ -55,8 +53,6 @@ def tasks(
     for seed in seeds:
         for part in parts:
             for name in list(beds)[::one_in]:
-                if part == "sweep" and name in (*CASES, *REPORTED):
-                    continue
                 if not only or any(each in name for each in only):
                     yield part, name, seed
 
@@ -88,10 +84,9 @@ def main() -> None:
         "--reported", choices=HALVES, help="bugs that people report, in their place"
     )
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:2])
     parser.add_argument("--rows", type=Path, default=Path("runs/fault-benchmark.jsonl"))
     parser.add_argument("--write", type=Path, help="write the table to this file as well")
-    parser.add_argument("--write-runs", type=Path, help="write every run to this file")
     given = parser.parse_args()
 
     seeds = range(given.first_seed, given.first_seed + given.seeds)
@@ -118,8 +113,6 @@ def main() -> None:
     print(text)
     if given.write is not None:
         given.write.write_text(text)
-    if given.write_runs is not None:
-        given.write_runs.write_text(every_run([rows[task] for task in wanted], sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from audit.fault_benchmark.run import STEPS, Case, Healthy, error
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import train
 
-FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # on a healthy run's learning rate
-
 
 def at_the_end(losses: Sequence[float], steps: int) -> float:
     """Return the mean loss of the last quarter of the steps; infinite if it was not reached."""
@@ -35,13 +33,3 @@ def course(bed: Case | Healthy, seed: int) -> dict[str, float]:
         "loss": at_the_end(losses, STEPS),
         "error": error(fork.model, run.batches[-16:]),
     }
-
-
-def sweep(healthy: Healthy, seed: int) -> dict[str, list[float]]:
-    """Return the loss at other learning rates, to check the healthy run's own."""
-    ends = []
-    for factor in FACTORS:
-        run = healthy.build(seed)
-        run.settings["lr"] *= factor
-        ends.append(at_the_end(losses_of(run.setup(STEPS, seed).fork()), STEPS))
-    return {"losses": ends}

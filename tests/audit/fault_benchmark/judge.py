@@ -19,7 +19,7 @@ finding is the planted fault, and for no change otherwise.
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,7 +30,7 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes import FAR_FACTORS, FIXES, DoesNotApply, rate_name, scale_rate
-from adiv_monitor.audit.trials.trial import NOT_AMONG_THE_FIRST, Bench, best_rate, compared
+from adiv_monitor.audit.trials.trial import NOT_AMONG_THE_FIRST, Runs, best_rate, compared
 from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
 
@@ -68,16 +68,16 @@ def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     if isinstance(bed, Healthy):
         return _found(report)
     setup, record = run.setup(STEPS, seed), report.record
-    bench = Bench(setup, record)
+    runs = Runs(setup, record)
     chance = random.Random(f"{bed.name} {seed}")
-    one = next(changes(bench, chance), None)
+    one = next(changes(runs, chance), None)
     changed = {
         "advice": advised(report.findings[0]) if report.findings else None,
         "rate": _best_rate(record),
         "random": None if one is None else one[0],
     }
     if seed % SEARCHED == 0:
-        changed["search"] = searched(bench, chance, runs_of(report))
+        changed["search"] = searched(runs, chance, runs_of(report))
     another = Another(bed, seed)
     row = _found(report) | outcomes(another, record, changed)
     if changed["advice"] is None and _says_what(report, bed):
@@ -142,24 +142,24 @@ def runs_of(report: AuditReport) -> int:
     return sum(trials.values())
 
 
-def changes(bench: Bench, chance: random.Random) -> Iterator[tuple[Change, Trial]]:
+def changes(runs: Runs, chance: random.Random) -> Iterator[tuple[Change, Trial]]:
     """Yield all fixes that apply, in random order, each tried as the audit tries it."""
     names = sorted(FIXES.keys() - set(map(rate_name, FAR_FACTORS)))
     chance.shuffle(names)
     for name in names:
         try:
-            trial = bench.trial(FIXES[name], ())
+            trial = replace(runs, fix=name, losses={}).trial()
         except Exception:  # it does not apply, or the model can't be run so
             continue
         yield Change(name, (), trial.rate), trial
 
 
-def searched(bench: Bench, chance: random.Random, runs: int) -> Change | None:
-    """Return the best random change that this many runs can try; None if none pays."""
+def searched(runs: Runs, chance: random.Random, most: int) -> Change | None:
+    """Return the best random change that so many runs can try; None if none pays."""
     best: tuple[float, Change | None] = (float("inf"), None)
     spent = 0
-    for change, trial in changes(bench, chance):
-        if spent and spent + trial.runs > runs:
+    for change, trial in changes(runs, chance):
+        if spent and spent + trial.runs > most:
             break
         spent += trial.runs
         if trial.pays and trial.loss < best[0]:

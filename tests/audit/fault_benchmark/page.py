@@ -16,7 +16,6 @@ import adiv_monitor
 
 Row = dict[str, Any]
 CHANGES = ("advice", "random", "search", "rate")
-EVERY_RUN = "tests/benchmarks/results/fault-benchmark.md"
 
 INTRODUCTION = f"""
 This page answers two questions: how often does the audit name the fault of a training, and does
@@ -38,9 +37,7 @@ the steps. A change pays if it lowers the loss by more than two standard errors 
 larger. Rules and thresholds were made with most of these cases, but with other seeds. The networks,
 data and strengths that they were not made with have separate totals below.
 
-Another file lists [every run](../{EVERY_RUN}):
-what was found and advised in each case, the healthy runs at other learning rates, and how much
-worse the faulty runs are. The monitor's reports alone show less than an audit;
+The monitor's reports alone show less than an audit;
 [they are counted separately](../tests/benchmarks/results/verdicts.md).
 """
 

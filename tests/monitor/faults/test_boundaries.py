@@ -27,8 +27,7 @@ ROOMS = (
     *("alarms.py", "monitor.py"),
 )
 ELSEWHERE = {
-    *("merge_ranks.py", "merge_sums.py", "ranks.py", "unsharded.py"),
-    "messages.py",
+    *("merge.py", "ranks.py", "unsharded.py", "messages.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "takes.py",  # declares functions
 }
@@ -57,7 +56,7 @@ GUARDS = {
     "capture/loss_hook.py": {"_guarded"},
     "step/controller.py": {"leave", "release", "closure_then_read"},
     "step/armed.py": {"_ran"},
-    "step/others.py": {"hook"},
+    "step/stepping.py": {"hook"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
         *("_before_step", "_after_step", "_guarded", "_take_off"),

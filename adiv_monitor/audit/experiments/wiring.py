@@ -1,0 +1,123 @@
+"""What a model is wired from: shared modules, factors of zero, masks, and what it writes over."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.experiments.calls import MULTIPLIES, Call, watched
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, few, still
+from adiv_monitor.audit.experiments.exchange import is_other
+from adiv_monitor.audit.experiments.questions import asks, of_each_call
+from adiv_monitor.audit.training.batches import copied, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import Fact
+
+ADDS = ("add", "__add__", "__radd__", "__iadd__")
+APART = 1e-3  # difference of two gradients, relative to their size
+ROUNDING = 1e-4  # of the length of a batch
+
+
+@of_each_call("zero-factor")
+def zero_factor(call: Call, fork: Fork) -> Fact | None:
+    """Return a number or buffer of zero by which the model multiplies what has a gradient."""
+    if call.name not in MULTIPLIES or call.path is None or not call.result.requires_grad:
+        return None
+    fixed = {id(x) for x in fork.model.buffers()}
+    is_zero = any(not x.requires_grad and not x.any() and (x.numel() == 1 or id(x) in fixed)
+                  if isinstance(x, Tensor) else x == 0 for x in call.args[:2])  # fmt: skip
+    return Fact(call.place) if is_zero else None
+
+
+@of_each_call("addend-outweighs")
+def addend_outweighs(call: Call, fork: Fork) -> Fact | None:
+    """Return how much larger a number that is added is than what has a gradient.
+
+    It is the same for all samples, as positions are, or whole, as IDs are. Masks are not positive.
+    """
+    pair = [x for x in call.args[:2] if isinstance(x, Tensor)]
+    if call.name not in ADDS or call.path is None or len({x.requires_grad for x in pair}) < 2:
+        return None
+    y, x = (z.detach().double() for z in sorted(pair, key=lambda z: z.requires_grad))
+    is_shared = y.ndim < x.ndim or bool((y == y[:1]).all())
+    if not (is_shared or bool((y == y.round()).all())) or y.max() <= y.min().clamp(min=0):
+        return None
+    return Fact(
+        call.place, {"times": float(y.norm() / y.numel() ** 0.5 / x.square().mean().sqrt())}
+    )
+
+
+@asks("outputs-tied")
+def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return outputs that equal each other after training, though the loss moves them apart.
+
+    Outputs are columns of the model's first call. Also return modules with parameters that one
+    container holds several times.
+    """
+    fork = setup.fork_like(trained)
+    made: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        made.extend(x for x in tensors(output) if not made and x.requires_grad and 0 < x.ndim < 3)
+
+    with fork.model.register_forward_hook(note), torch.enable_grad():
+        loss = fork.first_loss()
+    for path, container in fork.model.named_modules():
+        held = [x for x in container._modules.values() if x is not None and [*x.parameters()]]
+        for module, times in Counter(held).items():
+            if times > 1:
+                yield Fact(f"{path}.{type(module).__name__}".strip("."), {"times": float(times)})
+    found = torch.autograd.grad(loss, made, materialize_grads=True) if made else ()
+    size = max(map(len, made), default=0)
+    pairs = [(x.detach().reshape(size, -1), g.reshape(size, -1))
+             for x, g in zip(made, found, strict=True) if len(x) == size]  # fmt: skip
+    columns, gradients = (torch.cat(x, 1) for x in zip(*pairs, strict=True))
+    groups = torch.unique(columns, dim=1, return_inverse=True)[1]
+    for group in groups.unique():
+        own, varies = gradients[:, groups == group], columns[:, groups == group].var(0).all()
+        are_apart = float((own - own[:, :1]).norm()) > APART * float(own.norm())
+        if varies and are_apart and own.any(0).all():
+            yield Fact("outputs", {"outputs": float(own.shape[1])})
+
+
+@asks("mask-ignored")
+def mask_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return masks whose inversion changes no output, before and after training."""
+    batch = few(setup, setup.batches[0])
+    runs = [ChangedInputs(still(fork), batch) for fork in (setup.fork(), setup.fork_like(trained))]
+    runs[0].outputs(lambda x: x, everything=True)
+    for number, (name, mask) in enumerate(zip(runs[0].names, runs[0].inputs, strict=True)):
+        is_mask = mask.ndim > 1 and (mask.dtype == torch.bool or "mask" in name.lower())
+        if is_mask and set(mask.unique().tolist()) == {0, 1}:
+            inverted = [run.outputs(lambda x: (x == 0).to(x.dtype), number, True) for run in runs]
+            pairs = [*zip(runs[0].own + runs[1].own, inverted[0] + inverted[1], strict=True)]
+            if pairs and not any(is_other(x, y).any() for x, y in pairs):
+                yield Fact(f"input '{name}'")
+
+
+@asks("input-written")
+def input_written(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return by how much the loss changes its batch, and changes it again in another pass.
+
+    Also return how often the run is given that batch.
+    """
+    fork, batch, places = setup.fork(), copied(setup.batches[0]), list[str]()
+    own = [*tensors(batch)]
+    versions, states = [x._version for x in own], [[x.double() for x in own]]
+
+    def see(call: Call) -> None:
+        if versions != [x._version for x in own]:
+            places.append(call.place)
+
+    with seeded(fork.seed), torch.set_grad_enabled(setup.differentiates):
+        for _ in range(2):
+            watched(fork.loss, see)(fork.model, batch)
+            states.append([x.detach().double() for x in own])
+    for x, once, twice in zip(*states, strict=True):
+        change, again = float((once - x).norm() / x.norm()), float((twice - once).norm())
+        if places and min(change, again) > ROUNDING:
+            times = sum(batch is setup.batches[0] for batch in setup.batches)
+            yield Fact(places[0], {"change": change, "times": float(times)})
+            return

@@ -1,0 +1,96 @@
+"""Records the calls of layers in a run of the probe: rows of their features and outputs."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+from torch import Tensor, nn
+
+from adiv_monitor.capture.sampling import draw
+from adiv_monitor.capture.second_pass import SecondPass
+from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.watching import Watching
+from adiv_monitor.capture.weights.pieces import Pieces
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.rows import Index, Rows, to_device
+from adiv_monitor.features.uses import Refused, Use
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        layer: the layer.
+        use: the use of its weights.
+        rows: the chosen rows.
+        z: their outputs.
+        features: their features, of the trained parameters; None: not asked for.
+        G: ∂L/∂z; None: not known, or zero.
+    """
+
+    layer: Layer
+    use: Use
+    rows: Rows
+    z: Tensor
+    features: Features | None
+    G: Tensor | None = None
+
+    def pick(self, kept: Index | None) -> None:
+        """Keep these of the rows alone; None: all."""
+        if kept is not None:
+            index = to_device(kept, self.z.device)
+            self.z = self.z.index_select(0, index)
+            self.features = None if self.features is None else self.features.pick(index)
+            self.G = None if self.G is None else self.G.index_select(0, index)
+
+
+class Recording(SecondPass):
+    """Context in which the calls of layers are recorded. See `Takes`.
+
+    Which rows are chosen depends on the seed, the layer's path and the number of its call alone, so
+    that another run has the same ones.
+
+    Args:
+        model: the model.
+        selection: the parameters.
+        max_rows: number of rows to choose in each call; None: all.
+        seed: the seed.
+        pieces: the pieces of parameters that are known already.
+        watching: the class that finds uses.
+        features: whether to take features.
+
+    Attributes:
+        calls: the calls by path of the layer, in the order of the first ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        max_rows: int | None,
+        seed: int,
+        pieces: Pieces | None = None,
+        watching: type[Watching] = Watching,
+        *,
+        features: bool = True,
+    ) -> None:
+        super().__init__(model, selection, pieces, watching)
+        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self._max_rows, self._seed, self._has_features = max_rows, seed, features
+
+    def take(self, layer: Layer, use: Use, z: Tensor) -> Call:
+        """Record a call of a layer whose output is z, (*rows, channels)."""
+        key = self._seed, crc32(layer.path.encode()), len(self.calls.get(layer.path, ()))
+        generator = np.random.default_rng(key)
+        rows = draw(tuple(z.shape[:-1]), self._max_rows, np.inf, generator, z.device)
+        call = Call(layer, use, rows, rows.take(z.detach()), None)
+        if self._has_features:
+            call.features = use.features(rows).restrict(**layer.trained)
+        self.calls[layer.path].append(call)
+        return call
+
+    def maps(self, *_: object) -> list[Tensor]:
+        """Refuse a recurrent call: unrolling it anew in every run is not worth it."""
+        raise Refused("recurrent layers are not measured on a probe")

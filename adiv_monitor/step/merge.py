@@ -1,0 +1,315 @@
+"""Merging of the contributions of all ranks: rows are concatenated, sums are added.
+
+Every rank has sampled its rows uniformly. Each sampled row gets a random key, as if the key had
+selected it, and the rows with the smallest keys of all ranks are a uniform sample of all rows
+(`capture/sampling.py`). The measures are then those that one rank with all rows would find.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from adiv_monitor.capture.sampling import draw
+from adiv_monitor.features.rows import Index
+from adiv_monitor.maths.attention_sums import AttentionSums, merge
+from adiv_monitor.maths.sums import DOTS, TABLES, Array, StepSums, Table, blank, in_order
+from adiv_monitor.report import StepReport
+from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
+from adiv_monitor.step.rank_contribution import RankContribution
+
+# Columns of the table of layers that add up; NaN if one rank does not know its part.
+_ADDED = "total", "moved", "terms", "active", "G_G", "own_G", "own_own", "scale_sum"
+_OF_PARAMETERS = "parameter_cosine", "projection_cosine", "applied_cosine", "descent"
+
+
+def prepared(
+    sums: StepSums, max_rows: int | None, world: int, generator: np.random.Generator
+) -> StepSums:
+    """Return a rank's numbers for sending, with only rows that may be in the merged sample.
+
+    Each sampled row gets a random key, as if the key had selected it; so does each entry.
+    `common` becomes the mean product of a row with the other active rows of this rank.
+
+    Args:
+        sums: the numbers.
+        max_rows: number of sampled rows, of all ranks together; None: all.
+        world: number of ranks.
+        generator: random generator.
+    """
+    layers, rows, entries = sums.layers.copy(), sums.rows.copy(), sums.entries.copy()
+    scales = np.where(layers["knows_scales"], layers["total"], sums.seen * layers["groups"])
+    for table, lines, totals in (("rows", rows, layers["total"]), ("entries", entries, scales)):
+        pairs = zip(totals.tolist(), sums.lines(table).tolist(), strict=True)
+        drawn = [draw((total,), seen, np.inf, generator) for total, seen in pairs]
+        keys = [of.keys for of in drawn if of.keys is not None]
+        lines["key"] = np.concatenate([np.empty(0), *keys])
+        layers[f"{table}_bound"] = [of.bound for of in drawn]
+    rows["common"] -= rows["length"] ** 2
+    rows["common"] /= np.maximum(sums.active - 1, 1)[rows["layer"]]
+    layers["has_common"] &= sums.active != 1  # a single row says nothing
+    sums = replace(sums, layers=layers, rows=rows, entries=entries)
+    if max_rows is None:
+        return sums
+    # One rank has more than this share of the sample only with low probability.
+    share = max_rows / world
+    likely = (share + 4 * math.sqrt(share)) / np.maximum(layers["total"], 1)
+    layers["rows_bound"] = np.minimum(layers["rows_bound"], likely)
+    return sums.with_rows(np.flatnonzero(rows["key"] < layers["rows_bound"][rows["layer"]]))
+
+
+@np.errstate(all="ignore")  # as in `understand`
+def merge_ranks(
+    parts: Mapping[int, RankContribution], world: int, max_rows: int | None
+) -> tuple[RankContribution, list[int]]:
+    """Merge the contributions; return the result and the ranks that it covers.
+
+    Ranks whose gradients differ from the first rank's train something else, and are left out.
+
+    Args:
+        parts: contributions by rank, as received.
+        world: number of ranks.
+        max_rows: number of sampled rows per layer, of all ranks together; None: all.
+    """
+    first = parts[min(parts)]
+    ranks = [r for r in sorted(parts) if parts[r] is first or _trains_with(first, parts[r])]
+    several = [parts[rank] for rank in ranks]
+    notes = [*dict.fromkeys(note for part in several for note in part.report.notes)]
+    refused = tuple(dict.fromkeys(why for part in several for why in part.refused))
+    misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
+    lost = {path for part in several for path in part.rows_lost}
+    sums = _merged([part.sums for part in several], max_rows)
+    kept = [i for i, p in enumerate(sums.paths) if not (refused or p in misdescribed)]
+    sums = _without_parts(sums.pick(np.array(kept, np.int64)), world)
+    missing = world > len(several)
+    sums = settled(sums, world=world, lost=sums.paths if missing else lost)
+    if missing and not refused and not _make_up_the_gradient(sums):
+        here = ", ".join(map(str, ranks))
+        notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
+    no_attention = {path: why for part in several for path, why in part.no_attention.items()}
+    attention: dict[str, list[AttentionSums[Array]]] = defaultdict(list)
+    for part in several:  # their probes together are one
+        for path in part.attention.keys() - no_attention:
+            attention[path].append(part.attention[path])
+    told = [part for part in several if part.sums.paths] or [first]
+    whole = replace(
+        first,
+        report=_report(several, sums.paths, lost, notes),
+        sums=sums,
+        refused=refused,
+        misdescribed=misdescribed,
+        rows_lost=tuple(lost),
+        updated=told[0].updated,
+        gradient_changed=any(of.gradient_changed for of in told),
+        gradient_lost=any(of.gradient_lost for of in told),
+        has_applied=all(of.has_applied for of in told),
+        weights_changed=any(of.weights_changed for of in told),
+        is_settled=True,
+        attention={path: merge(own) for path, own in attention.items()},
+        no_attention=no_attention,
+    )
+    return whole, ranks
+
+
+def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
+    """Merge the numbers of ranks that train together."""
+    abouts = {p: of for s in reversed(several) for p, of in zip(s.paths, s.about, strict=True)}
+    paths = tuple(dict.fromkeys(path for sums in several for path in sums.paths))
+    number, shape = {path: i for i, path in enumerate(paths)}, (len(several), len(paths))
+    lines, there, start = blank("layers", shape), np.zeros(shape, dtype=bool), 0
+    parts: dict[str, list[Table]] = {name: [] for name in TABLES}
+    for rank, sums in enumerate(several):
+        at = np.array([number[path] for path in sums.paths], np.int64)
+        lines[rank, at], there[rank, at] = sums.layers, True
+        for name, table in sums.tables.items():
+            own = table.copy()
+            own["layer"] = at[own["layer"]]
+            if name == "entries":
+                own["row"] += np.where(own["row"] < 0, 0, start)
+            parts[name].append(own)
+        start += len(sums.rows)
+    first = there.argmax(0), np.arange(len(paths))
+    counts = there & (lines["total"] > 0)
+    counts[first] |= ~counts.any(0)  # if no rank has rows, the first one counts
+    layers = _layers(lines, there, counts, first)
+
+    tables = {name: np.concatenate(of) for name, of in parts.items()}
+    ranks = {n: np.repeat(np.arange(len(several)), [*map(len, of)]) for n, of in parts.items()}
+    counted = {name: counts[ranks[name], of["layer"]] for name, of in tables.items()}
+    rows, entries = tables["rows"], tables["entries"]
+    of_rows, of_entries = (
+        np.where(counts, lines[name], np.inf).min(0) for name in ("rows_bound", "entries_bound")
+    )
+    rows["key"][~counted["rows"]] = np.inf
+    if max_rows is not None:
+        order = np.lexsort((rows["key"], rows["layer"]))
+        more = order[_places(rows["layer"][order]) == max_rows]
+        at = rows["layer"][more]
+        of_rows[at] = np.minimum(of_rows[at], rows["key"][more])
+    kept = np.flatnonzero(rows["key"] < of_rows[rows["layer"]])
+    # Of all rows where every rank knows them, else of the sampled rows.
+    some = (entries["row"] < 0) == layers["knows_scales"][entries["layer"]]
+    some &= counted["entries"] & (entries["key"] < of_entries[entries["layer"]])
+    equations, of_rank = (of["equations"][counted["equations"]] for of in (tables, ranks))
+    sums = StepSums(
+        paths,
+        tuple(abouts[path] for path in paths),
+        layers,
+        rows=rows,
+        entries=entries[some],
+        equations=_added(equations, of_rank, counts.sum(0)),
+        moves=in_order(tables["moves"][counted["moves"]]),
+    )
+    sums = sums.with_rows(kept[np.argsort(rows["layer"][kept], kind="stable")])
+    others, squares = np.maximum(sums.active - 1, 0)[sums.rows["layer"]], sums.rows["length"] ** 2
+    sums.rows["common"] = sums.rows["common"] * others + squares
+    return replace(sums, entries=in_order(sums.entries))
+
+
+def _layers(
+    lines: Table, there: np.ndarray, counts: np.ndarray, first: tuple[Index, Index]
+) -> Table:
+    """Return the lines of the merged layers.
+
+    Args:
+        lines: those of all ranks, (ranks, layers).
+        there: which ranks have a layer.
+        counts: which of them count.
+        first: the first of them.
+    """
+    found: Table = lines[first]
+
+    def each(column: str, rest: float) -> Array:
+        return np.where(counts, lines[column], rest)
+
+    for name in _ADDED:
+        found[name] = each(name, 0.0).sum(0)
+    for name in ("precision", "scale_max"):
+        found[name] = np.nan_to_num(each(name, 0.0)).max(0)
+    for name in ("knows_scales", "has_common"):
+        found[name] = each(name, 1.0).all(0)
+    found["moved"] *= each("moved", 1.0).all(0)
+    # Scales of ranks whose rows have unequally many can't be merged.
+    found["groups"] *= ((lines["groups"] == found["groups"]) | ~counts).all(0)
+    found["ranks"], found["reason"] = there.sum(0), ""
+    for rank in reversed(range(len(lines))):
+        own = lines["reason"][rank]
+        found["reason"] = np.where(counts[rank] & (own != ""), own, found["reason"])
+    whole = np.where(found["G_G"] == 0, 1.0, found["G_G"])
+    shares = (each("G_G", 0.0) / whole) ** 2
+    found["concentration"] = (each("concentration", 0.0) * shares).sum(0)
+    count, scales = each("active", 0.0), each("scale_sum", 0.0)
+    off = np.where(count > 0, scales / count - scales.sum(0) / count.sum(0), 0.0)
+    found["scale_off"] = np.sqrt((each("scale_off", 0.0) ** 2 + count * off**2).sum(0))
+    for name in DOTS:  # one rank's, or the sum if each holds a part
+        of_all = np.where(there, lines[name], 0.0).sum(0)
+        found[name] = np.where(found["partial"], of_all, found[name])
+    return found
+
+
+def _added(lines: Table, rank: Index, ranks: Index) -> Table:
+    """Return the equations with h summed over the ranks, where every rank has them.
+
+    Args:
+        lines: the equations of all ranks.
+        rank: the rank of each.
+        ranks: number of ranks that count, of each layer.
+    """
+    of = 2 * lines["layer"].astype(np.int64) + lines["of_bias"].astype(np.int64)
+    order = np.lexsort((rank, of))
+    lines, of, rank = lines[order], of[order], rank[order]
+    # The place of an equation among those of its rank.
+    place = _places(of * len(ranks) + rank)
+    _, first, same, number = np.unique(
+        of * len(lines) + place, return_index=True, return_inverse=True, return_counts=True
+    )
+    found: Table = lines[first]
+    found["h"] = np.bincount(same, lines["h"], len(first))
+    return found[number == ranks[found["layer"]]]
+
+
+def _places(ordered: Index) -> Index:
+    """Return the place of each number among those that equal it."""
+    found: Index = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+    return found
+
+
+def _without_parts(sums: StepSums, world: int) -> StepSums:
+    """Drop measures of parameters of which other ranks' parts are missing; use the rows alone."""
+    layers = sums.layers
+    lacks = layers["partial"] & (layers["ranks"] < world)
+    layers["reason"][lacks & (layers["reason"] == "")] = "ranks"
+    undefined = [_OF_PARAMETERS if some else () for some in lacks]
+    about = [
+        replace(of, undefined=(*of.undefined, *more))
+        for of, more in zip(sums.about, undefined, strict=True)
+    ]
+    return replace(sums, about=tuple(about))
+
+
+def _report(
+    several: Sequence[RankContribution],
+    layers: Collection[str],
+    lost: Collection[str],
+    notes: Sequence[str],
+) -> StepReport:
+    """Return the report of several ranks.
+
+    Args:
+        several: the contributions, the first rank's first.
+        layers: paths of the merged layers.
+        lost: paths of layers of which some ranks lost rows.
+        notes: its notes.
+    """
+    first, reports = several[0].report, [part.report for part in several]
+    changes = [x for report in reports if (x := report.realised_loss_change) is not None]
+    unmeasured = {
+        name: fewest
+        for name in first.unmeasured
+        if (fewest := min(report.unmeasured.get(name, 0) for report in reports))
+    }
+    recovered = sum(first.unmeasured.values()) - sum(unmeasured.values())
+    # A rank's reason counts unless another rank has a reading.
+    unsupported = {path: why for report in reports for path, why in report.unsupported.items()}
+    everywhere = set.intersection(*(set(report.unsupported) for report in reports))
+    losses: dict[int, list[float]] = defaultdict(list)
+    for report in reports:
+        for step, loss in report.losses.items():
+            losses[step].append(loss)
+    kept = [p for p in unsupported if p in everywhere or (p in lost and p not in layers)]
+    return replace(
+        first,
+        notes=tuple(notes),
+        losses={step: sum(losses[step]) / len(losses[step]) for step in sorted(losses)},
+        unsupported={path: unsupported[path] for path in kept},
+        unmeasured=unmeasured,
+        coverage=first.coverage + recovered / max(several[0].elements, 1),
+        realised_loss_change=sum(changes) / len(changes) if changes else None,
+        realised_loss_changes=tuple(x for report in reports for x in report.realised_loss_changes),
+    )
+
+
+def _trains_with(first: RankContribution, other: RankContribution) -> bool:
+    """Whether the optimizers of two ranks get the same gradients of the same layers."""
+    if first.report.turn != other.report.turn:
+        return False
+    place = {path: i for i, path in enumerate(other.sums.paths)}
+    layers, rounding = first.sums.layers, first.sums.rounding
+    for i, path in enumerate(first.sums.paths):
+        if path not in place or layers["partial"][i]:
+            continue
+        mine, others = layers["gamma_gamma"][i], other.sums.layers["gamma_gamma"][place[path]]
+        larger = max(mine, others)
+        if abs(mine - others) > LIKENESS_TOLERANCE * larger and larger > rounding[i] ** 2:
+            return False
+    return True
+
+
+def _make_up_the_gradient(sums: StepSums) -> bool:
+    """Whether the rows of the present ranks make up the gradient.
+
+    The other ranks then train something else, or have no rows in this step.
+    """
+    return bool(sums.checked.any()) and not (sums.layers["reason"][sums.checked] != "").any()

@@ -1,0 +1,227 @@
+"""Custom backward passes, shared modules, masks, zero factors, drowned and overwritten inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trial_setups import answer, batches, mlp, setup
+
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import train
+from adiv_monitor.diagnosis.record import Fact
+
+
+def asked(name: str, of: Setup) -> tuple[Fact, ...]:
+    fork = of.fork()
+    train(fork)
+    found = answer(name, of, fork)
+    assert not found.untold
+    return found.facts
+
+
+class Made(nn.Module):
+    """A perceptron with a function between its layers."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.between = nn.Linear(12, 16), nn.Linear(16, 3), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+def of(between: Callable[[Tensor], Tensor]) -> Setup:
+    return setup(model=Made(between), steps=4)
+
+
+def function(forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Any:
+    """Return a custom function with the slope that its backward pass is to use."""
+
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * slope(*ctx.saved_tensors)
+
+    return Custom.apply
+
+
+@pytest.mark.parametrize("sign, cosine", [(1, None), (-1, -1.0)])
+def test_a_backward_pass_with_the_wrong_sign_is_named(sign: int, cosine: float | None) -> None:
+    tanh = function(torch.tanh, lambda x: sign * (1 - x.tanh().square()))
+    found = asked("backward-wrong", of(tanh))
+    assert (
+        [fact.numbers["cosine"] for fact in found] == []
+        if cosine is None
+        else [pytest.approx(cosine)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("forward", "slope"),
+    [
+        (torch.sign, lambda x: (x.abs() < 1).to(x.dtype)),  # straight through a step
+        (lambda x: x.clamp(-1, 1), torch.ones_like),  # and a clip
+        (lambda x: x.view_as(x), lambda x: -torch.ones_like(x)),  # reversed on purpose
+    ],
+)
+def test_slopes_that_differ_on_purpose_are_not_named(
+    forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
+) -> None:
+    assert not asked("backward-wrong", of(function(forward, slope)))
+
+
+class ByHand(torch.autograd.Function):
+    """A product whose gradient of the weight is transposed."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, x.T @ gradient
+
+
+def test_each_argument_of_a_custom_function_counts_by_itself() -> None:
+    torch.manual_seed(0)
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 3)
+            self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(ByHand.apply(self.first(x).tanh(), self.weight))
+
+    (fact,) = asked("backward-wrong", setup(model=Held(), steps=4))
+    assert fact.place == "ByHand" and abs(fact.numbers["cosine"]) < 0.9
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: list[nn.Module]) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(12, 8), nn.ModuleList(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(self.body(x).tanh()) for head in self.heads], 1)
+
+
+def test_heads_that_are_one_object_are_named_and_equal_ones_are_not() -> None:
+    torch.manual_seed(0)
+    one = asked("outputs-tied", setup(model=Heads([nn.Linear(8, 1)] * 3), steps=4))
+    assert [fact.numbers for fact in one] == [{"times": 3.0}, {"outputs": 3.0}]
+    heads = [nn.Linear(8, 1) for _ in range(3)]
+    for head in heads:  # alike before training only
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+    assert not asked("outputs-tied", setup(model=Heads(list[nn.Module](heads)), steps=4))
+
+
+class Pooled(nn.Module):
+    """Weights of places, where a mask hides some, by the number that is added to their scores."""
+
+    def __init__(self, hidden: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.score, self.value, self.hidden = nn.Linear(3, 1), nn.Linear(3, 3), hidden
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.score(x)[..., 0] + torch.where(mask, 0.0, self.hidden)
+        return (scores.softmax(1)[..., None] * self.value(x)).sum(1)
+
+
+def places() -> tuple[Any, ...]:
+    drawn = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 5, 3, generator=drawn), torch.randint(3, (16,), generator=drawn)
+    return ((x, torch.rand(16, 5, generator=drawn) < 0.7, y),) * 2
+
+
+@pytest.mark.parametrize("hidden, count", [(-1e-9, 1), (-1e9, 0)])
+def test_a_mask_that_hides_nothing_is_named(hidden: float, count: int) -> None:
+    def of_masked(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(*batch[:2]), batch[2])
+
+    given = setup(model=Pooled(hidden), loss=of_masked, batches=places(), steps=4)
+    found = asked("mask-ignored", given)
+    assert [fact.place for fact in found] == ["input 'mask'"] * count
+
+
+def test_a_branch_times_zero_is_named_and_a_learnt_gate_is_not() -> None:
+    gate = nn.Parameter(torch.zeros(1))
+    assert asked("zero-factor", of(lambda x: x + (4 // 8) * x.relu()))
+    assert not asked("zero-factor", of(lambda x: x + 0.5 * x.relu()))
+    assert not asked("zero-factor", of(lambda x: x + gate * x.relu()))
+
+
+@pytest.mark.parametrize(
+    ("added", "times"),
+    [
+        (40.0 * torch.arange(16), [100.0]),  # the same for all samples
+        (torch.where(torch.arange(16) > 8, -1e9, 0.0), []),  # a mask
+        (torch.randn(32, 16) * 400, []),  # of each sample its own, and no number of something
+    ],
+)
+def test_raw_positions_that_drown_what_is_learnt_are_named(
+    added: Tensor, times: list[float]
+) -> None:
+    found = asked("addend-outweighs", of(lambda x: x + added))
+    assert [fact.numbers["times"] > least for fact, least in zip(found, times, strict=True)] == [
+        True
+    ] * len(times)
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [(lambda x: x.div_(4), 1), (lambda x: x / 4, 0), (lambda x: x.clamp_(-1, 1), 0)],
+)
+def test_a_model_that_writes_into_its_batch_again_and_again_is_named(
+    change: Callable[[Tensor], Tensor], count: int
+) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(change(x))
+
+    given = setup(model=Writes(), batches=batches(2) * 3, steps=4)
+    found = asked("input-written", given)
+    assert len(found) == count
+    for fact in found:
+        assert fact.place.startswith("div") and fact.numbers["times"] == 3
+        assert fact.numbers["change"] == pytest.approx(0.75)
+
+
+class Fixed(nn.Module):
+    """A perceptron whose first weights are a buffer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.linear(x, self.weight).tanh())
+
+
+def test_random_weights_in_a_buffer_are_named_and_a_table_of_cosines_is_not() -> None:
+    drawn = torch.randn(16, 12, generator=torch.Generator().manual_seed(0))
+    (fact,) = asked("hidden-parameters", setup(model=Fixed(drawn), steps=4))
+    assert fact.place == "weight" and fact.words["made"] == "fixed"
+    table = torch.outer(torch.arange(16.0), torch.arange(12.0)).mul(torch.pi / 8).cos()
+    assert not asked("hidden-parameters", setup(model=Fixed(table), steps=4))
