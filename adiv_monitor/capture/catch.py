@@ -38,7 +38,6 @@ from adiv_monitor.features.rows import Rows, behind_view, norms
 from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.maths import ceiling
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import is_seen, run_apart
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -56,12 +55,11 @@ class _Running(threading.local):
         trains: whether it belongs to a training step.
         gradients: whether its gradients get a graph of their own.
         autocast: whether autocast is on.
-        is_seen: whether it does, and modes or hooks of the training would see what is computed.
         steps: the number of optimizer steps that have begun.
     """
 
     task = -1
-    trains = gradients = autocast = is_seen = False
+    trains = gradients = autocast = False
     steps = 0
 
 
@@ -159,36 +157,26 @@ class Catch:
 
         The last argument is None where the loss does not depend on this output of a function.
         """
-        if not self._active or args[-1] is None or self._guard.broken:
+        if not self._active or args[-1] is None:
             return
         running, task = self._running, torch._C._current_graph_task_id()
+        if task < 0 or task != running.task:
+            self._begins(task)
+        if not running.trains:
+            return
+        if running.gradients:
+            torch._C._set_grad_enabled(False)
         try:
-            if task < 0 or task != running.task:
-                self._begins(task)
-            if running.gradients:
-                torch._C._set_grad_enabled(False)
-            if running.is_seen:
-                run_apart(self._run, paths, function, *args)
-            elif running.trains:
-                self._run(paths, function, *args)
-        except Exception as error:
-            self._guard.failed(error)
-        except BaseException:
-            self._guard.broken = True
-            raise
+            self._guard(self._run, paths, function, *args)
         finally:
-            if running.gradients:
-                torch._C._set_grad_enabled(True)
+            torch._C._set_grad_enabled(running.gradients)
 
     def _begins(self, task: int) -> None:
         """Read what holds for a whole backward pass."""
         running = self._running
-        running.trains = running.is_seen = False
         running.task, running.gradients = task, torch.is_grad_enabled()
         running.autocast = torch._C._is_any_autocast_enabled()
-        running.steps = self._passes.steps()
-        running.trains = trains(None)
-        running.is_seen = running.trains and is_seen()
+        running.trains, running.steps = trains(None), self._passes.steps()
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Call a function for layers. If it fails, they are not watched any more."""
@@ -196,12 +184,11 @@ class Catch:
         if not watched or not has_data(args[-1]):
             return
         try:
-            with torch._C.DisableTorchFunction():
-                if self._running.autocast:
-                    with without_autocast(self._rows[min(watched)].layer.parameters[0]):
-                        function(*args)
-                else:
+            if self._running.autocast:
+                with without_autocast(self._rows[min(watched)].layer.parameters[0]):
                     function(*args)
+            else:
+                function(*args)
         except Exception as error:
             for path in watched:
                 self._layers.failed(path, error)

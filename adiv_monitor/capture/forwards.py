@@ -7,10 +7,11 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.site import Called
+from adiv_monitor.features.recurrent import RecurrentCall
 from adiv_monitor.rerun.randomness import Randomness
 
 Function = Callable[..., Any]
@@ -18,30 +19,36 @@ Function = Callable[..., Any]
 
 @dataclass(eq=False)
 class FunctionToCall:
-    """A call of a torch function that runs exactly once, even if code around it fails.
+    """A call of a torch function.
 
     Attributes:
         function: the function.
         args: its arguments.
         kwargs: its keyword arguments.
-        error: the exception that it raised.
+        run: what is called in its place.
+        result: its result, once it was called.
+        is_seen: whether the call can be part of a measured use.
+        has_data: whether an argument depends on data.
+        trained: the weights among the arguments.
+        recurrent: what the arguments say, of a recurrent function.
+        random: the state of the random numbers, if it draws any.
     """
 
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    error: BaseException | None = None
-    _results: list[Any] = field(default_factory=list)
+    run: Function
+    result: Any = None
+    is_seen: bool = False
+    has_data: bool = False
+    trained: list[Tensor] = field(default_factory=list)
+    recurrent: RecurrentCall | None = None
+    random: Randomness | None = None
 
-    def __call__(self, twin: Function | None = None) -> Any:
-        """Return the result; the first call runs the function, or an equivalent `twin`."""
-        if not self._results:
-            try:
-                self._results.append((twin or self.function)(*self.args, **self.kwargs))
-            except BaseException as error:
-                self.error = error
-                raise
-        return self._results[0]
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.function, "__name__", "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +94,13 @@ class Forwards(threading.local):
         """The module whose forward runs, or the module whose known use is taken."""
         return self.forward.module if self.known is None else self.known
 
-    def opened(self, call: FunctionToCall) -> Any:
+    def opened(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
         """Call a Python function of torch with the calls inside it watched."""
         assert self.mode is not None
-        twin = without_overrides(call.function)
-        outside, self.inside = self.inside, call.function.__name__
+        outside, self.inside = self.inside, function.__name__
         try:
             with self.mode:
-                return call(twin)
+                return without_overrides(function)(*args, **kwargs)
         finally:
             self.inside = outside
 

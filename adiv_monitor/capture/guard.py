@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from adiv_monitor.rerun.thread import run_apart
+import torch
+
+from adiv_monitor.rerun.thread import is_seen, run_apart
 
 
 def _raised(error: Exception) -> None:
@@ -32,7 +34,11 @@ class Guard:
         if self.broken:
             return
         try:
-            run_apart(body, *args)
+            with torch._C.DisableTorchFunction():
+                if is_seen():
+                    run_apart(body, *args)
+                else:
+                    body(*args)
         except Exception as error:
             self.failed(error)
         except BaseException:

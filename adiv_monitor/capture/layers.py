@@ -88,23 +88,15 @@ class Layers:
         assert lead is not None
         place = self.names.place(id(lead.pieces[0].parameter))
         module = lead.through if lead.pieces[1:] else None
-        return self._register(
-            Layer(
-                path,
-                module or self.names.owner(place),
-                use.kind,
-                weight,
-                bias,
-                use.shaped,
-                place.position,
-                use.form,
-            )
-        )
+        owner = module or self.names.owner(place)
+        how = use.shaped, place.position, use.form
+        return self._register(Layer(path, owner, use.kind, weight, bias, *how))
 
     def _register(self, layer: Layer) -> Layer:
         """Register a layer that was found, and watch it if it is due."""
         self.found[layer.path] = layer
-        if layer.path not in self.context.switched_off and self.names.selection.is_due(layer):
+        due, first = self.names.selection.due, layer.parameters[0]
+        if layer.path not in self.context.switched_off and (due is None or id(first) in due):
             self.rows[layer.path] = LayerRows(layer, self._chooser)
         return layer
 

@@ -17,7 +17,7 @@ LossOf = nn.Module | Callable[[Any], Tensor]
 _OTHERWISE = "Pass the module that the loop calls as `loss=`, or call `monitor.log_loss(loss)`."
 
 
-class LossHook:
+class LossHook(ModuleHook):
     """A hook that passes on the loss of forward passes with gradients enabled.
 
     Args:
@@ -51,16 +51,12 @@ class LossHook:
             why = f"{name} takes more than one argument, expected the model's output alone"
         self.unseen = f"The loss is not known: {why}. {_OTHERWISE}"
         module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
-        self._hook = ModuleHook(module, Hook(self._guarded), before=False)
+        super().__init__(module, Hook(self._guarded), before=False)
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
         if self._can_be_called:
-            self._hook.put_on()
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
+            super().put_on()
 
     def _guarded(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():

@@ -303,38 +303,36 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     sharded, parallel = held_in_place_of(model), is_parallel(model)
     modules = {module: path for path, module in named_modules(model)}
     for module, path in modules.items():
-        own = {
-            name: sharded.get(id(p), p) for name, p in module._parameters.items() if p is not None
-        }
-        if not own or not is_chosen(path, module, choice):
+        own = module._parameters.items()
+        every = [
+            (Place(path, module, name, next(numbers)), sharded.get(id(p), p))
+            for name, p in own
+            if p is not None
+        ]
+        if not every or not is_chosen(path, module, choice):
             continue
-        held_here, here = {}, {}
-        for name, parameter in own.items():
-            here[name] = place = Place(path, module, name, next(numbers))
-            names.setdefault(id(parameter), place.full_name)
-            if parameter.requires_grad and (held is None or id(parameter) in held):
-                held_here[name] = parameter
-        if not held_here:
-            if any(p.requires_grad for p in own.values()):
+        for place, p in every:
+            names.setdefault(id(p), place.full_name)
+        here = [x for x in every if x[1].requires_grad and (held is None or id(x[1]) in held)]
+        if not here:
+            if any(p.requires_grad for _, p in every):
                 unsupported[path] = "the optimizer holds none of its parameters"
             continue
         rule = find_rule(module)
         if isinstance(rule, str):
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue
-        unusable = {
-            n: why for n, p in held_here.items() if (why := _unusable(p, parallel=parallel))
-        }
+        unusable = {x.name: why for x, p in here if (why := _unusable(p, parallel=parallel))}
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
         if rule is not None:
             if unusable:
                 continue
             rules[module] = rule
-        for name, parameter in held_here.items():
-            if name not in unusable:
-                places.setdefault(id(parameter), []).append(here[name])
-                kept[id(parameter)] = parameter
+        for place, p in here:
+            if place.name not in unusable:
+                places.setdefault(id(p), []).append(place)
+                kept[id(p)] = p
     for index, tensor in enumerate(held.values() if held and choice is None else ()):
         if tensor.requires_grad and id(tensor) not in names:
             names[id(tensor)] = path = f"optimizer parameter {index}"

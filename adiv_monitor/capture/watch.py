@@ -20,11 +20,11 @@ from adiv_monitor.capture.trace import Plan
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import reruns
-from adiv_monitor.rerun.thread import function_modes, is_seen, run_apart, set_function_modes
+from adiv_monitor.rerun.thread import function_modes, set_function_modes
 
 
 class _Mode(TorchFunctionMode):
-    """Passes every call of a torch function to a watcher, which executes it."""
+    """Shows every call of a torch function to a watcher."""
 
     def __init__(self, watching: Watching, guard: Guard) -> None:
         super().__init__()
@@ -35,19 +35,11 @@ class _Mode(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Handle one call of a torch function."""
-        call = FunctionToCall(func, args, kwargs or {})
-        if self._guard.broken:
-            return call()
-        try:
-            return self._watching.called(call)
-        except BaseException as error:
-            if error is call.error:
-                raise
-            if not isinstance(error, Exception):  # KeyboardInterrupt and the like must propagate
-                self._guard.broken = True
-                raise
-            self._guard.failed(error)
-            return call()
+        call = FunctionToCall(func, args, kwargs or {}, func)
+        self._guard(self._watching.begins_call, call)
+        call.result = call.run(*call.args, **call.kwargs)
+        self._guard(self._watching.ends_call, call)
+        return call.result
 
 
 class Watch:
@@ -113,7 +105,7 @@ class Watch:
     def _take(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Let the watcher take the use of a module whose use is known."""
         site = self._known.get(id(module))
-        if site is None or not more[1:] or not self._active or self._guard.broken:
+        if site is None or not more[1:] or not self._active:
             return
         kwargs, output = more
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
@@ -121,18 +113,9 @@ class Watch:
         if reruns() or not trains(output):
             return
         self._forwards.known = module
+        torch._C._set_grad_enabled(False)
         try:
-            torch._C._set_grad_enabled(False)
-            with torch._C.DisableTorchFunction():
-                if is_seen():
-                    run_apart(self._watching.known, site, args, kwargs, output)
-                else:
-                    self._watching.known(site, args, kwargs, output)
-        except Exception as error:
-            self._guard.failed(error)
-        except BaseException:
-            self._guard.broken = True
-            raise
+            self._guard(self._watching.known, site, args, kwargs, output)
         finally:
             torch._C._set_grad_enabled(True)
             self._forwards.known = None
@@ -142,8 +125,7 @@ class Watch:
         if reruns() != self._repeated:  # a rerun within one is not watched either
             return
         try:
-            with torch._C.DisableTorchFunction():
-                self._guard(body, *args)
+            self._guard(body, *args)
         finally:
             if self._guard.broken:
                 self._unwind()
@@ -167,8 +149,6 @@ class Watch:
             return  # a part of the forward around it
         running.append(Forward(module, Randomness(self._devices), is_open))
         self._switch()
-        if is_open and self._active:
-            self._watching.begins(module)
 
     def _is_closed(self, module: nn.Module) -> bool:
         """Return whether no trained parameter can be used in a module."""

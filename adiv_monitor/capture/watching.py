@@ -1,7 +1,8 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,7 +28,6 @@ from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, found_by, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import apart
 
 _ATTRIBUTES = ("__get__", "__set__")
 # These functions are written in Python; the functions that they call use the parameters.
@@ -82,7 +82,6 @@ class Watching:
         self._layers = layers
         self._provenance = layers.provenance
         self._takes = takes
-        self._first_begins: Callable[[], object] | None = layers.context.begins
         self._repeated = repeated
         self._active = True
 
@@ -92,12 +91,6 @@ class Watching:
         self._without_rule.release()
 
     # --- modules ---------------------------------------------------------------------------------
-
-    def begins(self, module: nn.Module) -> None:
-        """Record that a module's forward begins."""
-        if self._first_begins is not None and module in self._selection.owners:
-            begins, self._first_begins = self._first_begins, None
-            begins()
 
     def ran(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record that a module has run; its last run with gradients enabled counts."""
@@ -111,6 +104,7 @@ class Watching:
     def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at what enters the first module with parameters that has run."""
         if self.first is None and module in self._selection.owners and not self._repeated:
+            self._layers.context.begins()
             self.first, self.batch = module, sums_of(args, kwargs)
         if module is self.first:
             given = tensors_in(*args, *kwargs.values())
@@ -122,7 +116,6 @@ class Watching:
         """Take the use of a module whose use of its parameters is known from earlier steps."""
         module = site.module
         if self.first is None or module is self.first:
-            self.begins(module)
             self._enters(module, args, kwargs)
         if site.rule is None:
             self._look_at_ruled(module, args, kwargs, output)
@@ -232,26 +225,54 @@ class Watching:
 
     # --- functions -------------------------------------------------------------------------------
 
-    def called(self, call: FunctionToCall) -> Any:
-        """Call a torch function and find which parameters it uses."""
-        args, provenance = call.args, self._provenance
-        name = getattr(call.function, "__name__", "")
+    def begins_call(self, call: FunctionToCall) -> None:
+        """Look at the arguments of a torch function that is about to be called."""
         if not self._is_looking():
-            return call()
-        values = _values_in(name, args, call.kwargs)
-        data = [value for value in values if not provenance.of_model(value)]
-        # `.T` and `.data` are tensors of the model too.
-        trained = values if name not in _ATTRIBUTES else ()
-        if trained := [value for value in trained if provenance.parameters_of(value)]:
-            return self._called_with(trained, call, name, is_data=bool(data))
-        result = call()
-        if not data:
-            provenance.computes(call.function, args, call.kwargs, result)
-        elif name not in _ATTRIBUTES and args and (result is args[0] or result is None):
-            provenance.spend(args[0], written=True)  # it may have been constant zeros
+            return
+        given = call.args[:1] if call.name in CASTS else (*call.args, *call.kwargs.values())
+        values, provenance = tensors_in(*given), self._provenance
+        call.is_seen, call.has_data = True, not all(map(provenance.of_model, values))
+        if call.name not in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
+            call.trained = [value for value in values if provenance.parameters_of(value)]
+        if not (call.trained and self._takes_gradients):
+            return
+        if call.name in OPENED:
+            self._is_special()
+            call.is_seen, call.run = False, partial(self._forwards.opened, call.function)
+        elif call.function in RECURRENT:
+            self._is_special()
+            with self._noting(call.trained):
+                call.recurrent = read_call(call.function, call.args, call.kwargs)
+                if call.recurrent.draws and call.recurrent.refusal is None:
+                    call.random = Randomness([call.recurrent.input.device])
+
+    def ends_call(self, call: FunctionToCall) -> None:
+        """Find which parameters a torch function has used."""
+        if not call.is_seen:
+            return
+        args, made, used = call.args, call.result, list[Tensor]()
+        is_attribute = call.name in _ATTRIBUTES
+        if made is None and args and not is_attribute:
+            made = args[0]
+        if call.trained and self._takes_gradients:
+            if not all(map(has_data, tensors_in(made))):
+                return
+            used = self._uses(call, made)
+            if not used:
+                self._is_special()
+        if call.has_data or used:
+            for tensor in used:
+                self._without_rule.account(self._provenance.parameters_of(tensor))
+            # What is written to may have been constant zeros.
+            is_written = bool(args) and made is args[0] and not is_attribute
+            self._provenance.spend(made, written=is_written)
         else:
-            provenance.spend(result, written=False)
-        return result
+            self._provenance.computes(call.function, args, call.kwargs, made)
+
+    @property
+    def _takes_gradients(self) -> bool:
+        """Whether a use has a gradient; in a rerun, checkpointed functions run without them."""
+        return torch.is_grad_enabled() or self._repeated
 
     def _is_looking(self) -> bool:
         """Return whether functions called now can be part of a measured use."""
@@ -261,85 +282,40 @@ class Watching:
             and not (self._ruled and self._forwards.innermost in self._ruled)
         )
 
-    def _called_with(
-        self, trained: list[Tensor], to_call: FunctionToCall, name: str, *, is_data: bool
-    ) -> Any:
-        """Call a function that takes trained tensors, and possibly data from the batch."""
-        function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        # In a rerun, checkpointed functions run only with gradients disabled.
-        gradients = torch.is_grad_enabled() or self._repeated
-        if gradients and name in OPENED:
-            self._is_special()
-            return self._forwards.opened(to_call)
-        if gradients and function in RECURRENT:
-            self._is_special()
-            return self._recurrent(to_call, trained)
-        provenance = self._provenance
-        result = to_call()
-        made = args[0] if name == "__setitem__" else result
-        if not all(map(has_data, tensors_in(made))):
-            return result
-        used: list[Tensor] = []
-        if gradients and isinstance(made, Tensor):
-            call = FunctionCall(made, provenance.of_model, self._forwards.inside)
-            used = self._uses(name_of(function), call, args, kwargs, trained)
-        if gradients and not used:
-            self._is_special()
-        if is_data or used:
-            self._account(used)
-            provenance.spend(made, written=bool(args) and made is args[0])
-        else:
-            with self._noting(trained):
-                provenance.computes(function, args, kwargs, made)
-        return result
-
-    def _uses(
-        self,
-        name: str,
-        call: FunctionCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        trained: list[Tensor],
-    ) -> list[Tensor]:
+    def _uses(self, call: FunctionToCall, made: object) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
-        with self._noting(trained) as used, without_autocast(call.result):
-            found = uses_in(name, call, args, kwargs)
+        trained, used = call.trained, call.trained
+        if call.function in RECURRENT:
+            outputs = tuple(tensors_in(made))
+            if call.recurrent is not None and trains(outputs[0]):
+                with self._noting(trained) as used:
+                    used += self._takes.maps(call.recurrent, outputs, call.random)
+            return used
+        if not isinstance(made, Tensor):
+            return []
+        name, args, kwargs = name_of(call.function), call.args, call.kwargs
+        with self._noting(trained) as used, without_autocast(made):
+            function = FunctionCall(made, self._provenance.of_model, self._forwards.inside)
+            found = uses_in(name, function, args, kwargs)
             taken: list[Call | None] = []
             for use in found:
                 try:
-                    taken.append(self._takes.use(use, call.result))
+                    taken.append(self._takes.use(use, made))
                 except NotFollowed:  # left to the module around it
                     continue
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
             layers = [noted.layer for noted in taken if noted is not None]
             values = (*args, *kwargs.values())
-            if len(layers) < len(found) or any(x is call.result for x in values):  # in place
+            if len(layers) < len(found) or any(x is made for x in values):  # in place
                 self._is_special()
             elif found:
-                at = versions(*values, call.result)
-                called = Called(name, args, kwargs, call.result, at, layers)
+                called = Called(name, args, kwargs, made, versions(*values, made), layers)
                 self._forwards.forward.called.append(called)
         return used
 
     def _is_special(self) -> None:
         """Mark the running module as one whose uses a plain hook can't catch."""
         self.others.add(self._forwards.innermost)
-
-    def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor]) -> Any:
-        """Call a recurrent function and pass on the linear maps inside it."""
-        function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        call = random = None
-        with self._noting(trained):
-            call = read_call(function, args, kwargs)
-            if call.draws and call.refusal is None:
-                random = Randomness([call.input.device])
-        result = to_call()
-        outputs, used = tuple(tensors_in(result)), trained
-        if call is not None and trains(outputs[0]):
-            with self._noting(trained) as used:
-                used += self._takes.maps(call, outputs, random)
-        self._account(used)
-        return result
 
     @contextmanager
     def _noting(self, trained: Sequence[Tensor], path: str | None = None) -> Iterator[list[Tensor]]:
@@ -351,7 +327,7 @@ class Watching:
         """
         used: list[Tensor] = []
         try:
-            with apart(), torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad():
                 yield used
         except Exception as error:
             self._fails(error, trained, path)
@@ -368,19 +344,9 @@ class Watching:
             path = self._layers.names.first(self._provenance.parameters_of(trained[0])).path
         self._layers.failed(path, error)
 
-    def _account(self, used: Sequence[Tensor]) -> None:
-        """Record which parameters the uses account for."""
-        for tensor in used:
-            self._without_rule.account(self._provenance.parameters_of(tensor))
-
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
     """Return whether the used tensor is this tensor or shares its base."""
     if used is None or used is tensor:
         return used is tensor
     return used._base is not None and used._base is whole_of(tensor)
-
-
-def _values_in(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors in a function's arguments whose values matter, not just dtype or shape."""
-    return tensors_in(*args[:1]) if name in CASTS else tensors_in(*args, *kwargs.values())

@@ -58,11 +58,11 @@ class _Looking(Watching):
             self.attentions.ends(self._forwards.forward, args, kwargs)
         super().ends(module, args, kwargs, output)
 
-    def called(self, call: FunctionToCall) -> Any:
-        """Call a torch function."""
+    def ends_call(self, call: FunctionToCall) -> None:
+        """Look at a torch function that was called."""
         if self.attentions is not None and self._is_looking():
             self.attentions.look(call, self._forwards.running)
-        return super().called(call)
+        super().ends_call(call)
 
 
 class ProbeRows(Recording):
@@ -116,7 +116,7 @@ class ProbeRows(Recording):
     def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
         """Take the rows of a use."""
         layer = self.layers.of(use, known)
-        if layer is not None and use.kind != "module":
+        if layer is not None:
             viewed, layout = at_gradient(output, use.layout)
             call = self.take(layer, use, use.layout(output))
 

@@ -6,7 +6,6 @@ measured through the module that computes it, or refused with a reason.
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -291,37 +290,6 @@ def test_a_parametrization_that_draws_is_measured_with_its_module() -> None:
     report, _ = stepped(parametrized(Drawn()), calls=2)
     (reading,) = report.layers.values()
     assert (report.coverage, reading.kind, reading.rows_total) == (1, "module", 10)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: parametrizations.spectral_norm(linear()),
-        lambda: parametrized(Drawn()),
-        lambda: quietly(nn.utils.weight_norm, linear()),
-        lambda: old_spectral_norm(linear()),
-    ],
-)
-def test_the_run_is_the_unmonitored_one(build: Callable[[], nn.Module]) -> None:
-    """Weights, buffers, losses and random numbers equal the unmonitored run's bitwise."""
-
-    def run(*, monitored: bool) -> list[Tensor]:
-        torch.manual_seed(3)
-        module = build()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        losses = []
-        monitor = monitored and Monitor(module, optimizer, every_n_steps=2, on_error="raise")
-        with monitor or nullcontext():
-            for _ in range(4):
-                optimizer.zero_grad()
-                loss = module(X).square().sum()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-        assert not monitor or [report.coverage for report in monitor.reports] == [1, 1]
-        return [*losses, *module.state_dict().values(), torch.get_rng_state()]
-
-    assert all(map(torch.equal, run(monitored=True), run(monitored=False)))
 
 
 def test_data_that_is_written_into_a_constant_is_data() -> None:
