@@ -32,9 +32,9 @@ class Alignment:
         probe: the batch on which the model is run, and the choice of the reference point.
 
     Raises:
-        AdivError: the forward pass uses no layer that can be measured.
+        AdivError: the forward pass uses no layer that is chosen and can be measured.
         TypeError: `probe` is no `Probe`, or the model can't be called with its batch.
-        ValueError: one of the probe's patterns fits no layer.
+        ValueError: one of the patterns of `Probe(roles=…)` fits no layer.
 
     Attributes:
         layers: the measured layers, in the order in which they run.

@@ -4,11 +4,9 @@ The pass records a graph, of which nothing is differentiated: it tells which lay
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import cached_property
-from inspect import signature
 from math import prod
 from typing import Any
 
@@ -34,27 +32,16 @@ def look(model: nn.Module, probe: Probe) -> "Uses":
     """Run the probe in evaluation mode, without autocast and without a trace; return the uses.
 
     Raises:
-        AdivError: none of the layers is called, or the model uses tensor parallelism.
-        ValueError: a pattern fits no layer.
+        AdivError: none of the chosen layers is called, or the model uses tensor parallelism.
         TypeError: the model can't be called with the batch.
         Refused: a module is scripted.
     """
-    inside, (args, kwargs) = inside_wrappers(model), probe.arguments
-    with suppress(ValueError):  # compiled code has no signature
-        expected = signature(inside.forward)
-        try:
-            expected.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"Probe(batch=…): {type(inside).__name__}.forward{expected} can't be called with "
-                f"it ({error}), expected the model's arguments alone, without targets"
-            ) from None
     if is_parallel(model):
         raise AdivError(
             "Probe: some layers are computed by several ranks together (tensor parallelism), "
             "expected layers of which each rank has all"
         )
-    modules = list(model.modules())
+    inside, modules = inside_wrappers(model), list(model.modules())
     surroundings = Surroundings(Randomness(devices_of(modules)))
 
     def look_at_uses() -> Uses:
@@ -75,22 +62,21 @@ def look(model: nn.Module, probe: Probe) -> "Uses":
             # The model may change its arguments in place.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, probe.arguments)
             with (uses := Uses(model, probe)):
-                inside(*args, **kwargs)
+                try:
+                    inside(*args, **kwargs)
+                except TypeError as error:
+                    raise TypeError(
+                        f"Probe(batch=…): {type(inside).__name__}.forward can't be called with it "
+                        f"({error}), expected the model's arguments alone, without targets"
+                    ) from error
             return uses
 
     uses = run(modules, surroundings, None, look_at_uses, by_all_ranks=True, keeps=())
-    paths = [*uses.calls]
-    if isinstance(probe.layers, Sequence) and paths:  # some may fit what this pass does not reach
-        known = [*paths, *(path for path, _ in model.named_modules())]
-        if idle := [x for x in probe.layers if not any(fnmatchcase(path, x) for path in known)]:
-            raise ValueError(
-                f"Probe(layers=…): {idle[0]!r} fits no layer, expected patterns over "
-                f"{', '.join(paths)}"
-            )
     if not uses.seen:
         raise AdivError(
-            f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "
-            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes"
+            f"Probe: the forward pass of {type(inside).__name__} shows no layer to measure, "
+            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes, among "
+            f"{', '.join(uses.calls) or 'none'}"
         )
     return uses
 

@@ -47,15 +47,11 @@ def check_training(model: object, loss: object, optimizer: object) -> None:
     """Raise TypeError or ValueError if the model, loss or optimizer can't be used for training."""
     check_model(model)
     if loss is not None and not callable(loss):
-        raise TypeError(
-            f"audit(loss=…): got {type(loss).__name__}, expected a function (model, batch) → loss "
-            "or (output, target) → loss, or None where the model gives its own"
-        )
+        told = "expected a function (model, batch) → loss or (output, target) → loss, or None"
+        raise TypeError(f"audit(loss=…): got {type(loss).__name__}, {told}")
     if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
-        raise TypeError(
-            f"audit(optimizer=…): got {type(optimizer).__name__}, expected a torch.optim.Optimizer "
-            "over the model's parameters, or a function model → optimizer"
-        )
+        told = "expected a torch.optim.Optimizer, or a function model → optimizer"
+        raise TypeError(f"audit(optimizer=…): got {type(optimizer).__name__}, {told}")
 
 
 def check_model(model: object) -> None:

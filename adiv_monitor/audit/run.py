@@ -19,11 +19,13 @@ from adiv_monitor.audit.training.setup import COSTLY, Setup, name_of, of_batch, 
 from adiv_monitor.audit.training.train import Progress, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import compared, course, end, start
+from adiv_monitor.diagnosis.diagnose import fault_of, is_cause
 from adiv_monitor.diagnosis.record import Record
 
 # Without a given number of steps, a run has as many as cost no more than `MOST_STEPS` steps that
 # are not costly; and a step whose number is a multiple of `EVERY` is measured.
 FEWEST_STEPS, MOST_STEPS, EVERY = 24, 60, 6
+HIGH = 0.25  # of the same: above it, a loss stays high
 LEARNT = 0.1  # of the first loss, or of a constant prediction's: no learning rate hinders this run
 
 
@@ -33,7 +35,8 @@ _MEASURED = ("max_rows", "realised", "attention", "alignment")  # what else of a
 def run(given: Mapping[str, Any]) -> AuditReport:
     """Run an audit with the arguments of `audit`."""
     of = SimpleNamespace(**given)
-    steps, notes, batches, most = of.steps, list[str](), of.batches, of.steps or MOST_STEPS
+    steps, most = of.steps, of.steps or MOST_STEPS
+    batches, notes = of.batches, list[str]()
     loss = loss_of_output if of.loss is None else of_batch(of.loss)
     facts = {"data": drawn.in_words(batches), "loss": name_of(of.loss), **(of._facts or {})}
     if drawn.is_data_set(batches):
@@ -85,6 +88,8 @@ def _report(setup: Setup, record: Record, cap: trials.Cap, progress: Progress) -
             rates = trials.rate_trials(setup, record, cap=cap, progress=progress)
             record = replace(record, rates=rates)
             record = replace(record, overfit=trials.overfit(setup, record, cap=cap))
+            if _is_unexplained(record):
+                record = trials.with_edits(setup, record, cap=cap, progress=progress)
             findings = trials.tried(diagnose(record), setup, record, cap=cap, progress=progress)
             return AuditReport(findings, replace(record, hurried=cap.reached))
     except KeyboardInterrupt:
@@ -99,6 +104,13 @@ def _is_settled(setup: Setup, record: Record) -> bool:
     """Return whether steps are costly, and there is nothing that a learning rate could explain."""
     learnt = course(record) == "falls" and 0 <= end(record) < LEARNT * start(record)
     return setup.is_costly and learnt and all(f.strength == "note" for f in diagnose(record))
+
+
+def _is_unexplained(record: Record) -> bool:
+    """Return whether the loss stays high, and no cause of it is certain."""
+    learnt = 0 <= end(record) < HIGH * start(record)
+    certain = (f for f in diagnose(record) if f.strength == "act" and fault_of(f).certain)
+    return not learnt and not any(map(is_cause, certain))
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -118,8 +130,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     kind = type(model).__name__
     told = (
         "expected a model that gives its own loss, as the `loss` of an object or a dict: give "
-        "audit a loss, (model, batch) → number, or batches that hold what the model computes its "
-        "loss from, such as labels"
+        "audit a loss, (model, batch) → number, or batches that hold labels"
     )
     try:
         output = drawn.called(model, batch)

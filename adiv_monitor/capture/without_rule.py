@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.features.features import JacobianFeatures
-from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype
+from adiv_monitor.features.rows import Rows, compute_dtype
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.rerun.derivatives import pattern, tolerance
 from adiv_monitor.rerun.nested import tensors_in
@@ -102,13 +102,10 @@ class ParametersWithoutRule:
 
             def run(vector: Tensor) -> list[Tensor]:
                 """Return the rows of z, and their J_Θ(z) ΔΘ for ΔΘ as one vector."""
-                unit = vector.abs().amax()  # half precision cannot represent small changes
-                unit = torch.where(unit == 0, 1, unit)
-                parts = zip(moving.items(), torch.split(vector / unit, sizes), strict=True)
+                parts = zip(moving.items(), torch.split(vector, sizes), strict=True)
                 tangents = {name: part.view_as(p) for (name, p), part in parts}
-                found = twin.jvp(tangents, lambda output: tensors_in(output)[place])
-                again, moved = (rows.take(to_compute_dtype(rows_of(x))) for x in found)
-                return [again, moved * unit]
+                found = twin.jvp(tangents, lambda output: rows_of(tensors_in(output)[place]))
+                return [rows.take(x) for x in found]
 
             try:
                 twin = Twin(module, tree_map(_copied, arguments), random, self._before)

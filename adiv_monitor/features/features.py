@@ -287,19 +287,6 @@ class DenseFeatures(Features):
         return self.phi.new_full((len(self.phi), 1), self.bias)
 
     @property
-    def has_gram(self) -> bool:
-        """Whether M = ΦΦᵀ is a single (rows, rows) matrix."""
-        return self.groups == 1 and self.weight_gain is None and not self.mixes_rows
-
-    def gram(self) -> Float[Tensor, "rows rows"]:
-        """Return M = ΦΦᵀ; requires a single group."""
-        if self.phi is None or isinstance(self.bias, Tensor):
-            columns = self.columns()[:, 0]
-            return columns @ columns.T
-        gram = self.phi[:, 0] @ self.phi[:, 0].T
-        return gram if self.bias is None else gram.add_(self.bias**2)
-
-    @property
     def width(self) -> tuple[int, int]:
         """Groups, and numbers that the weight multiplies in each; none without a weight."""
         return self.groups, 0 if self.phi is None else self.phi.shape[2]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, combined
+from adiv_monitor.maths.attention_sums import AttentionSums, combined
 from adiv_monitor.maths.estimates import Estimate, Sample, Sum, over_rows
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
@@ -32,16 +32,16 @@ def attention_gradient_cosine(e_G: Sum, e_e: Sum, G_G: Sum, sample: Sample) -> E
     return measures.gradient_cosine(e_G, e_e, G_G, sample)
 
 
-def attention_scale_mean(scales: ScaleSums[Array]) -> Estimate:
+def attention_scale_mean(sums: AttentionSums[Array]) -> Estimate:
     """Mean of D_ts over the active scores, ≥ 0; NaN where there are none.
 
     Args:
-        scales: sums of every head (or all heads), (heads, samples, …).
+        sums: sums of every head (or all heads), (heads, samples, …).
     """
-    return _jackknifed(scales, lambda mean, square: mean)
+    return _jackknifed(sums, lambda mean, square: mean)
 
 
-def attention_scale_cv(scales: ScaleSums[Array]) -> Estimate:
+def attention_scale_cv(sums: AttentionSums[Array]) -> Estimate:
     """std(D_ts) / mean(D_ts) over the active scores, ≥ 0.
 
     The square is free of bias of order 1/estimates. Its estimate may be negative; the measure is 0
@@ -49,18 +49,18 @@ def attention_scale_cv(scales: ScaleSums[Array]) -> Estimate:
 
     Arguments are those of `attention_scale_mean`.
     """
-    squared = _jackknifed(scales, lambda mean, square: square / mean**2 - 1)
+    squared = _jackknifed(sums, lambda mean, square: square / mean**2 - 1)
     value = np.sqrt(np.maximum(squared.value, 0))
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.fmin(squared.error / (2 * value), np.sqrt(squared.error))
     return Estimate(value, error)
 
 
-def _jackknifed(scales: ScaleSums[Array], of: Callable[[Array, Array], Array]) -> Estimate:
+def _jackknifed(sums: AttentionSums[Array], of: Callable[[Array, Array], Array]) -> Estimate:
     """Return a function of the means of D_ts and D_ts², with its error over the estimates."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        count, n = scales.count.sum(1)[:, None], scales.sum.shape[2]
-        means = [x.sum(1) / count for x in (scales.sum, scales.square)]
+        count, n = sums.count.sum(1)[:, None], sums.scale.shape[2]
+        means = [x.sum(1) / count for x in (sums.scale, sums.scale_square)]
         whole = of(*(x.mean(1) for x in means))
         if n == 1:  # exact
             return Estimate(whole, np.zeros(len(whole)))
@@ -71,19 +71,18 @@ def _jackknifed(scales: ScaleSums[Array], of: Callable[[Array, Array], Array]) -
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     """Return the measures of one attention that are known, of all heads together and of each."""
-    scales = combined(_heads, sums.scale)
-    samples, found = len(sums.scale.count), dict[str, Estimate]()
-    if sums.G_G is not None:
-        squares = _heads(sums.G_G)
+    samples, found = len(sums.count), dict[str, Estimate]()
+    sums = combined(_heads, sums)
+    if (squares := sums.G_G) is not None:
         sample = Sample(np.full(len(squares), float(samples)), squares != 0)
         G_G = over_rows(squares, sample)
         moves = (attention_gradient_cosine, sums.e), (attention_cosine, sums.d)
         for cosine, move in moves:
             if move is not None:
-                of_move, own = (over_rows(x, sample) for x in np.moveaxis(_heads(move), 2, 0))
+                of_move, own = (over_rows(x, sample) for x in np.moveaxis(move, 2, 0))
                 found[cosine.__name__] = cosine(of_move, own, G_G, sample)
-    found["attention_scale_mean"] = attention_scale_mean(scales)
-    found["attention_scale_cv"] = attention_scale_cv(scales)
+    found["attention_scale_mean"] = attention_scale_mean(sums)
+    found["attention_scale_cv"] = attention_scale_cv(sums)
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}
     return AttentionReading(
         samples_seen=samples,
@@ -99,4 +98,6 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
 
 def _heads(sums: Float[Array, "samples heads *more"]) -> Float[Array, "layers samples *more"]:
     """Arrange the sums as `estimates` expects layers: all heads together, then each head."""
+    if sums.ndim < 2:
+        return sums
     return np.concatenate([sums.sum(1, keepdims=True), sums], 1).swapaxes(0, 1)

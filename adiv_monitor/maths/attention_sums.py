@@ -8,8 +8,8 @@ numbers (type `T`) are tensors until the one transfer of a step, and float64 arr
 the host the records of several calls or ranks are merged into one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,27 +24,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScaleSums(Generic[T]):
-    """Estimates of sums of the attention scales D_ts over the active scores.
-
-    Attributes:
-        count: number of these scores, (samples, heads).
-        sum: Σ D_ts, (samples, heads, estimates), one of each random move; a single one is exact.
-        square: Σ D_ts², likewise.
-    """
-
-    count: T
-    sum: T
-    square: T
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class AttentionSums(Generic[T]):
     """The record of one attention on the probe.
 
     Attributes:
         broken: 1 if q or k is not finite, else 0; ().
-        scale: sums of the attention scales.
+        count: number of active scores, (samples, heads).
+        scale: estimates of Σ D_ts over them, (samples, heads, estimates), one of each random move;
+            a single one is exact.
+        scale_square: Σ D_ts², likewise.
         G_G: ‖g‖², (samples, heads); None if g is not known.
         e: ⟨ΔY, g⟩ and ‖ΔY‖² of a plain gradient step, as a descent direction, (samples, heads, 2);
             None if g is not known.
@@ -52,7 +40,9 @@ class AttentionSums(Generic[T]):
     """
 
     broken: T
-    scale: ScaleSums[T]
+    count: T
+    scale: T
+    scale_square: T
     G_G: T | None = None
     e: T | None = None
     d: T | None = None
@@ -107,13 +97,13 @@ def scale_sums(
     return count, total, square
 
 
-def combined(of: Callable[..., Any], *records: Any) -> Any:
-    """Return a record of the results of a function of each of the records' numbers (type `T`)."""
-    first = records[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        each = {f.name: [getattr(x, f.name) for x in records] for f in fields(first)}
-        return replace(first, **{name: combined(of, *values) for name, values in each.items()})
-    return first if first is None or isinstance(first, int | float | str) else of(*records)
+def combined(of: Callable[..., Any], *records: AttentionSums[Any]) -> AttentionSums[Any]:
+    """Return a record of the results of a function of each of the records' numbers (type `T`).
+
+    A field that one of the records lacks is None in the result.
+    """
+    values = ([getattr(x, f.name) for x in records] for f in fields(AttentionSums))
+    return AttentionSums(*(None if any(x is None for x in xs) else of(*xs) for xs in values))
 
 
 def tensors_of(sums: AttentionSums[T]) -> list[T]:
@@ -123,24 +113,11 @@ def tensors_of(sums: AttentionSums[T]) -> list[T]:
     return found
 
 
-def with_arrays(sums: AttentionSums[Any], arrays: Iterator[Array]) -> AttentionSums[Array]:
-    """Return the record with other numbers, in the order of `tensors_of`."""
-    made: AttentionSums[Array] = combined(lambda _: next(arrays), sums)
-    return made
-
-
 def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
     """Merge the records of several calls or ranks with equally many heads: concatenate samples.
 
-    A field that one of the records lacks is None in the result. An exact sum takes the place of
-    every estimate if others were estimated.
+    An exact sum takes the place of every estimate if others were estimated.
     """
-    lacking: dict[str, Any] = {
-        name: None
-        for name in ("G_G", "e", "d")
-        if any(getattr(sums, name) is None for sums in several)
-    }
-    alike = [replace(sums, **lacking) for sums in several]
 
     def joined(*xs: Array) -> Array:
         if xs[0].ndim < 2:
@@ -148,5 +125,4 @@ def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
         more = np.max([x.shape[2:] for x in xs], 0).astype(int)
         return np.concatenate([np.broadcast_to(x, (*x.shape[:2], *more)) for x in xs])
 
-    whole: AttentionSums[Array] = combined(joined, *alike)
-    return whole
+    return combined(joined, *several)

@@ -138,7 +138,6 @@ class _Layers:
         self.own_gamma = np.where(shared, np.nan, layers["gamma_gamma"])
         self.own_w = np.where(shared | others, np.nan, layers["w_gamma"])
         self.known_unit = ~np.isnan(layers["factor"])
-        self.unit = np.where(self.known_unit, layers["factor"], 1.0)
         self.tolerance = sums.tolerance[index]
         self.exact = (layers["reason"] == "") & ~np.bool_(gradient_lost)
 
@@ -171,28 +170,17 @@ class _Layers:
         """‖φ_r‖² of rows that have one scale; 0 for the others and for zero-gradient rows."""
         return np.where(self.sample.active & self.has_one[:, None], self.rows["scale"], 0.0)
 
-    def growing_with_gradients(self, rows: PerRow, whole: PerLayer) -> Sum:
-        """Return the sum over all rows of values that grow with ‖g_r‖²; exact if `whole` is set."""
-        exact = self.in_units(whole)
-        total = np.where(np.isnan(exact), self.G_G, np.nan)
+    def growing_with_gradients(self, rows: PerRow, exact: PerLayer) -> Sum:
+        """Return the sum over all rows of values that grow with ‖g_r‖²: `exact` where not NaN."""
+        total = np.where(np.isnan(exact), self.layers["G_G"], np.nan)
         sizes = Sizes(self.per_row("G_G"), total, self.layers["concentration"] * total**2)
         return by_size(over_rows(rows, self.sample, exact), rows, sizes, self.sample)
-
-    @cached_property
-    def G_G(self) -> PerLayer:
-        """‖G‖² of all rows; NaN if there was no pass over all rows."""
-        return self.in_units(self.layers["G_G"])
-
-    def in_units(self, found: PerLayer) -> PerLayer:
-        """Return a result that scales with ‖G‖² in the units of the optimizer's gradient."""
-        whole: PerLayer = found * self.unit**2
-        return whole
 
 
 def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -> None:
     """Add the measures of some layers."""
     index, sample = x.index, x.sample
-    G_G = x.sum("G_G", x.G_G)
+    G_G = x.sum("G_G", x.layers["G_G"])
     # Both sides of a ratio must have the same source: the parameters or the rows.
     e_G, e_e = x.sum("e_G", x.own_gamma), x.sum("e_e")
     layers = x.layers
@@ -273,7 +261,7 @@ def _of_scales(x: _Layers) -> dict[str, Estimate]:
     of_G = x.growing_with_gradients(own_G, layers["own_G"])
     of_own = x.growing_with_gradients(own_own, layers["own_own"])
     # These sums are over the rows' own gradients, whatever else the parameters' gradient holds.
-    all_G = over_rows(G_G, x.sample, x.G_G)
+    all_G = over_rows(G_G, x.sample, layers["G_G"])
     ratio = measures.interference_ratio(x.sum("rest_rest"), of_own, x.sample)
     return {
         "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, all_G, x.sample),

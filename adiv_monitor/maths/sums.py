@@ -8,7 +8,6 @@ and addition of sums (`step/merge.py`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
@@ -21,53 +20,35 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 Table = np.ndarray[Any, np.dtype[np.void]]
 
 
-class Vector(str, Enum):
-    """The vectors of a row whose dot products are computed, in their order.
-
-    The part of e by the row's own scale (of rows with several scales), e the move by a plain
-    gradient step, G = ∂L/∂z, d the move by the optimizer's step, the part of d by the bias, z the
-    output, the part of e by the other rows, r the realised move of the step, and b = r − 2h (see
-    `measures.first_order_error`).
-    """
-
-    OWN = "own"
-    E = "e"
-    G = "G"
-    D = "d"
-    BIAS = "bias"
-    Z = "z"
-    REST = "rest"
-    MOVED = "r"
-    BEYOND = "b"
+# The vectors of a row whose dot products are computed, in their order: the part of e by the row's
+# own scale (of rows with several scales), e the move by a plain gradient step, G = ∂L/∂z, d the
+# move by the optimizer's step, the part of d by the bias, z the output, the part of e by the other
+# rows, r the realised move of the step, and b = r − 2h (see `measures.first_order_error`).
+VECTORS = ("own", "e", "G", "d", "bias", "z", "rest", "r", "b")
+Pairs = tuple[tuple[str, str], ...]
 
 
-Pairs = tuple[tuple[Vector, Vector], ...]
-_OWN, _E, _G, _D, _BIAS, _Z, _REST, *_ = Vector
-
-
-def _pairs(
-    vectors: Sequence[Vector], chain: Sequence[Vector], *others: tuple[Vector, Vector]
-) -> Pairs:
+def _pairs(vectors: Sequence[str], chain: Sequence[str], *others: tuple[str, str]) -> Pairs:
     """Return all squares of vectors, then neighbours in a chain that leads them, then others."""
     return (*((v, v) for v in vectors), *pairwise(chain), *others)
 
 
 @cache
-def pairs_of(vectors: tuple[Vector, ...]) -> Pairs:
+def pairs_of(vectors: tuple[str, ...]) -> Pairs:
     """Return the pairs of a row's vectors whose dot products measures need."""
-    chain = [v for v in (_OWN, _E, _G, _D, _BIAS) if v in vectors]
-    return _pairs(vectors, chain, *([(_OWN, _G)] if _OWN in vectors else []))
+    chain = [v for v in VECTORS[:5] if v in vectors]
+    return _pairs(vectors, chain, *([("own", "G")] if "own" in vectors else []))
 
 
 # The vectors on the probe, and the pairs of them, whose dot products are in `StepSums.moves`.
-MOVES = (Vector.G, Vector.MOVED, Vector.D, Vector.BEYOND, Vector.Z)
+MOVES = ("G", "r", "d", "b", "z")
 REALISED = _pairs(MOVES, MOVES[:3])
-PAIRS = pairs_of((_OWN, _E, _G, _D, _BIAS, _Z, _REST))
+PAIRS = pairs_of(VECTORS[:7])
 
 
 def names_of(pairs: Pairs) -> tuple[str, ...]:
     """Return the columns of the dot products of pairs: `a_b` is a_r·b_r."""
-    return tuple(f"{a.value}_{b.value}" for a, b in pairs)
+    return tuple(f"{a}_{b}" for a, b in pairs)
 
 
 def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
@@ -81,16 +62,16 @@ LAYERS = np.dtype(
         *_columns("?", "partial", "knows_scales", "has_common", "has_attainable"),
         *_columns("<i8", "ranks", "total", "groups", "moved"),
         *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
-        *_columns("<f8", "averaged", "active", "G_G", "concentration", "own_G", "own_own"),
+        *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
-        *_columns("<f8", "rows_bound", "entries_bound"),
+        *_columns("<f8", "rows_bound", "entries_bound", "earlier_share"),
     ]
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
 TABLES = {
     "rows": [*_ROWS, "scale", "mean", "off", "common", "length", "key"],
     "entries": ["scale", "key"],
-    "equations": ["of_bias", "now", "h", "before"],
+    "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
 }
 _PLACES = {"entries": ["layer", "row"]}  # of other lines
@@ -155,10 +136,12 @@ class StepSums:
               with γ the gradient, w = −u the negative of the optimizer's update, and a the negative
               of the update that was applied in the end. `partial`: this rank holds a part of the
               parameters; the ranks' numbers add up.
-            - factor: c in γ = c·GᵀΦ; NaN if unknown. `averaged` is the part of it by which the
-              backward passes average over ranks.
+            - factor: c in γ = c·GᵀΦ; NaN if unknown. gradient_factor: the same without the
+              averaging over ranks by the backward passes.
             - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it
               is.
+            - earlier_share: ‖gradient that was there before‖ / ‖γ‖; 0 if rounding explains
+              it.
             - terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the
               backward passes left, as far as the rows determine it.
             - active, G_G, concentration: of one pass over all rows, number of rows with a nonzero
@@ -180,7 +163,7 @@ class StepSums:
             rows that have several. row: the index in `rows`; −1 in the first case, where scales of
             zero-gradient rows are NaN. key: as that of rows.
         equations: γv, h of the rows, and γv of the gradient that was there before them, for the
-            weight or the bias; see `capture/check.py`.
+            weight or the bias, whose equations are numbered; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.
     """
 
@@ -296,9 +279,11 @@ class StepSums:
         c = np.where(np.isnan(factor), 1.0, factor)[of_row]
         if (c == 1).all():
             return replace(self, layers=layers)
+        for name in ("G_G", "own_G", "own_own"):
+            layers[name] *= np.where(np.isnan(factor), 1.0, factor) ** 2
         is_one = (layers["groups"] == 1)[of_row]
         for (a, b), name in zip(PAIRS, _ROWS, strict=True):
-            rows[name] *= c ** ((a in (_OWN, _G)) + (b in (_OWN, _G)))
+            rows[name] *= c ** ((a in ("own", "G")) + (b in ("own", "G")))
         # e − D G depends on the units.
         own_e = np.where(is_one, before["scale"] * before["e_G"], before["own_e"])
         own_own = np.where(is_one, before["scale"] ** 2 * before["G_G"], before["own_own"])

@@ -24,10 +24,9 @@ from torch.nn import functional
 
 from adiv_monitor.capture.forwards import Forward, FunctionToCall
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, move_sums, scale_sums
+from adiv_monitor.maths.attention_sums import AttentionSums, move_sums, scale_sums
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 
@@ -85,7 +84,7 @@ class _Call:
         """Return the first-order moves of q and k for changes of the parameters."""
         push, of = self._push, self.scores
         with without_autocast(self.query):
-            moves = map(to_compute_dtype, push(tangents))
+            moves = iter(push(tangents))
         dq = next(moves) if self.query.requires_grad else torch.zeros_like(of.query)
         return dq, next(moves) if self.key.requires_grad else torch.zeros_like(of.key)
 
@@ -94,12 +93,9 @@ class _Call:
         G = self.score_gradient
         if G is None:
             return None, None
-        unit = torch.stack([t.abs().amax() for t in tangents]).amax()
-        unit = torch.where(unit == 0, 1, unit)  # half precision cannot represent small changes
-        dq, dk = (x * unit for x in self._move([t / unit for t in tangents]))
-        return move_sums(self.scores, G, (dq, dk))
+        return move_sums(self.scores, G, self._move(tangents))
 
-    def scale(self, generator: np.random.Generator) -> ScaleSums[Tensor]:
+    def scale(self, generator: np.random.Generator) -> tuple[Tensor, ...]:
         """Return the sums of the scales."""
         like, sizes = self.query, [p.numel() for p in self.held]
         active = self.score_gradient or self.scores.probabilities
@@ -121,7 +117,7 @@ class _Call:
             moment = 3.0
         found = [scale_sums(self.scores, active, moves, moment) for moves in several]
         counts, *sums = zip(*found, strict=True)
-        return ScaleSums(counts[0], *(torch.stack(several, -1) for several in sums))
+        return counts[0], *(torch.stack(several, -1) for several in sums)
 
 
 class Attentions:
@@ -130,8 +126,8 @@ class Attentions:
     Args:
         selection: the parameters to measure.
         generator: the monitor's own random number generator.
-        fail: called with a path and an unexpected exception; exceptions that state why an attention
-            can't be measured are kept in `refused`.
+        fail: called with what failed and an unexpected exception; exceptions that state why an
+            attention can't be measured are kept in `refused`.
 
     Attributes:
         calls: the calls that were seen, by path.
@@ -203,7 +199,7 @@ class Attentions:
         e = [torch.zeros_like(p) if p.grad is None else p.grad for p in call.held]
         is_finite = call.query.isfinite().all() & call.key.isfinite().all()
         broken = (~is_finite).to(call.scores.query.dtype)
-        call.sums = AttentionSums(broken, call.scale(self._generator), *call.moved(e))
+        call.sums = AttentionSums(broken, *call.scale(self._generator), *call.moved(e))
         del call._push  # its graph holds the parameters, which the step changes in place
 
     def updated(self, taken: Mapping[nn.Parameter, Tensor]) -> None:
@@ -238,4 +234,4 @@ class Attentions:
             self.refused[path] = str(error).partition("\n")[0]
         except Exception as error:
             self.refused[path] = f"measuring it failed: {type(error).__name__}: {error}"
-            self._fail(path, error)
+            self._fail(f"attention of '{path}'", error)

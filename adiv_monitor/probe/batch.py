@@ -61,14 +61,13 @@ class _Call:
         outputs: outputs of the model, with their versions.
 
     Attributes:
-        leaves: the leaves of these; tensors without their graph, and not copied before `cut`.
+        leaves: the leaves of these; tensors are copies without their graph.
         computed: whether something else than the model's outputs was computed with a graph.
     """
 
     def __init__(self, args: Any, kwargs: Any, outputs: Sequence[tuple[Tensor, int]] = ()) -> None:
         given, self._structure = tree_flatten((args, kwargs))
         self.leaves = [_placed(x, outputs) for x in given]
-        self._versions = [version(x) if isinstance(x, Tensor) else 0 for x in self.leaves]
         pairs = zip(given, self.leaves, strict=True)
         self.computed = any(isinstance(held, Tensor) and x.grad_fn is not None for x, held in pairs)
 
@@ -85,14 +84,7 @@ class _Call:
         return found
 
     def cut(self, samples: int | None) -> None:
-        """Copy the arguments on the first samples; None: on all.
-
-        Raises:
-            Refused: one of them was changed since.
-        """
-        pairs = zip(self.leaves, self._versions, strict=True)
-        if any(isinstance(x, Tensor) and version(x) != then for x, then in pairs):
-            raise Refused("the model, or the loop, changes an input in place")
+        """Keep the first samples alone; None: all."""
         self.leaves = [_cut(x, samples) for x in self.leaves]
 
     def again(self, outputs: Sequence[Tensor], samples: int | None) -> Any:
@@ -182,7 +174,7 @@ class Batch:
         """Make what was recorded the probe.
 
         Raises:
-            Refused: no forward pass was seen, or its inputs were changed since.
+            Refused: no forward pass was seen.
         """
         if self._call is None or self._outputs is None:
             raise Refused("no forward pass of the model was seen")
@@ -225,13 +217,18 @@ class Batch:
     @property
     def why_no_loss(self) -> str:
         """Why the loss is not known; "" if it is."""
+        if self._loss is None:
+            return (
+                "realised_cosine and the cosines of attention are missing: they need the loss; "
+                "pass it as `loss=` or `realised=`."
+            )
         if not isinstance(self._loss, nn.Module) or self._judged is not None:
             return ""
         return (
-            f"{type(self._loss).__name__} was not seen to be called with the output of the module "
-            "that was called (is it another instance than the loop's, is it called inside of the "
-            "model, or is its input computed from the output, outside of a module?); a function of "
-            "the output is an alternative"
+            f"The loss on the probe is not known: {type(self._loss).__name__} was not seen to be "
+            "called with the output of the module that was called (is it another instance than the "
+            "loop's, is it called inside of the model, or is its input computed from the output, "
+            "outside of a module?); a function of the output is an alternative."
         )
 
     def run(self) -> Losses | None:
@@ -258,13 +255,11 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def _placed(x: Any, outputs: Sequence[tuple[Tensor, int]]) -> Any:
-    """Return a placeholder for an output, a tensor without its graph, or another value itself."""
-    if not isinstance(x, Tensor):
-        return x
-    for number, (output, then) in enumerate(outputs):
+    """Return a placeholder for an output, a copy of a tensor, or another value itself."""
+    for number, (output, then) in enumerate(outputs if isinstance(x, Tensor) else ()):
         if _has_memory(x) and shares_memory(x, output) and version(x) == then:
             return _View(number, output.shape, Strides.between(x, output))
-    return x if x.is_leaf else x.detach()
+    return _cut(x)
 
 
 def _cut(x: Any, samples: int | None = None) -> Any:

@@ -85,7 +85,7 @@ class ProbeRows(Recording):
         seed: int,
         attentions: Attentions | None = None,
         *,
-        features: bool = True,
+        features: bool,
     ) -> None:
         given = first.selection, max_rows, seed, first.pieces, _Looking
         super().__init__(model, *given, features=features)

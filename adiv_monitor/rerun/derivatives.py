@@ -11,6 +11,8 @@ def pusher(
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Return t ↦ J t of tensors, by two backward passes through their graph, which is kept.
 
+    The result is float32, or float64 if the tensors are.
+
     v ↦ Jᵀv is linear, and the derivative of ⟨Jᵀv, t⟩ by v is J t (J. Townsend, "A new trick for
     calculating Jacobian vector products", 2017). So each function needs a differentiable backward
     pass, which more of them have than a forward-mode derivative.
@@ -24,13 +26,14 @@ def pusher(
         RuntimeError: a backward pass can't be differentiated.
     """
     v = [pattern(x).requires_grad_() for x in made]
-    given = made, leaves, v
-    pulled = torch.autograd.grad(*given, create_graph=True, allow_unused=True) if made else ()
+    pulled = torch.autograd.grad(made, leaves, v, create_graph=True, allow_unused=True)
     unchecked = [True]
 
     def push(tangents: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(pulled, tangents, strict=False)
-        used = [(g, t.to(g)) for g, t in pairs if g is not None]
+        unit = torch.stack([t.abs().amax() for t in tangents]).amax()
+        unit = torch.where(unit == 0, 1, unit)  # half precision cannot represent small changes
+        pairs = zip(pulled, tangents, strict=True)
+        used = [(g, (t / unit).to(g)) for g, t in pairs if g is not None]
         moves = [torch.zeros_like(x) for x in made]
         if reached := [(g, t) for g, t in used if g.requires_grad]:
             gradients, directions = zip(*reached, strict=True)
@@ -45,7 +48,7 @@ def pusher(
                 raise RuntimeError(
                     "the backward pass of a custom function or operator can't be differentiated"
                 )
-        return moves
+        return [_wide(move) * unit for move in moves]
 
     return push
 
@@ -63,6 +66,9 @@ def pattern(like: Tensor) -> Tensor:
 
 def _sums(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Return Σ ⟨a, b⟩ and the sum of the absolute values of its terms."""
-    wide = [[x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in p] for p in pairs]
-    terms = [a * b for a, b in wide]
+    terms = [_wide(a.detach()) * _wide(b.detach()) for a, b in pairs]
     return torch.stack([torch.stack((t.sum(), t.abs().sum())) for t in terms]).sum(0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import apart, function_modes, set_function_modes, surely
+from adiv_monitor.rerun.thread import apart, surely
 
 T = TypeVar("T")
 # The attributes and the buffers of modules, each with values by name.
@@ -138,9 +138,8 @@ def untouched(
 
     with ExitStack() as stack:
         stack.callback(setattr, _rerun, "depth", _rerun.depth)
-        stack.callback(surely, set_function_modes, function_modes())
+        stack.enter_context(apart(functions=True))
         stack.callback(surely, put_back)
-        set_function_modes(())
         parametrize._cache_enabled, parametrize._cache = 0, {}
         _rerun.depth += 1
         for context in (forced_eager(), torch.inference_mode(False), torch.enable_grad()):
@@ -149,7 +148,6 @@ def untouched(
         stack.enter_context(_unsafe_preserve_version_counter(tuple(given)))
         _set(_copied(own))
         _set_data(given)
-        stack.enter_context(apart())
         stack.enter_context(surroundings.again())
         return run()
 

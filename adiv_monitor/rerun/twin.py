@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.randomness import Randomness
@@ -59,33 +59,31 @@ class Twin:
         self.parameters: dict[str, Tensor] = {n: own[id(p)] for n, p in trained.items()}
         self._data = {p: own[id(p)] for p in trained.values()}  # what RNNs list
 
-    def jvp(self, tangents: Mapping[str, Tensor], results: Callable[[Any], T]) -> tuple[T, T]:
-        """Return the forward's result and its first-order change with the parameters.
+    def jvp(
+        self, tangents: Mapping[str, Tensor], pick: Callable[[Any], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return a tensor of the forward's result, and its first-order change with the parameters.
 
         Args:
             tangents: the change of some parameters.
-            results: picks the wanted tensors of the output, in any structure.
+            pick: picks the tensor of the output.
 
         Raises:
             RuntimeError: the backward pass of a function has no derivative.
         """
         leaves = {name: self.parameters[name].detach().requires_grad_() for name in tangents}
 
-        def call() -> tuple[T, T]:
+        def call() -> tuple[Tensor, Tensor]:
             # The forward may change its inputs: each call gets copies.
             args, kwargs = tree_map(_copied, self._arguments)
             # Hooks of the run on saved tensors, such as checkpointing's, must not see them.
             seen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
             with torch._C.DisableTorchFunction(), seen:
-                made = functional_call(self._module, {**self.parameters, **leaves}, args, kwargs)
-                found = results(made)
-                reached = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-                reached = [x for x in reached if x.requires_grad]
-                precision = max([self.precision, *(torch.finfo(x.dtype).eps for x in reached)])
-                moves = pusher(reached, [*leaves.values()], precision)([*tangents.values()])
-            of = dict(zip(map(id, reached), moves, strict=True))
-            change = tree_map_only(Tensor, lambda x: of.get(id(x), torch.zeros_like(x)), found)
-            return tree_map_only(Tensor, Tensor.detach, found), change
+                given = {**self.parameters, **leaves}
+                made = pick(functional_call(self._module, given, args, kwargs))
+                precision = max(self.precision, torch.finfo(made.dtype).eps)
+                [move] = pusher([made], [*leaves.values()], precision)([*tangents.values()])
+            return made.detach(), move
 
         return untouched(
             self._modules, self._surroundings, lambda: self._derivable(call), self._data

@@ -11,7 +11,8 @@ for no longer than `_FAREWELL`.
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,36 +25,31 @@ from adiv_monitor.step.ranks import PAUSE, Ranks
 
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _STOP = "stop"  # a point of a step in which all ranks participate, or none
+T = TypeVar("T")
 _MALFORMED = "The message of rank {} can't be read, so its rows are not in this report."
 
 
+@dataclass(eq=False)
 class Assembly:
     """Assembly of one monitor's reports, with the monitors of the same name in other ranks.
 
-    Args:
+    Attributes:
         max_rows: number of sampled rows per layer, of all ranks together.
         generator: the monitor's own random generator.
         complete: makes the report of a step from a contribution, of one rank or merged.
         emit: called with every report, and whether this rank is to write it.
     """
 
-    def __init__(
-        self,
-        max_rows: int | None,
-        generator: np.random.Generator,
-        complete: Callable[[RankContribution], StepReport],
-        emit: Callable[[StepReport, bool], None],
-    ) -> None:
-        self._max_rows = max_rows
-        self._generator = generator
-        self._complete = complete
-        self._emit = emit
-        self._name = ""
-        self._ranks: Ranks | None = None
-        self._patience: float | None = None
-        self._agreed = True  # whether the last attempt to agree succeeded
-        self._silent: set[int] = set()  # ranks that did not answer in time
-        self._covers_all = True  # whether the last report does, and all ranks have it
+    max_rows: int | None
+    generator: np.random.Generator
+    complete: Callable[[RankContribution], StepReport]
+    emit: Callable[[StepReport, bool], None]
+    _name: str = ""
+    _ranks: Ranks | None = None
+    _patience: float | None = None
+    _agreed: bool = True  # whether the last attempt to agree succeeded
+    _silent: set[int] = field(default_factory=set)  # ranks that did not answer in time
+    _covers_all: bool = True  # whether the last report does, and all ranks have it
 
     def join(self, name: str) -> None:
         """Join the monitors of the other ranks, as this one is attached.
@@ -66,7 +62,7 @@ class Assembly:
             return
         self._ranks = Ranks(name)
         if self._ranks.rank:  # ranks should not all sample the same rows
-            chance = self._generator.bit_generator
+            chance = self.generator.bit_generator
             assert isinstance(chance, np.random.PCG64)
             chance.advance(self._ranks.rank << 96)
 
@@ -108,46 +104,48 @@ class Assembly:
         if self._ranks is None:
             self.join(self._name)
         if (ranks := self._ranks) is None:
-            self._emit(self._complete(part), True)
+            self.emit(self.complete(part), True)
             return
-        sums = prepared(part.sums, self._max_rows, ranks.world, self._generator)
-        own = replace(part, sums=sums)
-        made = self._merged(own, ranks) if ranks.rank == 0 else self._heard(own, ranks)
-        report, covered, writes = made
-        self._covers_all = len(covered) == ranks.world
-        self._emit(report, writes)
-
-    def _merged(self, own: RankContribution, ranks: Ranks) -> tuple[StepReport, list[int], bool]:
-        """Return the report of all ranks, or of this one; the ranks that it covers; and True."""
-        parts, notes = dict[int, RankContribution](), list[str]()
-        with suppress(RuntimeError):  # raised if the store is gone
-            for rank, message in self._messages(ranks, own.report.step, range(1, ranks.world)):
-                try:
-                    parts[rank] = decode(message)
-                except Exception:
-                    notes.append(_MALFORMED.format(rank))
-        report, covered = self._made({0: own, **parts}, notes, ranks.world)
-        with suppress(RuntimeError):
-            ranks.put(report.step, encode_report(report, covered))
-        return report, covered, True
-
-    def _heard(self, own: RankContribution, ranks: Ranks) -> tuple[StepReport, list[int], bool]:
-        """Return the first rank's report or this one's, its ranks, and whether to write it."""
-        writes, notes = False, list[str]()
+        step, notes, is_gone = part.report.step, list[str](), False
+        sums = prepared(part.sums, self.max_rows, ranks.world, self.generator)
+        parts, heard = {ranks.rank: replace(part, sums=sums)}, None
         try:
-            ranks.put(own.report.step, encode(own))
-            for _, message in self._messages(ranks, own.report.step, [0]):
-                try:
-                    report, covered = decode_report(message)
-                except Exception:
-                    notes.append(_MALFORMED.format(0))
-                    continue
-                if ranks.rank in covered:
-                    return report, covered, False
-                writes = True  # the first rank trains something else, else it is merely late
+            if ranks.rank:
+                ranks.put(step, encode(parts[ranks.rank]))
+                heard = self._read(ranks, step, [0], decode_report, notes).get(0)
+            else:
+                parts |= self._read(ranks, step, range(1, ranks.world), decode, notes)
         except RuntimeError:  # the store is gone, or the first rank has no monitor
-            writes = True
-        return *self._made({ranks.rank: own}, notes, ranks.world), writes
+            is_gone = True
+        if heard is not None and ranks.rank in heard[1]:
+            report, covered = heard
+            writes = False
+        else:  # the first rank trains something else, or is late
+            whole, covered = merge_ranks(parts, ranks.world, self.max_rows)
+            whole.report = replace(whole.report, notes=(*whole.report.notes, *notes))
+            report, writes = self.complete(whole), not ranks.rank or is_gone or heard is not None
+            if not ranks.rank:
+                with suppress(RuntimeError):
+                    ranks.put(step, encode_report(report, covered))
+        self._covers_all = len(covered) == ranks.world
+        self.emit(report, writes)
+
+    def _read(
+        self,
+        ranks: Ranks,
+        step: int,
+        expected: Collection[int],
+        decode: Callable[[bytes], T],
+        notes: list[str],
+    ) -> dict[int, T]:
+        """Return what ranks sent for a step; note whose message can't be read."""
+        found = {}
+        for rank, message in self._messages(ranks, step, expected):
+            try:
+                found[rank] = decode(message)
+            except Exception:
+                notes.append(_MALFORMED.format(rank))
+        return found
 
     def _messages(
         self, ranks: Ranks, step: int, expected: Collection[int]
@@ -171,11 +169,3 @@ class Assembly:
             if not late:
                 return sorted(found.items())
             time.sleep(PAUSE)
-
-    def _made(
-        self, parts: dict[int, RankContribution], notes: list[str], world: int
-    ) -> tuple[StepReport, list[int]]:
-        """Return the report of these ranks, and the ranks that it covers."""
-        part, covered = merge_ranks(parts, world, self._max_rows)
-        part.report = replace(part.report, notes=(*part.report.notes, *notes))
-        return self._complete(part), covered

@@ -12,118 +12,220 @@
   `Assembly` calls `understand`: a `LayerReading` each, in the `StepReport`.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.context import Context
+from adiv_monitor.capture.coverage import coverage_of
 from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Trace
-from adiv_monitor.report import StepReport
-from adiv_monitor.rerun.eager import in_compiled_code
-from adiv_monitor.rerun.surroundings import version
-from adiv_monitor.step.armed import Armed
+from adiv_monitor.report import AlignmentReading, StepReport, Turn
+from adiv_monitor.rerun.eager import forced_eager, in_compiled_code
+from adiv_monitor.rerun.surroundings import reruns
+from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.outcome import understand
+from adiv_monitor.step.probing import ProbeStep, Probing
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, Others, learning_rates
+from adiv_monitor.step.stepping import NO_RATES, Others, Rates, learning_rates
 from adiv_monitor.step.training import Training
+from adiv_monitor.step.transfer import fetch_numbers
+from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.whole_model import WholeModel
-
-if TYPE_CHECKING:
-    from adiv_monitor.alignment.instrument import Alignment
-    from adiv_monitor.step.probing import ProbeStep
 
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
 
+@dataclass(eq=False)
+class Armed:
+    """A step to be measured.
+
+    Attributes:
+        number: its number.
+        capture: captures its rows.
+        step: computes its sums.
+        selection: the parameters to measure; after the step, as it left them.
+        turn: the turn, if layers are measured in turn.
+        guard: records whether watching it has failed.
+        others: follows the steps of other optimizers.
+        hooks: other hooks on its forward passes.
+        rates: the optimizer's learning rates.
+        dropout: the largest rate of the model's dropout modules.
+        attempts: number of optimizer steps so far: one that raises may be repeated.
+        closure_calls: number of calls during the last attempt; None: without a closure.
+        alignment: the alignments that were read after it.
+    """
+
+    number: int
+    capture: Capture
+    step: MeasuredStep
+    selection: Selection
+    turn: Turn | None
+    guard: Guard
+    others: Others
+    hooks: Sequence[ProbeStep | LossHook]
+    rates: Rates = NO_RATES
+    dropout: float = 0.0
+    attempts: int = 0
+    closure_calls: int | None = None
+    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
+    _off: list[Callable[[], object]] = field(default_factory=list, init=False)  # may be repeated
+
+    def attach(self) -> None:
+        """Put the hooks on; call `release` afterwards, even if this raises."""
+        eager = forced_eager()
+        hooks: list[tuple[Callable[[], object], Callable[[], object]]] = [
+            (eager.__enter__, eager.__exit__),
+            (partial(self.others.follow, self._drop), self.others.leave),
+            *((hook.put_on, hook.remove) for hook in self.hooks),
+            (self.capture.attach, self.capture.detach),
+        ]
+        for on, off in hooks:
+            self._off.append(off)
+            on()
+
+    def release(self) -> None:
+        """Take everything off; after an interrupt, this can be called again."""
+        surely(call_all, *reversed(self._off))
+        self._off.clear()
+
+    def _drop(self) -> None:
+        self.guard.broken = True
+        self.release()
+
+    def await_batch(self) -> None:
+        """Look at the batch of the next training forward pass; see `StepReport.next_batch`."""
+        if self.capture.watching.first is not None:
+            hooks = GlobalHooks(None, self._ran)
+            self._off.append(hooks.remove)
+            hooks.put_on()
+
+    def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
+        if (
+            module is not self.capture.watching.first
+            or not more[1:]
+            or reruns()
+            or not trains(args)
+        ):
+            return
+        if module.training and torch.is_grad_enabled():
+            self.guard(self.capture.next_ran, args, more[0])
+            self.release()
+
+    def describe(self, part: RankContribution, failures: Failures, interval: int) -> None:
+        """Fill in which parameters a contribution covers, and why it does not cover others."""
+        seen, rates, off = self.capture.layers.found, self.rates, failures.switched_off
+        covered = coverage_of(
+            part.sums.paths,
+            self.selection,
+            self.capture,
+            told=part.report.unsupported,
+            off=off,
+            is_measured=not part.refused,
+        )
+        learning_rates = tuple(fetch_numbers(rates.of_groups))
+        group_of = rates.groups if len(set(learning_rates)) > 1 else {}
+        firsts = {path: id(seen[path].pieces[0].parameter) for path in part.sums.paths}
+        part.elements = covered.elements
+        part.rows_lost = (*part.rows_lost, *off)
+        part.report = replace(
+            part.report,
+            unsupported=covered.unsupported,
+            coverage=covered.share,
+            notes=(*failures.notes, *part.report.notes),
+            unmeasured=covered.unmeasured,
+            interval=interval,
+            alignment=self.alignment,
+            turn=self.turn,
+            learning_rates=learning_rates,
+            groups={path: group_of[key] for path, key in firsts.items() if key in group_of},
+            optimizer=rates.optimizer,
+            maximize=rates.maximize,
+            dropout=self.dropout,
+            other_optimizers=tuple(self.others.writes),
+            changed_by=tuple(+self.others.writes),
+        )
+        failures.notes.clear()
+
+
+@dataclass(eq=False)
 class StepController:
     """Controller of measured steps, from before their forward passes to their reports.
 
-    Args:
+    Attributes:
         training: the training, and what is measured in it.
         generator: the monitor's own random generator.
         schedule: schedule that times measured steps.
         failures: handler of exceptions.
         now: returns the number of the current step.
         report: called with every report, and whether this rank is to write it.
-
-    Attributes:
         assembly: makes the reports, with the other ranks.
         losses: log of the losses of the steps so far.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        generator: np.random.Generator,
-        schedule: Schedule,
-        failures: Failures,
-        now: Callable[[], int],
-        report: Callable[[StepReport, bool], None],
-    ) -> None:
-        self._training = training
-        self._generator = generator
-        self._schedule = schedule
-        self._failures = failures
-        self._now = now
-        self.losses = LossLog()
-        self.assembly = Assembly(training.max_rows, generator, self._complete, report)
-        self._alignment: Alignment | None = None
-        self._reference: dict[str, Any] | None = None  # of a run that is resumed
-        self._history = RunHistory()
-        self._loss: LossHook | None = None
-        if (loss := training.seen_loss) is not None:
-            fail = partial(failures.tell, "the loss")
-            self._loss = LossHook(loss, training.model, self._sees_loss, fail)
-        self._trace = Trace()
-        self._probe: Callable[[Selection], ProbeStep] | None = None
-        if measures := training.on_probe:
-            from adiv_monitor.step import probing
+    training: Training
+    generator: np.random.Generator
+    schedule: Schedule
+    failures: Failures
+    now: Callable[[], int]
+    report: Callable[[StepReport, bool], None]
+    losses: LossLog = field(default_factory=LossLog)
+    _alignment: Alignment | None = None
+    _reference: dict[str, Any] | None = None  # of a run that is resumed
+    _history: RunHistory = field(default_factory=RunHistory)
+    _trace: Trace = field(default_factory=Trace)
+    _loss: LossHook | None = None
+    _probe: Callable[[Selection], ProbeStep] | None = None
+    _is_compiled: bool = False  # whether compiled code called the model, when last measured
+    _armed: Armed | None = None
+    _taken: Armed | None = None  # the step that was taken, until it is read
 
-            given = measures, training.max_rows, generator, failures.tell
-            probe = probing.Probing(training.model, training.probe_loss, *given)
-            self._probe = partial(probing.ProbeStep, probe)
-        self._is_compiled = (
-            False  # whether compiled code called the model in the last measured step
-        )
-        self._armed: Armed | None = None
-        self._taken: Armed | None = None  # the step that was taken, until it is read
+    def __post_init__(self) -> None:
+        training, fail = self.training, self.failures.tell
+        self.assembly = Assembly(training.max_rows, self.generator, self._complete, self.report)
+        if (loss := training.seen_loss) is not None:
+            said = partial(fail, "the loss")
+            self._loss = LossHook(loss, training.model, self._sees_loss, said)
+        if measures := training.on_probe:
+            given = measures, training.max_rows, self.generator, fail
+            self._probe = partial(ProbeStep, Probing(training.model, training.probe_loss, *given))
 
     # --- the run ----------------------------------------------------------------------------------
 
     def begin(self, name: str) -> None:
         """Arm the first step; `name` is the same in all ranks."""
-        safely, training, number = self._failures.safely, self._training, self._now()
+        safely, training, number = self.failures.safely, self.training, self.now()
         if self._loss is not None and self._loss.stays:
             safely(self._loss.put_on)
         safely(self.assembly.join, name)
-        safely(self._schedule.begin, number, next(training.model.parameters()), name)
+        safely(self.schedule.begin, number, next(training.model.parameters()), name)
         safely(self._refer)
         safely(self.arm)
 
     def _refer(self) -> None:
         """Make the present state the reference point of alignments."""
-        if self._training.alignment is not None:
-            from adiv_monitor.alignment.instrument import Alignment
-
-            self._alignment = Alignment(self._training.model, self._training.alignment)
+        if self.training.alignment is not None:
+            self._alignment = Alignment(self.training.model, self.training.alignment)
             if self._reference is not None:
                 self._alignment.load_state_dict(self._reference)
 
@@ -136,7 +238,7 @@ class StepController:
         self._reference = reference
 
     def _sees_loss(self, loss: Tensor) -> None:
-        self.losses.add(self._now(), loss, is_said=False)
+        self.losses.add(self.now(), loss, is_said=False)
         if self._armed is not None:
             self._armed.capture.passes.follow(loss)
 
@@ -147,7 +249,7 @@ class StepController:
             patience: largest time to wait for other ranks, in seconds; None: the default.
         """
         self.assembly.ends(patience)
-        call_all(self.read, self.assembly.leave, self._schedule.end)
+        call_all(self.read, self.assembly.leave, self.schedule.end)
 
     def release(self) -> None:
         """Remove the hooks, and drop the current step and copies, whatever has failed before."""
@@ -164,7 +266,7 @@ class StepController:
         armed = self._armed
         if armed is None or armed.guard.broken or not armed.capture.saw_calls():
             return ""
-        if self._training.optimizer is None:
+        if self.training.optimizer is None:
             return (
                 "the model ran, but the monitor saw no call of end_step(), so there is no report: "
                 "give it the optimizer that trains the model"
@@ -189,8 +291,8 @@ class StepController:
 
     def _prepared(self) -> Armed:
         """Prepare the coming step, without attaching any hooks yet."""
-        training, history, failures = self._training, self._history, self._failures
-        selection, turn = training.due(self._schedule.turns)
+        training, history, failures = self.training, self._history, self.failures
+        selection, turn = training.due(self.schedule.turns)
         guard = Guard(failures.lost)
         others = Others(training.optimizer, selection.parameters, failures)
         plan = self._trace.plan(selection)
@@ -204,24 +306,24 @@ class StepController:
             attainable=training.attainable,
             check=Check(partial(history.asks, surveys=plan is None)),
         )
-        chooser, pieces = Chooser(training.max_rows, self._generator), self._trace.pieces
+        chooser, pieces = Chooser(training.max_rows, self.generator), self._trace.pieces
         capture = Capture(training.model, selection, chooser, context, plan, pieces)
         probe = None if self._probe is None else self._probe(selection)
         step = MeasuredStep(
             capture,
             history,
             fail=failures.switch_off,
-            generator=self._generator,
+            generator=self.generator,
             probe=probe,
-            agree=self._agree,
+            unsharded=UnshardedParameters(selection, self._agree),
             whole=WholeModel(training.model, training.trained, history),
         )
         loss = None if self._loss is None or self._loss.stays else self._loss
         hooks = [each for each in (probe, loss) if each is not None]
-        return Armed(self._now(), capture, step, selection, turn, guard, others, hooks)
+        return Armed(self.now(), capture, step, selection, turn, guard, others, hooks)
 
     def _forward_begins(self) -> None:
-        self._failures.safely(self._schedule.forward_begins)
+        self.failures.safely(self.schedule.forward_begins)
         self._is_compiled = in_compiled_code()
 
     def disarm(self) -> None:
@@ -233,7 +335,7 @@ class StepController:
     def _agree(self, point: str) -> bool:
         """Whether all ranks, including this one, participate in this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
-        return self.assembly.agree(self._now(), f"{attempt}/{point}")
+        return self.assembly.agree(self.now(), f"{attempt}/{point}")
 
     # --- the gradient is final --------------------------------------------------------------------
 
@@ -246,30 +348,30 @@ class StepController:
             The arguments of the optimizer's step with another closure; None: as they are.
         """
         self.losses.step_begins()
-        self._failures.safely(self.read)
+        self.failures.safely(self.read)
         armed = self._armed
         if armed is None or armed.guard.broken:
             return None
         armed.attempts += 1
-        armed.rates = self._failures.safely(learning_rates, optimizer) or NO_RATES
-        armed.dropout = self._training.dropout
+        armed.rates = self.failures.safely(learning_rates, optimizer) or NO_RATES
+        armed.dropout = self.training.dropout
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             armed.closure_calls = None
-            armed.gradients_final(optimizer)
+            armed.step.gradient_is_final(optimizer)
             return None
         armed.closure_calls = 0
-        before = [*map(version, armed.selection.parameters)]
+        before = self.failures.safely(armed.step.norms) or ()
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
             if armed.closure_calls:  # several calls are refused: no more rows are needed
-                self._failures.safely(armed.capture.detach)
+                self.failures.safely(armed.capture.detach)
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
             if armed.closure_calls == 1:
-                now = [*map(version, armed.selection.parameters)]
-                armed.step.moved = now != before
-                self._failures.safely(armed.gradients_final, optimizer)
+                now = self.failures.safely(armed.step.norms) or ()
+                armed.step.around = [*before, *now]
+                self.failures.safely(armed.step.gradient_is_final, optimizer)
             return result
 
         if len(args) > 1:
@@ -286,29 +388,29 @@ class StepController:
             return
         try:
             if not armed.guard.broken:
-                self._failures.safely(self._stepped, armed)
+                self.failures.safely(self._stepped, armed)
         finally:
             self.disarm()
 
     def _stepped(self, armed: Armed) -> None:
         """Measure the parameters' update; the rest waits until the next step begins."""
-        has_optimizer, notes = self._training.optimizer is not None, self._failures.notes
+        has_optimizer, notes = self.training.optimizer is not None, self.failures.notes
         if not has_optimizer:
-            armed.step.gradient_is_final(steps=False)
+            armed.step.gradient_is_final(None)
         self.disarm()
         armed.capture.tell(self._trace)
         if armed.closure_calls not in (None, 1):
-            notes.append(
+            why = (
                 f"Step {armed.number} was not measured: the optimizer evaluated its closure "
                 f"{armed.closure_calls} times, so no single gradient belongs to its update."
             )
-            self._failures.warn("closure", f"adiv_monitor: {notes[-1]}")
-            armed.step.discard()
+            self.failures.warn("closure", f"adiv_monitor: {why}")
+            armed.step.discard(why)
         elif has_optimizer:
             armed.step.updated()
         if self._alignment is not None:
-            armed.alignment = self._failures.safely(self._alignment.read) or {}
-        held = self._training.trained()
+            armed.alignment = self.failures.safely(self._alignment.read) or {}
+        held = self.training.trained()
         if not armed.selection.knows(held):
             notes.append(
                 "Parameters became trainable after the step was prepared: they are not in this "
@@ -332,12 +434,12 @@ class StepController:
         taken.step.applied()
         part = taken.step.contribution(taken.number)
         self._history.checked_rules.update(part.checked)
-        self._failures.switched_off |= part.misdescribed
-        taken.describe(part, self._failures, self._schedule.interval)
+        self.failures.switched_off |= part.misdescribed
+        taken.describe(part, self.failures, self.schedule.interval)
         # Last: losses that are taken are in no later report, even if this one fails.
         part.report = replace(part.report, losses=self.losses.take(taken.number))
         for path, reason in part.misdescribed.items():
-            self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+            self.failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
         self.assembly.add(part)
 
     def _complete(self, part: RankContribution) -> StepReport:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -43,57 +44,54 @@ _SUMMED = (
 _COMPUTED = "its weight is computed from parameters, which may not be able to produce every weight."
 
 
+@dataclass(eq=False)
 class FinalGradient:
     """Begins the measured layers when the gradients are those that the optimizer will use.
 
-    Args:
-        captured: the layers that a gradient reached; a layer is removed as it begins, so that its
-            rows are released.
+    Attributes:
         history: the habits that this run has shown so far.
-        steps: the gradients of all pieces.
         generator: the monitor's own random numbers.
         passes: the backward passes of the step.
         out: takes the numbers for the host.
-        updates: whether an optimizer step follows.
-
-    Attributes:
+        reached: paths of the layers that a gradient reached.
         measured: by path, the layers that have begun.
         pieces: by path, the share of the layer's dot products of parameters that counts here.
         noted: paths of layers by the note about them, with {} in place of the paths.
         blocks: the measured layers' rows, once all have begun.
     """
 
-    def __init__(
-        self,
-        captured: dict[Layer, LayerRows],
-        history: RunHistory,
-        steps: ParameterSteps,
-        generator: np.random.Generator,
-        passes: Passes,
-        out: Outgoing,
-        *,
-        updates: bool,
+    history: RunHistory
+    generator: np.random.Generator
+    passes: Passes
+    out: Outgoing = field(default_factory=Outgoing)
+    reached: list[str] = field(default_factory=list)
+    measured: dict[str, LayerInProgress] = field(default_factory=dict)
+    pieces: dict[str, dict[int, float]] = field(default_factory=dict)
+    noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    blocks: list[Block] = field(default_factory=list)
+    _all_rows: dict[str, list[AllRows]] = field(default_factory=dict)
+
+    def start(
+        self, captured: dict[Layer, LayerRows], steps: ParameterSteps, *, updates: bool
     ) -> None:
-        self.measured: dict[str, LayerInProgress] = {}
-        self.pieces: dict[str, dict[int, float]] = {}
-        self.noted: dict[str, list[str]] = defaultdict(list)
-        self._out = out
-        self._captured = captured
+        """Prepare for the layers to begin.
+
+        Args:
+            captured: the layers that a gradient reached; a layer is removed as it begins, so that
+                its rows are released.
+            steps: the gradients of all pieces.
+            updates: whether an optimizer step follows.
+        """
+        self._captured, self._steps, self._updates = captured, steps, updates
+        self.reached = [layer.path for layer in captured]
         self._is_alone = world_size() == 1
-        self._history = history
-        self._steps = steps
-        self._updates = updates
-        self._generator = generator
-        self._passes = passes
-        self._all_rows: dict[str, list[AllRows]] = {}
-        self.blocks: list[Block] = []
         self._factors = self._of_passes() if self._is_alone else {}
 
     def forget(self, path: str) -> None:
         """Drop a layer from this step."""
         self.measured.pop(path, None)
         self._all_rows.pop(path, None)
-        self._out.forget(path)
+        self.out.forget(path)
 
     def _of_passes(self) -> dict[str, dict[int, float]]:
         """Return what passes count relative to the last one, of layers that several reached.
@@ -101,23 +99,21 @@ class FinalGradient:
         The rows of passes whose gradient was zeroed are dropped. This waits for the device.
         """
         several = {x: rows for x, rows in self._captured.items() if len(rows.tasks) > 1}
-        told: dict[str, PassesOfLayer] = {}
-        sent = []
+        told, sent = dict[str, list[int]](), list[Tensor]()
         for layer, rows in several.items():
             sums = rows.sums()
             if sums and not rows.is_shared and not any(map(is_shard, layer.parameters)):
-                told[layer.path] = PassesOfLayer([*sums], np.empty(0))
+                told[layer.path] = [*sums]
                 of_weight, of_bias = self._equations(layer, rows, {}, [*sums.values()])
                 sent.append(torch.cat([torch.stack(x) for x in (of_weight, of_bias) if x], dim=1))
-        for path, equations in zip(told, fetch_tensors(sent), strict=True):
-            told[path] = told[path]._replace(equations=equations)
+        pairs = zip(told.items(), fetch_tensors(sent), strict=True)
         others = {x.path: [*rows.tasks] for x, rows in several.items() if x.path not in told}
-        found = factors_of_passes(told, others)
-        self._history.has_several_passes = bool(several)
+        found = factors_of_passes({p: PassesOfLayer(of, x) for (p, of), x in pairs}, others)
+        self.history.has_several_passes = bool(several)
         for layer, rows in several.items():
             factors = found.get(layer.path, {})
             zeroed = [task for task, factor in factors.items() if factor == 0]
-            rows.zeroed(zeroed, self._passes)
+            rows.zeroed(zeroed, self.passes)
         return found
 
     def _equations(
@@ -154,8 +150,8 @@ class FinalGradient:
         change = layer.change(self._steps.gamma(parts))
         e = features.move(*change) if parts else None
         known = {"precision": max([call.precision for call in calls]), "reason": reason}
-        known |= {"total": total, "partial": bool(parts), "averaged": 1.0}
-        self._out.begin(layer.path, _about(layer, features), seen, **known)
+        known |= {"total": total, "partial": bool(parts)}
+        self.out.begin(layer.path, _about(layer, features), seen, **known)
         if of_passes is not None and not rows.is_shared:
             h = summed(
                 [
@@ -167,13 +163,17 @@ class FinalGradient:
             for of_bias, sides in enumerate(of_both):
                 if sides:
                     columns = dict(zip(("now", "h", "before"), sides, strict=False))
-                    self._out.add("equations", [layer.path], columns, of_bias=float(of_bias))
+                    self.out.add(
+                        *("equations", [layer.path], columns),
+                        of_bias=of_bias,
+                        number=np.arange(len(sides[0])),
+                    )
         found = {} if rows.linear is None else {"rule_error": rows.linear}
         errors = [call.replay_error for call in calls if call.replay_error is not None]
         if errors:
             found["replay_error"] = torch.stack(errors).amax()
         if found:
-            self._out.add("layers", [layer.path], found)
+            self.out.add("layers", [layer.path], found)
         self._send_ceiling(layer, rows)
         self._keep_all_rows(layer.path, calls)
         z = joined([call.z for call in calls])
@@ -186,10 +186,10 @@ class FinalGradient:
         Args:
             lose: called with a layer's path and the exception that was raised.
         """
-        for of in totals.sums(self._all_rows, self._generator):
-            self._out.add("layers", of.paths, of.columns, knows_scales=of.entries is not None)
+        for of in totals.sums(self._all_rows, self.generator):
+            self.out.add("layers", of.paths, of.columns, knows_scales=of.entries is not None)
             if of.entries is not None:
-                self._out.add("entries", of.paths, {"scale": of.entries}, of.counts)
+                self.out.add("entries", of.paths, {"scale": of.entries}, of.counts)
         self._all_rows.clear()
         self.blocks = blocks_of([*self.measured.values()], lose, updates=self._updates)
         for block in self.blocks:
@@ -206,7 +206,7 @@ class FinalGradient:
         elif ceiling is not None and not self._is_alone:
             why = _OF_RANKS
         elif ceiling is not None:
-            self._out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
+            self.out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
         if why:
             self.noted[_WITHOUT_CEILING + why].append(layer.path)
 

@@ -66,12 +66,6 @@ class Flat:
         """Return ⟨a, b⟩ of each tensor with its counterpart, in the order of `keys`, in parts."""
         return self._by_tensor(map(_line_dots, self.buffers, other.buffers))
 
-    def squares(self) -> tuple[Float[Tensor, " tensors"], ...]:
-        """Return ‖a‖² of each tensor, as `dots` does; it reads the buffer once."""
-        lines = ((buffer.view(-1, _LINE), compute_dtype(buffer)) for buffer in self.buffers)
-        norms = (torch.linalg.vector_norm(of, dim=1, dtype=dtype) for of, dtype in lines)
-        return self._by_tensor(wide(norm).square() for norm in norms)
-
     def sums(self) -> tuple[Float[Tensor, " tensors"], ...]:
         """Return the sum of each tensor's entries, one vector for each buffer."""
         return self._by_tensor(

@@ -49,34 +49,28 @@ class Fit(NamedTuple):
     rest: float
     now: float
     rows: float
-    earlier: float = 0.0
+    earlier: float = math.nan
 
 
 def fitted(equations: Array, factor: float | None = None) -> Fit:
     """Solve the equations of a layer by least squares.
 
     Args:
-        equations: γv, h, and γv of what was there before, if any.
+        equations: γv, h, and γv of what was there before.
         factor: c, if it is known.
     """
     now, *columns = equations
-    norms = [float(np.linalg.norm(column)) for column in columns]
-    length = float(np.linalg.norm(now))
+    length, norms = float(np.linalg.norm(now)), np.linalg.norm(columns, axis=1)
     if not np.isfinite(equations).all():
-        return Fit(math.nan, math.nan, length, norms[0])
-    unit = [column / (norm or 1.0) for column, norm in zip(columns, norms, strict=True)]
-    rest, found = now, np.zeros(0)
+        return Fit(math.nan, math.nan, length, float(norms[0]))
+    unit = np.array(columns).T / np.where(norms > 0, norms, 1.0)
     if factor is not None:
-        rest, unit = now - factor * columns[0], unit[1:]
-    if len(unit) == 1:
-        found = np.array([unit[0] @ rest])
-    elif unit:
-        found = np.linalg.lstsq(np.stack(unit, axis=1), rest, rcond=None)[0]
-    for amount, column in zip(found, unit, strict=True):
-        rest = rest - amount * column
-    c = factor if factor is not None else float(found[0]) / norms[0] if norms[0] else math.nan
-    earlier = float(found[-1]) if len(columns) > 1 else 0.0
-    return Fit(c, float(np.linalg.norm(rest)), length, norms[0], abs(earlier))
+        now, unit = now - factor * columns[0], unit[:, 1:]
+    found = np.linalg.lstsq(unit, now, rcond=None)[0]
+    rest = float(np.linalg.norm(now - unit @ found))
+    if factor is None:
+        factor = float(found[0] / norms[0]) if norms[0] else math.nan
+    return Fit(factor, rest, length, float(norms[0]), abs(float(found[-1])))
 
 
 def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> StepSums:
@@ -90,20 +84,22 @@ def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> St
         lost: paths of layers of which rows are missing.
     """
     (usual, is_told), reasons, was_zeroed = _usual(sums), list[str](), sums.was_zeroed
-    factors = np.full(len(sums.paths), usual)
+    factors, layers = np.full(len(sums.paths), usual), sums.layers.copy()
+    layers["earlier_share"] = 0.0
     for i, path in enumerate(sums.paths):
         reason = str(sums.layers["reason"][i])
         if was_zeroed[i]:
             factors[i] = _ZEROED
         elif sums.checked[i] and sums.layers["gamma_gamma"][i] > 0 and not reason:
-            factors[i], reason = _judged(sums, i, usual)
+            factors[i], reason, layers["earlier_share"][i] = _judged(sums, i, usual)
         elif not sums.checked[i] and not is_told:
             reason = reason or "seems"
         reasons.append("ranks" if reason == "more" and path in lost else reason)
     factors[np.abs(factors - 1) <= sums.tolerance * _EXACT] = 1.0
-    layers = sums.layers.copy()
     layers["reason"] = reasons
-    layers["averaged"] = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
+    averaged = 1.0 if abs(usual - 1) < LIKENESS_TOLERANCE else 1 / world
+    is_known = layers["gamma_gamma"] > 0
+    layers["gradient_factor"] = np.where(is_known, factors / averaged, np.nan)
     return replace(sums, layers=layers).in_units(factors)
 
 
@@ -131,20 +127,17 @@ def _usual(sums: StepSums) -> tuple[float, bool]:
 
 
 def _parts(sums: StepSums, layer: int) -> list[Array]:
-    """Return the equations of the weight and those of the bias, (2 or 3, equations) each."""
-    lines = sums.of("equations", layer)
-    parts = (_sides(lines[lines["of_bias"] == of_bias]) for of_bias in (0, 1))
+    """Return the equations of the weight and those of the bias, (3, equations) each."""
+    of_bias = sums.of("equations", layer)["of_bias"]
+    parts = (_equations(sums, layer)[:, of_bias == which] for which in (0, 1))
     return [part for part in parts if part.size]
 
 
 def _equations(sums: StepSums, layer: int) -> Array:
-    """Return all equations of a layer."""
-    return _sides(sums.of("equations", layer))
-
-
-def _sides(lines: np.ndarray) -> Array:
-    sides = np.stack([lines[name] for name in ("now", "h", "before")])
-    return sides[: 2 if np.isnan(sides[2]).all() else 3]
+    """Return all equations of a layer, (3, equations); see `fitted`."""
+    lines = sums.of("equations", layer)
+    before = np.where(np.isnan(lines["before"]), 0.0, lines["before"])  # there was none
+    return np.stack([lines["now"], lines["h"], before])
 
 
 def _noise(sums: StepSums, layer: int) -> float:
@@ -152,12 +145,13 @@ def _noise(sums: StepSums, layer: int) -> float:
     return _ROUNDING * float(sums.rounding[layer])
 
 
-def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str]:
-    """Return the factor of a layer's gradient, and why it is not the gradient of its rows."""
-    fit, parts = fitted(_equations(sums, layer)), _parts(sums, layer)
+def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str, float]:
+    """Return a layer's factor, why γ is not the gradient of its rows, and `earlier_share`."""
+    equations, parts = _equations(sums, layer), _parts(sums, layer)
     noise, tolerance = _noise(sums, layer), float(sums.tolerance[layer])
+    fit = fitted(equations)
     if not math.isfinite(fit.rest):
-        return usual, ""
+        return usual, "", 0.0
 
     def explains(fit: Fit) -> bool:
         return fit.factor > 0 and fit.rest <= tolerance * fit.now + noise * fit.factor
@@ -165,12 +159,13 @@ def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str]:
     for factor in (usual, fit.factor):
         found = [fitted(part, factor) for part in parts]
         if all(map(explains, found)):
-            is_old = any(of.earlier > tolerance * fit.now + noise for of in found)
-            return factor, "earlier" if is_old else ""
+            if any(of.earlier > tolerance * fit.now + noise for of in found):
+                return factor, "earlier", fitted(equations, factor).earlier / fit.now
+            return factor, "", 0.0
     found = [fitted(part) for part in parts]
     if len(parts) == 2 and all(explains(of) and of.rows > noise for of in found):
-        return found[0].factor, "apart"
-    return usual, "more"
+        return found[0].factor, "apart", 0.0
+    return usual, "more", 0.0
 
 
 def _from_rows(sums: StepSums) -> float:
@@ -183,14 +178,6 @@ def _from_rows(sums: StepSums) -> float:
     products = float(sums.total(sums.rows["e_G"])[tell].sum())
     found = float(layers["gamma_gamma"][tell].sum()) / products if products > 0 else 1.0
     return found if 0 < found < math.inf else 1.0
-
-
-def earlier_share(sums: StepSums, layer: int) -> float:
-    """Return ‖gradient before the rows'‖ / ‖γ‖, in the units of γ; 0 if rounding explains it."""
-    if sums.layers["reason"][layer] != "earlier" or not sums.checked[layer]:
-        return 0.0
-    fit = fitted(_equations(sums, layer), float(sums.layers["factor"][layer]))
-    return fit.earlier / fit.now
 
 
 class PassesOfLayer(NamedTuple):

@@ -3,185 +3,163 @@
 All tensors stay on the device until `contribution`, which makes one transfer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.weights.pieces import Parts, gradient
+from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
-from adiv_monitor.maths.sums import REALISED, names_of
+from adiv_monitor.maths.sums import NO_SUMS
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps
+from adiv_monitor.step.probing import ProbeStep
 from adiv_monitor.step.rank_contribution import RankContribution, make_contribution
 from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.transfer import Outgoing, fetch
+from adiv_monitor.step.transfer import fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
-from adiv_monitor.step.vectors import Change, LayerInProgress, losing
+from adiv_monitor.step.vectors import Change, losing
 from adiv_monitor.step.whole_model import WholeModel
 
-if TYPE_CHECKING:
-    from adiv_monitor.step.probing import ProbeStep
-
-_MOVED_BEFORE = (
+_MOVED = (
     "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
     "update does not start where the gradient was computed: not measured."
 )
 
 
+@dataclass(eq=False)
 class MeasuredStep:
     """Follows one step through its gradient, the optimizer's update and the applied change.
 
-    Args:
+    Attributes:
         capture: the rows; its hooks stay on until the step is taken, since the step may raise.
         history: the habits that this run has shown so far.
         fail: called with a layer's path and the exception that measuring it raised.
         generator: the monitor's own random numbers.
         probe: measures on the probe what was requested; None: nothing was.
-        agree: asks the other ranks whether all of them reach a point of the step.
+        unsharded: gathers gradients and updates of sharded parameters.
         whole: follows the whole model.
+        refused: why the step can't be measured; "": it can.
+        around: norms of all weights before an optimizer's closure computes the gradient, and
+            afterwards.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        history: RunHistory,
-        fail: Callable[[str, Exception], None],
-        generator: np.random.Generator,
-        probe: "ProbeStep | None",
-        agree: Callable[[str], bool],
-        whole: WholeModel,
-    ) -> None:
-        self._capture = capture
-        self._probe = probe
-        self._whole = whole
-        self._unreached: dict[str, str] = {}
-        self._refused: set[str] = set()  # paths of layers that had rows, but were refused
-        self.discarded = False  # whether the step can't be measured
-        self.moved = False  # whether weights moved before the gradient was computed
-        self._selection = capture.selection
-        self._unsharded = UnshardedParameters(capture.selection, agree)
-        self._history = history
-        self._fail = fail
-        self._generator = generator
-        self._gradient: FinalGradient | None = None
-        self._steps: ParameterSteps | None = None
-        self._out = Outgoing()
+    capture: Capture
+    history: RunHistory
+    fail: Callable[[str, Exception], None]
+    generator: np.random.Generator
+    probe: ProbeStep | None
+    unsharded: UnshardedParameters
+    whole: WholeModel
+    refused: str = ""
+    around: list[Tensor] = field(default_factory=list)
+    _unreached: dict[str, str] = field(default_factory=dict)
+    _steps: ParameterSteps | None = None
+
+    def __post_init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._layers = FinalGradient(self.history, self.generator, self.capture.passes)
 
     @torch.no_grad()
-    def gradient_is_final(
-        self, *, steps: bool, scale: Tensor | None = None, skipped: Tensor | None = None
-    ) -> None:
+    def gradient_is_final(self, optimizer: Optimizer | None) -> None:
         """Compute e, and copy the parameters: the gradients are those that the optimizer will use.
 
         Args:
-            steps: whether an optimizer step follows.
-            scale: the number by which a fused optimizer divides them in its step (AMP); None: 1.
-                An optimizer that unscales AMP gradients itself writes them back.
-            skipped: > 0 if a fused optimizer found inf and skips this step.
+            optimizer: the optimizer that is about to step; None: no step follows.
         """
-        self._gradient = None  # left over from an earlier attempt at this step, which raised
+        steps = optimizer is not None
+        # A fused optimizer divides AMP gradients by the scale itself, or finds inf and skips the
+        # step; the scaler leaves both here.
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        scale = scale if isinstance(scale, Tensor) else None
+        self._reset()  # an earlier attempt at this step may have raised
         self._unreached.clear()
-        self._out = Outgoing()
-        self._out.flags["skipped"] = [] if skipped is None else [skipped]
-        reached = self._capture.finish()
-        self._whole.gradient_is_final(self._capture, self._out.flags)
-        self._unreached |= self._capture.unreached
+        found = self._layers
+        found.out.flags["skipped"] = [skipped] if isinstance(skipped, Tensor) else []
+        reached = self.capture.finish()
+        self.whole.gradient_is_final(self.capture, found.out.flags)
+        self._unreached |= self.capture.unreached
         try:
             # Of all due parameters: the layers that were reached differ between ranks.
-            self._unsharded.gradients(set(map(id, self._selection.due_parameters)))
+            self.unsharded.gradients(set(map(id, self.capture.selection.due_parameters)))
             pieces = [piece for layer in reached for piece in layer.pieces]
             self._steps = ParameterSteps(
-                pieces,
-                self._history,
+                [*pieces, *self.unsharded.others(pieces)],
+                self.history,
                 scale=scale,
-                new=not self._history.knows({layer.path for layer in reached}),
+                new=not self.history.knows({layer.path for layer in reached}),
             )
-            found = self._gradient = FinalGradient(
-                reached,
-                self._history,
-                self._steps,
-                self._generator,
-                self._capture.passes,
-                self._out,
-                updates=steps,
-            )
+            found.start(reached, self._steps, updates=steps)
             unscaled = gradient if scale is None else lambda p: gradient(p) / scale
             self._measure(tuple(reached), found.begin, unscaled)
         finally:
-            self._unsharded.settle()
+            self.unsharded.settle()
         with _without_autocast(x.G for x in found.measured.values()):
             found.finish(self._lose)
         if steps:
             self._steps.keep_parameters()
-            self._unsharded.keep(self._steps)
-        if self._probe is not None:
-            self._probe.gradient_is_final(self._capture, updates=steps)
+        if self.probe is not None:
+            self.probe.gradient_is_final(self.capture, updates=steps)
         if not steps:
             self._finish()
-
-    @property
-    def _measured(self) -> dict[str, LayerInProgress]:
-        return {} if self._gradient is None else self._gradient.measured
 
     @torch.no_grad()
     def updated(self) -> None:
         """Compute u and d: the optimizer has stepped."""
-        self._whole.updated(self._out.flags)
-        if self._probe is not None:  # first, while the copies of all parameters still exist
-            self._probe.attended()
-        if self._steps is None or not (self._measured or self._unsharded.all_participate):
+        found, out = self._layers, self._layers.out
+        self.whole.updated(out.flags)
+        if self.probe is not None:  # first, while the copies of all parameters still exist
+            self.probe.attended()
+        if self._steps is None or not (found.measured or self.unsharded.all_participate):
             return
         self._steps.stepped()
-        measured = self._measured.items() if self._selection.shards else ()
+        measured = found.measured.items() if self.capture.selection.shards else ()
         apart = {path: x.layer for path, x in measured if spread(x.layer)}
         try:
-            self._unsharded.updates()
-            taken = partial(self._unsharded.taken, self._steps)
-            self._measure(apart.values(), self._update, taken)
+            self.unsharded.updates()
+            self._measure(apart.values(), self._update, self._steps.update_of)
         finally:
-            self._unsharded.settle()
-        assert self._gradient is not None
-        with _without_autocast(x.G for x in self._measured.values()):
-            for block in self._gradient.blocks:
-                block.update(self._change, self._measured.keys() - apart, self._lose)
+            self.unsharded.settle()
+        with _without_autocast(x.G for x in found.measured.values()):
+            for block in found.blocks:
+                block.update(self._change, found.measured.keys() - apart, self._lose)
         self._finish()  # first: the product with γ overwrites the difference
-        self._out.flags["gradient_changed"] = [self._steps.finish_update()]
-        if self._probe is not None:
-            self._probe.updated()
-            for path, moved in self._probe.realised.items():
-                columns = dict(zip(names_of(REALISED), moved.products, strict=True))
-                self._out.add("moves", [path], columns)
-                self._out.add("layers", [path], {}, moved=moved.total)
-            if self._probe.loss_change is not None:
-                change, changes = self._probe.loss_change
-                self._out.flags["loss_change"] = [change]
-                self._out.flags["loss_changes"] = [] if changes is None else [changes]
+        out.flags["gradient_changed"] = [self._steps.finish_update()]
+        if self.probe is not None:
+            self.probe.updated(out)
 
     @torch.no_grad()
     def applied(self) -> None:
         """Compute a, as the next step begins or training ends."""
         if self._steps is not None and "w_w" in self._steps.products:
             differs = self._steps.applied()
-            self._out.flags["weights_changed"] = [] if differs is None else [differs]
+            self._layers.out.flags["weights_changed"] = [] if differs is None else [differs]
 
-    def discard(self) -> None:
+    @torch.no_grad()
+    def norms(self) -> Sequence[Tensor]:
+        """Return ‖θ‖ of every parameter, which shows whether an optimizer moves it."""
+        weights = [part_of(p) for p in self.capture.selection.parameters]
+        return torch._foreach_norm(weights) if weights else ()
+
+    def discard(self, why: str) -> None:
         """Drop the step: it can't be measured."""
-        self._measured.clear()
-        self._out = Outgoing()
-        self.discarded = True
-        if self._probe is not None:
-            self._probe.discard()
+        self._reset()
+        self.refused = why
+        if self.probe is not None:
+            self.probe.discard()
 
     @torch.no_grad()
     def contribution(self, number: int) -> RankContribution:
@@ -190,34 +168,35 @@ class MeasuredStep:
         Args:
             number: number of the step.
         """
-        steps, probe, passes, capture = (
-            self._steps,
-            self._probe,
-            self._capture.passes,
-            self._capture,
-        )
-        self._out.flags |= {
+        steps, probe, capture, found = self._steps, self.probe, self.capture, self._layers
+        passes = capture.passes
+        found.out.flags |= {
+            "around": self.around,
             "loss_gradients": [*passes.losses],
             "zeroed": [*passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
-        sums, flags, attention = fetch(self._out, {} if probe is None else probe.attention())
-        notes = [*self._capture_notes(), *(() if probe is None else probe.notes)]
+        sums, flags, attention = fetch(found.out, {} if probe is None else probe.attention())
+        notes = capture.notes()
+        notes += [note.format(listed(paths)) for note, paths in found.noted.items()]
+        notes += () if probe is None else probe.notes
         part = make_contribution(
             sums,
             flags,
-            {} if self._gradient is None else self._gradient.pieces,
+            found.pieces,
             () if steps is None else steps.keys,
             StepReport(number, {}, self._unreached, 0.0, tuple(notes)),
             keeps_gradient=steps is not None and steps.has_copies,
         )
-        if self.moved:
+        before, after = np.array(flags["around"]).reshape(2, -1)
+        moved = "" if np.array_equal(before, after, equal_nan=True) else _MOVED
+        if refused := tuple(why for why in (*part.refused, self.refused, moved) if why):
             report = StepReport(number, {}, {}, 0.0, tuple(notes))
-            part = RankContribution(report, refused=(*part.refused, _MOVED_BEFORE))
-        self._whole.describe(part, flags)
-        if not (part.refused or self.discarded):
+            part = replace(part, report=report, sums=NO_SUMS, refused=refused)
+        self.whole.describe(part, flags)
+        if not part.refused:
             given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
             gradients, zeroed = passes.told(*given)
             part.report = replace(
@@ -228,17 +207,12 @@ class MeasuredStep:
                 batch=tuple(map(float, flags["batch"])),
                 next_batch=tuple(map(float, flags["next_batch"])),
             )
-        part.rows_lost = (*part.rows_lost, *self._refused)
-        self._history.learn(part)
+        part.rows_lost = tuple(path for path in found.reached if path not in part.sums.paths)
+        self.history.learn(part)
         if probe is not None and not part.refused:
             part.attention = {path: merge(calls) for path, calls in attention.items()}
             part.no_attention = dict(probe.refused)
         return part
-
-    def _capture_notes(self) -> list[str]:
-        notes = self._capture.notes()
-        noted = {} if self._gradient is None else self._gradient.noted
-        return [*notes, *(note.format(listed(paths)) for note, paths in noted.items())]
 
     def _measure(
         self,
@@ -254,7 +228,7 @@ class MeasuredStep:
             part: returns what this rank has of a parameter's tensor.
         """
         with _without_autocast(layer.parameters[0] for layer in layers):
-            for layer, parts in self._unsharded.gathered(layers, part):
+            for layer, parts in self.unsharded.gathered(layers, part):
                 try:
                     if parts is None:
                         raise Refused(WHY_NOT)
@@ -264,41 +238,35 @@ class MeasuredStep:
 
     def _lose(self, path: str, error: Exception) -> None:
         """Drop a layer and its rows from this step, and report why."""
-        self._capture.rows[path].release()
-        if self._gradient is not None:
-            self._gradient.forget(path)
+        self.capture.rows[path].release()
+        self._layers.forget(path)
         if isinstance(error, Refused):
             self._unreached[path] = str(error)
-            self._refused.add(path)
         else:
-            self._fail(path, error)
+            self.fail(path, error)
 
     def _update(self, layer: Layer, parts: Parts) -> None:
         """Compute d of a layer whose update was all-gathered."""
-        assert self._gradient is not None
-        for block in self._gradient.blocks:
+        for block in self._layers.blocks:
             block.update(partial(self._change, parts=parts), (layer.path,), self._lose)
 
     def _change(self, layer: Layer, parts: Parts | None = None) -> Change:
         """Return the change of a layer's weight and bias; `parts` are its all-gathered pieces."""
         assert self._steps is not None
-        taken = self._steps.taken
-        change = layer.change({**taken, **parts} if parts else taken)
-        if self._probe is not None:
-            self._probe.take(layer.path, change)
+        change = layer.change({**self._steps.taken, **parts} if parts else self._steps.taken)
+        if self.probe is not None:
+            self.probe.take(layer.path, change)
         return change
 
     def _finish(self) -> None:
         """Finish the sums of all layers, and release their rows."""
-        if self._gradient is None:
-            return
-        measured, blocks = self._measured, self._gradient.blocks
-        with _without_autocast(x.G for x in measured.values()):
-            for block in blocks:
+        found = self._layers
+        with _without_autocast(x.G for x in found.measured.values()):
+            for block in found.blocks:
                 with losing(block.layers, self._lose):
-                    block.send(self._out, measured, self._generator)
-        measured.clear()
-        blocks.clear()
+                    block.send(found.out, self.generator)
+        found.measured.clear()
+        found.blocks.clear()
 
 
 @contextmanager

@@ -152,14 +152,13 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
     # Of all rows where every rank knows them, else of the sampled rows.
     some = (entries["row"] < 0) == layers["knows_scales"][entries["layer"]]
     some &= counted["entries"] & (entries["key"] < of_entries[entries["layer"]])
-    equations, of_rank = (of["equations"][counted["equations"]] for of in (tables, ranks))
     sums = StepSums(
         paths,
         tuple(abouts[path] for path in paths),
         layers,
         rows=rows,
         entries=entries[some],
-        equations=_added(equations, of_rank, counts.sum(0)),
+        equations=_added(tables["equations"][counted["equations"]], counts.sum(0)),
         moves=in_order(tables["moves"][counted["moves"]]),
     )
     sums = sums.with_rows(kept[np.argsort(rows["layer"][kept], kind="stable")])
@@ -209,25 +208,20 @@ def _layers(
     return found
 
 
-def _added(lines: Table, rank: Index, ranks: Index) -> Table:
+def _added(lines: Table, ranks: Index) -> Table:
     """Return the equations with h summed over the ranks, where every rank has them.
 
     Args:
         lines: the equations of all ranks.
-        rank: the rank of each.
         ranks: number of ranks that count, of each layer.
     """
-    of = 2 * lines["layer"].astype(np.int64) + lines["of_bias"].astype(np.int64)
-    order = np.lexsort((rank, of))
-    lines, of, rank = lines[order], of[order], rank[order]
-    # The place of an equation among those of its rank.
-    place = _places(of * len(ranks) + rank)
-    _, first, same, number = np.unique(
-        of * len(lines) + place, return_index=True, return_inverse=True, return_counts=True
+    which = np.stack([lines[name] for name in ("layer", "of_bias", "number")])
+    _, first, same, count = np.unique(
+        which, axis=1, return_index=True, return_inverse=True, return_counts=True
     )
     found: Table = lines[first]
-    found["h"] = np.bincount(same, lines["h"], len(first))
-    return found[number == ranks[found["layer"]]]
+    found["h"] = np.bincount(same.reshape(-1), lines["h"], len(first))
+    return found[count == ranks[found["layer"]]]
 
 
 def _places(ordered: Index) -> Index:
@@ -241,12 +235,9 @@ def _without_parts(sums: StepSums, world: int) -> StepSums:
     layers = sums.layers
     lacks = layers["partial"] & (layers["ranks"] < world)
     layers["reason"][lacks & (layers["reason"] == "")] = "ranks"
-    undefined = [_OF_PARAMETERS if some else () for some in lacks]
-    about = [
-        replace(of, undefined=(*of.undefined, *more))
-        for of, more in zip(sums.about, undefined, strict=True)
-    ]
-    return replace(sums, about=tuple(about))
+    pairs = zip(sums.about, lacks.tolist(), strict=True)
+    more = (replace(of, undefined=of.undefined + _OF_PARAMETERS * some) for of, some in pairs)
+    return replace(sums, about=tuple(more))
 
 
 def _report(
@@ -295,16 +286,13 @@ def _trains_with(first: RankContribution, other: RankContribution) -> bool:
     """Whether the optimizers of two ranks get the same gradients of the same layers."""
     if first.report.turn != other.report.turn:
         return False
-    place = {path: i for i, path in enumerate(other.sums.paths)}
-    layers, rounding = first.sums.layers, first.sums.rounding
-    for i, path in enumerate(first.sums.paths):
-        if path not in place or layers["partial"][i]:
-            continue
-        mine, others = layers["gamma_gamma"][i], other.sums.layers["gamma_gamma"][place[path]]
-        larger = max(mine, others)
-        if abs(mine - others) > LIKENESS_TOLERANCE * larger and larger > rounding[i] ** 2:
-            return False
-    return True
+    place, layers = {path: i for i, path in enumerate(other.sums.paths)}, first.sums.layers
+    both = [i for i, p in enumerate(first.sums.paths) if p in place and not layers["partial"][i]]
+    mine = layers["gamma_gamma"][both]
+    others = other.sums.layers["gamma_gamma"][[place[first.sums.paths[i]] for i in both]]
+    larger = np.maximum(mine, others)
+    is_known = larger > first.sums.rounding[both] ** 2
+    return not (is_known & (abs(mine - others) > LIKENESS_TOLERANCE * larger)).any()
 
 
 def _make_up_the_gradient(sums: StepSums) -> bool:

@@ -1,7 +1,7 @@
 """Readings from the numbers on the host, with notes for the reader."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +13,11 @@ from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
-from adiv_monitor.step.gradient_check import earlier_share, settled
+from adiv_monitor.step.gradient_check import settled
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
+_ALONE = "Their readings are estimated from rows alone."
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
     "ranks": "Rows of {} are missing from other ranks",
@@ -86,18 +87,20 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     readings = _readings(sums, measured, part, broken)
     attention, of_attention = _attention(part.attention, part.no_attention)
     update_lost = part.weights_changed and not part.has_applied
+    verbs = {what: "are" if what.endswith("s") else "is" for what in broken}
+    told = [
+        *((f"The {what} of {{}} {verbs[what]} not finite.", of) for what, of in broken.items()),
+        *((f"{why}. {_ALONE}", np.array(reasons, "<U8") == of) for of, why in _FROM_ROWS.items()),
+        (_GRADIENT_LOST, np.full(len(paths), part.gradient_lost)),
+        (_UPDATE_LOST, np.full(len(paths), update_lost)),
+        (_IDLE, _is_idle(sums, measured)),
+        (_ZEROED, sums.was_zeroed),
+        (_ROUNDED, _is_rounded(sums)),
+    ]
     notes = [*report.notes]
-    for what, which in broken.items():
-        verb = "are" if what.endswith("s") else "is"
-        notes += _told(f"The {what} of {{}} {verb} not finite.", paths, which)
-    for reason, sentence in _FROM_ROWS.items():
-        sentence += ". Their readings are estimated from rows alone."
-        notes += _told(sentence, paths, [of == reason for of in reasons])
-    notes += _told(_GRADIENT_LOST, paths, [part.gradient_lost] * len(paths))
-    notes += _told(_UPDATE_LOST, paths, [update_lost] * len(paths))
-    notes += _told(_IDLE, paths, _is_idle(sums, measured))
-    notes += _told(_ZEROED, paths, sums.was_zeroed)
-    notes += _told(_ROUNDED, paths, _is_rounded(sums))
+    for sentence, which in told:
+        if which.any():
+            notes.append(sentence.format(listed([paths[i] for i in np.flatnonzero(which)])))
     # The sum of gradients that were zeroed one by one, as of single samples, is none of the last.
     zeroed = 0 if "more" in reasons else report.zeroed_passes
     return replace(
@@ -110,17 +113,11 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     )
 
 
-def _told(sentence: str, paths: Sequence[str], which: Iterable[bool]) -> list[str]:
-    """Return a note on some of the layers, if there are any."""
-    named = [path for path, is_so in zip(paths, which, strict=True) if is_so]
-    return [sentence.format(listed(named))] if named else []
-
-
 def _is_idle(sums: StepSums, found: Measured) -> Mask:
     """Return whether all sampled rows have a zero gradient, but others do not."""
     some = (sums.active == 0) & (sums.seen < sums.layers["total"])
     share = found.values["idle_share"][0] if sums.paths else np.zeros(0)
-    is_idle: Mask = some & (share < 1) & ~np.isnan(_factors(sums))
+    is_idle: Mask = some & (share < 1) & ~np.isnan(sums.layers["gradient_factor"])
     return is_idle
 
 
@@ -133,12 +130,6 @@ def _is_rounded(sums: StepSums) -> Mask:
     # The rounding error of a difference of two such numbers is 0.3 of their last digit.
     found: Mask = (layers["moved"] > 0) & (d_d != 0) & (r_r < layers["precision"] ** 2 * z_z)
     return found
-
-
-def _factors(sums: StepSums) -> Array:
-    """Return the factors of the gradients, without the averaging by the backward passes."""
-    layers = sums.layers
-    return np.where(layers["gamma_gamma"] > 0, layers["factor"] / layers["averaged"], np.nan)
 
 
 def _non_finite(sums: StepSums) -> dict[str, Mask]:
@@ -173,7 +164,7 @@ def _readings(
     names = [name for name in found.values if name in MEASURES]
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()
     levels = {name: of.tolist() for name, of in found.quantiles.items()}
-    factors, idle, readings = _factors(sums), sums.seen - sums.active, {}
+    idle, readings = sums.seen - sums.active, {}
     for i, (path, about) in enumerate(zip(sums.paths, sums.about, strict=True)):
         values, errors, known = (dict(zip(names, of, strict=True)) for of in numbers[i])
         own = {n: v for n, v in values.items() if known[n] and n not in about.undefined}
@@ -183,10 +174,10 @@ def _readings(
             rows_seen=int(sums.seen[i]),
             rows_total=int(sums.layers["total"][i]),
             rows_without_gradient=int(idle[i]),
-            gradient_factor=float(factors[i]),
+            gradient_factor=float(sums.layers["gradient_factor"][i]),
             features=about.features,
             non_finite=tuple(what for what, which in broken.items() if which[i]),
-            earlier_share=earlier_share(sums, i),
+            earlier_share=float(sums.layers["earlier_share"][i]),
             module=about.module,
             standard_error={n: errors[n] for n in own if errors[n]},
             scale_quantiles=spread.get("scale", ()),

@@ -61,7 +61,7 @@ class ParameterSteps:
                 buffer.div_(scale.to(buffer.device))
         self._gamma = self._copied.views
         self.keys = self._copied.keys
-        self.products = {"gamma_gamma": self._copied.squares()}
+        self.products = {"gamma_gamma": self._copied.dots(self._copied)}
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -94,17 +94,9 @@ class ParameterSteps:
         flat.apply(torch._foreach_copy_, tensors)
         return flat
 
-    def before(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the parameter before the step; None if there is no copy, or no longer."""
-        key = self._whole.get(id(parameter))
-        if key is None or self._before is None or self._before is self._taken:
-            return None
-        return self._before.views.get(key)
-
-    def update_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return w of a parameter after the optimizer's step; None if there is no copy of it."""
-        key = self._whole.get(id(parameter))
-        return None if key is None else to_compute_dtype(self.taken[key])
+    def update_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return w of a parameter of which a piece is the whole, after the optimizer's step."""
+        return to_compute_dtype(self.taken[self._whole[id(parameter)]])
 
     def gamma(self, parts: Parts) -> Parts:
         """Return γ of every piece, with those that were all-gathered."""
@@ -133,8 +125,7 @@ class ParameterSteps:
         """
         w = self._taken
         assert w is not None
-        # Beside those of a it is rounded as they are, so that the cosine of what is equal is 1.
-        self.products["w_w"] = w.dots(w) if self._keeps_update else w.squares()
+        self.products["w_w"] = w.dots(w)
         if self._copied is not None:
             self.products["w_gamma"] = w.dots(self._copied)
         else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,42 +22,23 @@ from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.sums import MOVES, REALISED
+from adiv_monitor.maths.sums import MOVES, REALISED, names_of
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.batch import Batch, Losses
 from adiv_monitor.probe.rows import ProbeRows, RowsOfLayer
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
+from adiv_monitor.step.transfer import Outgoing
 from adiv_monitor.step.vectors import Change
 
 T = TypeVar("T")
-
-
-class Moved(NamedTuple):
-    """The realised move of a layer's rows on the probe.
-
-    Attributes:
-        total: number of all rows; some of them are sampled.
-        products: the dot products of `REALISED`, each (rows,); those with G are NaN if the probe's
-            loss is not known.
-    """
-
-    total: int
-    products: Sequence[Tensor]
 
 
 _NO_ATTENTION = (
     "No attention of trained weights was seen: only scaled_dot_product_attention is known, which "
     "nn.MultiheadAttention calls with need_weights=False."
 )
-_NO_LOSS = {
-    "realised": "realised_cosine is missing: it needs the loss; pass it as `realised=`.",
-    "attention": (
-        "The cosines of attention are missing: they need the loss; pass it as `loss=` or "
-        "`realised=`."
-    ),
-}
 
 
 @dataclass(eq=False)
@@ -98,22 +79,17 @@ class ProbeStep:
         selection: the parameters to measure.
 
     Attributes:
-        realised: by layer, the realised move.
-        loss_change: mean change of the loss, and that of each sample, (samples,).
         notes: notes on what is missing, and why.
     """
 
     def __init__(self, probing: Probing, selection: Selection) -> None:
-        self.realised: dict[str, Moved] = {}
-        self.loss_change: tuple[Tensor, Tensor | None] | None = None
         self.notes: list[str] = []
         self._probing, self._selection = probing, selection
         self._attentions: Attentions | None = None
         self._before: dict[nn.Parameter, Tensor] = {}
         self._layers: dict[str, RowsOfLayer] = {}
         self._losses: Losses | None = None
-        self._seed = 0
-        self._capture: Capture
+        self._recording: Callable[..., ProbeRows]
 
     def put_on(self) -> None:
         """Start recording the first forward pass, if there is no probe yet."""
@@ -141,26 +117,20 @@ class ProbeStep:
             updates: whether an optimizer step follows.
         """
         self.discard()
-        self._capture = capture
-        self._safely(self._begin, updates)
+        self._safely(self._begin, capture, updates)
 
-    def _begin(self, updates: bool) -> None:
+    def _begin(self, capture: Capture, updates: bool) -> None:
         probing = self._probing
         if not probing.batch.is_fixed:
             probing.batch.fix()
         self._before = {p: p.detach().clone() for p in trainable(probing.model) if is_plain(p)}
-        self._seed = int(probing.generator.integers(2**62))
+        seed = int(probing.generator.integers(2**62))
+        self._recording = partial(ProbeRows, probing.model, capture, probing.max_rows, seed)
         if "attention" in probing.measures:
-            self._attentions = Attentions(
-                self._selection,
-                probing.generator,
-                lambda path, error: probing.fail(f"attention of '{path}'", error),
-            )
-        self._run(
-            partial(self._before_step, is_realised=updates and "realised" in probing.measures)
-        )
+            self._attentions = Attentions(self._selection, probing.generator, probing.fail)
+        self._run(partial(self._before_step, updates and "realised" in probing.measures))
 
-    def _before_step(self, *, is_realised: bool) -> None:
+    def _before_step(self, is_realised: bool) -> None:
         rows = self._recording(self._attentions, features=is_realised)
         # The graph outlives the step: what it holds of parameters are their values before.
         with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
@@ -172,30 +142,19 @@ class ProbeStep:
             self._attentions.begin(knows_loss=knows_loss)
             self.notes += [] if self._attentions.saw_any else [_NO_ATTENTION]
 
-    def _recording(
-        self, attentions: Attentions | None = None, *, features: bool = False
-    ) -> ProbeRows:
-        probing = self._probing
-        given = probing.model, self._capture, probing.max_rows, self._seed, attentions
-        return ProbeRows(*given, features=features)
-
     def _differentiate(self, rows: ProbeRows, losses: Losses | None) -> bool:
         """Take the gradients of the loss; return whether they are known, and note why not."""
-        batch = self._probing.batch
-        if losses is None and self._probing.loss is None:
-            self.notes += [_NO_LOSS[measure] for measure in self._probing.measures]
-        elif losses is None:
-            self.notes.append(f"The loss on the probe is not known: {batch.why_no_loss}.")
-        else:
-            self._losses = Losses(losses.whole.detach(), losses.samples)
-            try:
-                rows.differentiate(losses.whole)
-            except RuntimeError as error:  # as of a re-entrant checkpoint
-                first_line = str(error).partition("\n")[0]
-                self.notes.append(f"The probe's gradient is not known: {first_line}.")
-            else:
-                return True
-        return False
+        if losses is None:
+            self.notes.append(self._probing.batch.why_no_loss)
+            return False
+        self._losses = Losses(losses.whole.detach(), losses.samples)
+        try:
+            rows.differentiate(losses.whole)
+        except RuntimeError as error:  # as of a re-entrant checkpoint
+            first_line = str(error).partition("\n")[0]
+            self.notes.append(f"The probe's gradient is not known: {first_line}.")
+            return False
+        return True
 
     def attended(self) -> None:
         """Measure how the optimizer's step moved the scores, while its copies still exist."""
@@ -212,15 +171,15 @@ class ProbeStep:
             assert layer.features is not None
             layer.d = layer.features.move(*change)
 
-    def updated(self) -> None:
-        """Run the model with the parameters half-way and after the step."""
+    def updated(self, out: Outgoing) -> None:
+        """Run the model with the parameters half-way and after the step; send what moved."""
         if self._layers:
-            self._safely(self._compare)
+            self._safely(self._compare, out)
         self._layers.clear()
         self._before.clear()
 
     @torch.no_grad()
-    def _compare(self) -> None:
+    def _compare(self, out: Outgoing) -> None:
         for parameter, old in self._before.items():
             old.lerp_(parameter, 0.5)
         half = self._run(self._again)[0]
@@ -238,7 +197,8 @@ class ProbeStep:
                 b = r - 2 * (layer.z - z_half)
                 vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
                 products = [torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in REALISED]
-                self.realised[path] = Moved(layer.total, products)
+                out.add("moves", [path], dict(zip(names_of(REALISED), products, strict=True)))
+                out.add("layers", [path], {}, moved=layer.total)
         if lost:
             self.notes.append(
                 f"The real change of {listed(lost)} is not known: it has other calls or rows when "
@@ -246,12 +206,12 @@ class ProbeStep:
             )
         before = self._losses
         if before is not None and losses is not None:
-            pair = losses.samples, before.samples
-            each = None if pair[0] is None or pair[1] is None else pair[0] - pair[1]
-            self.loss_change = (losses.whole - before.whole).detach(), each
+            out.flags["loss_change"] = [(losses.whole - before.whole).detach()]
+            if losses.samples is not None and before.samples is not None:
+                out.flags["loss_changes"] = [losses.samples - before.samples]
 
     def _again(self) -> tuple[dict[str, RowsOfLayer], Losses | None]:
-        with (rows := self._recording()):
+        with (rows := self._recording(features=False)):
             losses = self._probing.batch.run()
         return rows.of_layers(), losses
 
@@ -272,8 +232,7 @@ class ProbeStep:
 
     def discard(self) -> None:
         """Drop all results: the step can't be measured, or is tried again."""
-        self.realised.clear()
         self.notes.clear()
         self._layers.clear()
         self._before.clear()
-        self._attentions = self._losses = self.loss_change = None
+        self._attentions = self._losses = None

@@ -113,7 +113,6 @@ def make_contribution(
         ),
         sums=sums,
         misdescribed=misdescribed,
-        rows_lost=(*misdescribed, *lost),
         checked=tuple(path for path, error in errors.items() if error <= RULE_TOLERANCE),
     )
 

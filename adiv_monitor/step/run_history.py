@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -30,20 +29,6 @@ def _cheapest(sums: StepSums) -> str | None:
     return sums.paths[min(telling, key=cost.__getitem__)] if telling else None
 
 
-class Untrained(NamedTuple):
-    """A parameter that the optimizer does not step: it does not hold it, or it has no gradient.
-
-    Attributes:
-        parameter: the parameter.
-        version: its version as the step began.
-        norm: norm of some of its entries then.
-    """
-
-    parameter: ref[Tensor]
-    version: int
-    norm: float
-
-
 @dataclass
 class RunHistory:
     """The run history; until the first measured step, everything is considered possible.
@@ -65,7 +50,8 @@ class RunHistory:
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
         weights: some weights of earlier steps.
-        untrained: by id, the parameters that the optimizer did not step in the last step.
+        untrained: by id, the parameters that the optimizer did not step in the last step, as it
+            does not hold them or they had no gradient, with version and norm as it began.
     """
 
     gradient_changes: bool = True
@@ -81,7 +67,7 @@ class RunHistory:
     flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
-    untrained: dict[int, Untrained] = field(default_factory=dict)
+    untrained: dict[int, tuple[ref[Tensor], int, float]] = field(default_factory=dict)
 
     def learn(self, part: RankContribution) -> None:
         """Record what a step showed; a change is expected from then on, even if seen only once."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import median, median_low
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from adiv_monitor.step.ranks import tell, told, untell
 # behind, and until all ranks know the interval that the first rank has set.
 _READ, _SHORTEST = 8, 20
 _FIRST, _LEAST = (10, 100), 100  # unless an interval was asked for: besides the first step
-
-Mark = TypeVar("Mark")
 
 
 class Unasked(float):
@@ -57,7 +55,7 @@ class Schedule:
         self._measures = True  # the coming step, as the first
         self._costs: deque[float] = deque(maxlen=9)
         self._name = ""  # of what is measured
-        self._times: StepTimes[Any] | None = None  # None: no steps are timed
+        self._times: StepTimes | None = None  # None: no steps are timed
         self._next = 0  # number of the step to measure next
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
@@ -148,7 +146,7 @@ def interval(cost: float, bound: float, least: int) -> int:
     return max(least, rounded)
 
 
-class StepTimes(Generic[Mark]):
+class StepTimes:
     """Timer of some steps, each from the end of the previous step to its own end.
 
     A measured step is timed together with the next one, in which its report is completed. No device
@@ -159,13 +157,11 @@ class StepTimes(Generic[Mark]):
         passed: returns seconds between two marks; None until the device has reached both.
     """
 
-    def __init__(
-        self, now: Callable[[], Mark], passed: Callable[[Mark, Mark], float | None]
-    ) -> None:
+    def __init__(self, now: Callable[[], Any], passed: Callable[[Any, Any], float | None]) -> None:
         self._now, self._passed = now, passed
         self._marks = [now()]  # marks of the current step
         self._is_open = False  # whether a measured step has ended, and the next one has not
-        self._waiting: deque[tuple[deque[list[float]], list[Mark]]] = deque()
+        self._waiting: deque[tuple[deque[list[float]], list[Any]]] = deque()
         self._plain: deque[list[float]] = deque(maxlen=32)
         self._measured: deque[list[float]] = deque(maxlen=32)
 
@@ -208,10 +204,10 @@ class StepTimes(Generic[Mark]):
         return costs
 
 
-def step_times(parameter: Tensor) -> StepTimes[Any]:
+def step_times(parameter: Tensor) -> StepTimes:
     """Return a timer for the steps of a model with this parameter."""
     if not parameter.is_cuda:  # the device has done its work when Python goes on
-        return StepTimes(time.perf_counter, _between)
+        return StepTimes(time.perf_counter, lambda start, end: end - start)
 
     device = parameter.device
 
@@ -225,10 +221,6 @@ def step_times(parameter: Tensor) -> StepTimes[Any]:
         return start.elapsed_time(end) / 1000 if happened else None
 
     return StepTimes(now, passed)
-
-
-def _between(start: float, end: float) -> float:
-    return end - start
 
 
 def _is_captured() -> bool:

@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from types import FrameType
 from typing import Any, NamedTuple
@@ -107,34 +108,32 @@ def _stack() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@dataclass(eq=False)
 class Others:
     """Follows the steps of all optimizers, by torch's global hooks.
 
     Steps within the monitor's own optimizer's step, and after it, are a part of it.
 
-    Args:
+    Attributes:
         own: the monitor's optimizer; None: it has none, and other steps are of no interest.
         parameters: the parameters whose versions are compared before and after a step.
         failures: handler of exceptions.
-
-    Attributes:
         begun: number of all steps, of any optimizer, that have begun.
         writes: class names of the other optimizers that stepped, and how many of their steps wrote
             to the parameters.
     """
 
-    def __init__(
-        self, own: Optimizer | None, parameters: Sequence[Tensor], failures: Failures
-    ) -> None:
-        self.begun = 0
-        self.writes = Counter[str]()
-        self._own = own
-        self._has_begun = own is None  # the monitor's optimizer
-        self._parameters = parameters
-        self._failures = failures
-        self._drop: Callable[[], object] = list
-        self._before: list[int] | None = None
-        self._handles: list[RemovableHandle] = []
+    own: Optimizer | None
+    parameters: Sequence[Tensor]
+    failures: Failures
+    begun: int = 0
+    writes: Counter[str] = field(default_factory=Counter)
+    _drop: Callable[[], object] = list
+    _before: list[int] | None = None
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._has_begun = self.own is None  # the monitor's optimizer
 
     def follow(self, overtaken: Callable[[], object]) -> None:
         """Put the hooks on; call `leave` afterwards, even if this raises.
@@ -148,7 +147,7 @@ class Others:
         def guarded(body: Callable[["Others", Optimizer], None]) -> Callable[..., None]:
             def hook(stepping: Optimizer, *args: Any) -> None:
                 if (others := me()) is not None:
-                    others._failures.safely(body, others, stepping)
+                    others.failures.safely(body, others, stepping)
 
             return hook
 
@@ -164,7 +163,7 @@ class Others:
 
     def _begins(self, stepping: Optimizer) -> None:
         self.begun += 1
-        self._has_begun |= stepping is self._own
+        self._has_begun |= stepping is self.own
         self._before = None if self._has_begun else self._versions()
 
     def _ends(self, stepping: Optimizer) -> None:
@@ -176,8 +175,8 @@ class Others:
         self.writes[name] += before != self._versions()
         if self.writes.total() >= _TOO_MANY:
             self._drop()
-            own = type(self._own).__name__
-            self._failures.warn(
+            own = type(self.own).__name__
+            self.failures.warn(
                 "overtaken",
                 f"adiv_monitor: another optimizer ({name}) than the monitor's ({own}) trains the "
                 "parameters. Nothing is measured until the monitor's optimizer steps again; create "
@@ -185,7 +184,7 @@ class Others:
             )
 
     def _versions(self) -> list[int]:
-        return [*map(version, self._parameters)]
+        return [*map(version, self.parameters)]
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure, trainable
 from adiv_monitor.report import Turn
-
-if TYPE_CHECKING:
-    from adiv_monitor.alignment.probe import Probe
 
 
 @dataclass(eq=False)
@@ -34,7 +32,7 @@ class Training:
     attention: bool
     realised: bool | LossOf
     loss: LossOf | None
-    alignment: "Probe | None"
+    alignment: Probe | None
     # The selection so far, with the structure of the model.
     _found: tuple[object, Selection] | None = field(default=None, init=False)
     _drops: list[_DropoutNd] = field(default_factory=list, init=False)

@@ -1,35 +1,20 @@
 """Transfer of all numbers of a step from device to host at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.attention_sums import AttentionSums, tensors_of, with_arrays
+from adiv_monitor.maths.attention_sums import AttentionSums, combined, tensors_of
 from adiv_monitor.maths.sums import TABLES, About, Array, StepSums, Table, blank, in_order
 
+# The arguments of `Outgoing.add`, `known` last.
+_Known = Mapping[str, Index | float]
+_Columns = tuple[str, Sequence[str], Mapping[str, Tensor], Sequence[int] | None, _Known]
 Flags = dict[str, list[Tensor]]  # numbers of the step as a whole, by name; see `Outgoing`
-
-
-class Columns(NamedTuple):
-    """Numbers for some columns of a table.
-
-    Attributes:
-        table: the table.
-        paths: the layers; None: was lost.
-        tensors: by column, for each layer equally many lines.
-        known: by column, numbers that are known on the host: one, or one for each line of a layer.
-        counts: how many lines each layer has; the others are padding.
-    """
-
-    table: str
-    paths: Sequence[str | None]
-    tensors: Mapping[str, Tensor]
-    known: Mapping[str, Index | float]
-    counts: Sequence[int] | None
 
 
 class Outgoing:
@@ -40,6 +25,7 @@ class Outgoing:
 
             - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
             - weights_changed: nonzero if the weights changed after the optimizer's step.
+            - around: norms of all weights before and after an optimizer's closure.
             - skipped: > 0 if a fused optimizer found inf and did nothing.
             - `DOTS`: dot products of pieces of parameters, by `ParameterSteps`.
             - loss_change: realised change of the loss.
@@ -53,7 +39,7 @@ class Outgoing:
     def __init__(self) -> None:
         self.flags: Flags = {}
         self._layers: dict[str, tuple[About, int, dict[str, object]]] = {}
-        self._columns: list[Columns] = []
+        self._columns: list[_Columns] = []
 
     def begin(self, path: str, about: About, seen: int, **known: object) -> None:
         """Add a layer.
@@ -69,13 +55,21 @@ class Outgoing:
     def add(
         self,
         table: str,
-        paths: Sequence[str | None],
+        paths: Sequence[str],
         tensors: Mapping[str, Tensor],
         counts: Sequence[int] | None = None,
         **known: Index | float,
     ) -> None:
-        """Add numbers of layers; see `Columns`."""
-        self._columns.append(Columns(table, paths, tensors, known, counts))
+        """Add numbers of layers.
+
+        Args:
+            table: the table that has them.
+            paths: the layers.
+            tensors: by column, for each layer equally many lines.
+            counts: how many lines each layer has; the others are padding. None: all.
+            known: by column, numbers on the host: one, or one for each line of a layer.
+        """
+        self._columns.append((table, paths, tensors, counts, known))
 
     def forget(self, path: str) -> None:
         """Drop a layer: it was lost."""
@@ -84,7 +78,7 @@ class Outgoing:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of layers."""
-        return [tensor for of in self._columns for tensor in of.tensors.values()]
+        return [x for _, _, tensors, *_ in self._columns for x in tensors.values()]
 
     def sums(self, arrays: Iterator[Array]) -> StepSums:
         """Return the numbers of the layers whose rows are there, in the order of the model.
@@ -92,7 +86,7 @@ class Outgoing:
         Args:
             arrays: `tensors` on the host.
         """
-        arrived = {path for of in self._columns if of.table == "rows" for path in of.paths}
+        arrived = {path for name, of, *_ in self._columns if name == "rows" for path in of}
         number = {path: i for i, path in enumerate(filter(arrived.__contains__, self._layers))}
         about = [self._layers[path] for path in number]
         seen = np.array([seen for _, seen, _ in about], dtype=np.int64)
@@ -103,21 +97,21 @@ class Outgoing:
             for name, value in known.items():
                 layers[name][i] = value
         parts: dict[str, list[Table]] = {name: [blank(name, 0)] for name in TABLES}
-        for of in self._columns:
-            kept = [i for i, path in enumerate(of.paths) if path in number]
-            at = np.array([number[path] for path in of.paths if path in number], dtype=np.int64)
-            found = [next(arrays).reshape(len(of.paths), -1)[kept] for _ in of.tensors]
-            columns = {**dict(zip(of.tensors, found, strict=True)), **of.known}
-            if of.table == "layers":
+        for table, paths, tensors, counts, known in self._columns:
+            kept = [i for i, path in enumerate(paths) if path in number]
+            at = np.array([number[paths[i]] for i in kept], dtype=np.int64)
+            found = [next(arrays).reshape(len(paths), -1)[kept] for _ in tensors]
+            columns: dict[str, Any] = {**dict(zip(tensors, found, strict=True)), **known}
+            if table == "layers":
                 for name, value in columns.items():
                     layers[name][at] = value[:, 0] if isinstance(value, np.ndarray) else value
-            elif of.table == "rows":
+            elif table == "rows":
                 places = starts[at][:, None] + np.arange(found[0].shape[1])
                 for name, value in columns.items():
                     rows[name][places] = value
             else:
-                counts = None if of.counts is None else np.array(of.counts)[kept]
-                parts[of.table].append(_lines(of.table, at, columns, starts[at], counts))
+                own = None if counts is None else np.array(counts)[kept]
+                parts[table].append(_lines(table, at, columns, starts[at], own))
         several = {name: in_order(np.concatenate(of)) for name, of in parts.items()}
         several["rows"] = rows
         return StepSums(tuple(number), tuple(of for of, _, _ in about), layers, **several)
@@ -133,7 +127,7 @@ def _lines(
         at: the layers.
         columns: numbers, (layers, lines), (lines,) or one.
         starts: the first row of each layer.
-        counts: see `Columns`.
+        counts: see `Outgoing.add`.
     """
     width = max(np.shape(value)[-1] for value in columns.values() if np.ndim(value))
     lines = blank(table, (len(at), width))
@@ -152,7 +146,11 @@ def fetch(
     arrays = iter(fetch_tensors([*out.tensors, *of_flags, *of_calls]))
     sums = out.sums(arrays)
     flags = {name: [next(arrays) for _ in of] for name, of in out.flags.items()}
-    found = {path: [with_arrays(call, arrays) for call in of] for path, of in attention.items()}
+
+    def arrived(_: Tensor) -> Array:
+        return next(arrays)
+
+    found = {path: [combined(arrived, call) for call in of] for path, of in attention.items()}
     return sums, flags, found
 
 
@@ -167,20 +165,13 @@ def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
 
 def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:
     """Return float64 arrays of the tensors' shapes, by one transfer from each device."""
+    found: dict[int, Array] = {}
     devices = [tensor.device for tensor in tensors]
-    fetched = {
-        device: iter(
-            _on_host([x for x, own in zip(tensors, devices, strict=True) if own == device])
-        )
-        for device in set(devices)
-    }
-    return [next(fetched[device]) for device in devices]
-
-
-def _on_host(tensors: list[Tensor]) -> list[Array]:
-    """Return float64 copies on the host of tensors on one device."""
-    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    numbers: Array = flat.cpu().double().numpy()
-    ends = np.cumsum([tensor.numel() for tensor in tensors])
-    parts = np.split(numbers, ends[:-1])
-    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    for device in set(devices):
+        own = {i: tensors[i] for i, of in enumerate(devices) if of == device}
+        flat: Tensor = _flatten_dense_tensors([*own.values()])  # type: ignore[no-untyped-call]
+        numbers: Array = flat.cpu().double().numpy()
+        ends = np.cumsum([tensor.numel() for tensor in own.values()])
+        for (i, tensor), part in zip(own.items(), np.split(numbers, ends[:-1]), strict=True):
+            found[i] = part.reshape(tensor.shape)
+    return [found[i] for i in range(len(tensors))]

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.weights.pieces import Parts
+from adiv_monitor.capture.weights.pieces import Parts, Piece
 from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
 from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
-from adiv_monitor.step.parameter_steps import ParameterSteps
 
 WHY_NOT = (
     "its parameters are sharded, and not all ranks took part in gathering them (is there a rank "
@@ -43,7 +42,6 @@ class UnshardedParameters:
         # Of all-gathers that were agreed on and have not begun, tensors with the parts' placement.
         self._pending: deque[Tensor] = deque()
         self._reached: list[nn.Parameter] = []  # with a gradient, in all ranks or in none
-        self._before: dict[int, Tensor] = {}
         self.all_participate = False
 
     def gradients(self, wanted: Collection[int]) -> None:
@@ -53,14 +51,14 @@ class UnshardedParameters:
             wanted: ids of the parameters whose gradients are needed.
         """
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
-        self._before.clear()
         self._pending.clear()
         self.all_participate = self._agree_on("gradient", self._reached)
 
-    def keep(self, steps: ParameterSteps) -> None:
-        """Copy the parameters of which `steps` has no copy, before an optimizer step."""
-        known = [p for p in self._reached if steps.before(p) is None]
-        self._before = {id(p): part_of(p).clone() for p in known}
+    def others(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the parameters to gather of which none of these pieces is the whole, as pieces."""
+        whole = {id(piece.parameter) for piece in pieces if piece.view is None}
+        reached = self._reached if self.all_participate else ()
+        return [Piece(p, -id(p)) for p in reached if id(p) not in whole]
 
     def updates(self) -> None:
         """Agree on gathering the updates."""
@@ -121,15 +119,6 @@ class UnshardedParameters:
             wanted = {id(p) for layer in waiting for p in spread(layer)}
             whole = {key: of for key, of in whole.items() if key in wanted}
         yield from ((layer, None) for layer in waiting)
-
-    def taken(self, steps: ParameterSteps, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of the negative update of a parameter."""
-        before = self._before.pop(id(parameter), None)
-        if before is not None:
-            return to_compute_dtype(before) - to_compute_dtype(part_of(parameter))
-        taken = steps.update_of(parameter)
-        assert taken is not None
-        return taken
 
 
 def spread(layer: Layer) -> Sequence[nn.Parameter]:

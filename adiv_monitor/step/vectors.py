@@ -18,14 +18,13 @@ from torch import Tensor
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import dots, to_device
-from adiv_monitor.maths.sums import Vector, names_of, pairs_of
+from adiv_monitor.maths.sums import VECTORS, names_of, pairs_of
 from adiv_monitor.maths.totals import MOST_ENTRIES
 from adiv_monitor.step.transfer import Outgoing
 
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
-_ORDER = tuple(Vector)
 
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
 STACKED, _TOGETHER = 2**18, 2**24
@@ -69,28 +68,23 @@ class Family:
         first, *others = [x.features for x in layers if x.features is not None]
         self._is_stacked = first.form is not None
         self._features = first.stacked(others) if self._is_stacked else first
-        self._rows = len(layers[0].G)
-        self._scale = self._scale_of_rows()
+        G, shape = layers[0].G, (len(layers[0].G), self._features.groups)
+        scale = self._features.scale() if layers[0].layer.is_direct else None
+        if scale is not None and (scale.shape[-2:] != shape or not scale.is_floating_point()):
+            raise ValueError(
+                f"the features' scale() gave {scale.dtype} of shape {tuple(scale.shape)}, expected "
+                f"real numbers of shape (rows, groups) = {shape}: ‖φ‖² of every row"
+            )
+        self._scale = None if scale is None else scale.to(G.dtype).reshape(len(layers), *shape)
+        self._groups = 0 if scale is None else shape[1]
         if others:
             for x in layers:
                 x.features = None
 
-    def _scale_of_rows(self) -> Float[Tensor, "layers rows groups"] | None:
-        groups, G = self._features.groups, self.layers[0].G
-        scale = self._features.scale() if self.layers[0].layer.is_direct else None
-        if scale is None:
-            return None
-        if scale.shape[-2:] != (self._rows, groups) or not scale.is_floating_point():
-            raise ValueError(
-                f"the features' scale() gave {scale.dtype} of shape {tuple(scale.shape)}, expected "
-                f"real numbers of shape (rows, groups) = {(self._rows, groups)}: ‖φ‖² of every row"
-            )
-        return scale.to(G.dtype).reshape(len(self.layers), self._rows, groups)
-
-    def move(self, changes: Sequence[Change], of: Mapping[Vector, Tensor], vector: Vector) -> None:
+    def move(self, changes: Sequence[Change], of: Mapping[str, Tensor], vector: str) -> None:
         """Write Φ_W ΔWᵀ + φ_b ⊗ Δb of every layer to a vector; with that of d, its last term."""
         weight, bias = map(self._together, zip(*changes, strict=True))
-        out, of_bias = of[vector], of.get(Vector.BIAS) if vector is Vector.D else None
+        out, of_bias = of[vector], of.get("bias") if vector == "d" else None
         self._features.move(weight, bias, out if self._is_stacked else out[0])
         if of_bias is not None:
             own = None if bias is None else self._features.by_bias(bias)
@@ -101,34 +95,33 @@ class Family:
             return tensors[0]
         return stacked([tensor for tensor in tensors if tensor is not None])
 
-    def vectors(self, *, updates: bool) -> tuple[Vector, ...]:
+    def vectors(self, *, updates: bool) -> tuple[str, ...]:
         """Return the vectors that its rows have, in order."""
-        first, groups = self.layers[0].layer, 0 if self._scale is None else self._scale.shape[2]
+        first, groups = self.layers[0].layer, self._groups
         has_both = first.weight is not None and first.bias is not None
-        own, e, G, d, bias, z, rest, *_ = _ORDER
         return (
-            *((own,) if groups > 1 else ()),
-            *(e, G),
-            *((d, bias) if updates and has_both else (d,) if updates else ()),
-            *((z, rest) if groups else (z,)),
+            *(["own"] if groups > 1 else []),
+            *("e", "G"),
+            *(["d", "bias"] if updates and has_both else ["d"] if updates else []),
+            *(["z", "rest"] if groups else ["z"]),
         )
 
-    def split(self, of: Mapping[Vector, Tensor]) -> None:
+    def split(self, of: Mapping[str, Tensor]) -> None:
         """Compute the parts of e by the row's own scale and by the other rows."""
-        scale, e, G = self._scale, of[Vector.E], of[Vector.G]
+        scale, e, G = self._scale, of["e"], of["G"]
         if scale is None:
             return
         if scale.shape[2] == 1:
-            torch.addcmul(e, scale, G, value=-1, out=of[Vector.REST])
+            torch.addcmul(e, scale, G, value=-1, out=of["rest"])
             return
-        own, shape = of[Vector.OWN], (*scale.shape, G.shape[2] // scale.shape[2])
+        own, shape = of["own"], (*scale.shape, G.shape[2] // scale.shape[2])
         torch.mul(scale[..., None], G.view(shape), out=own.view(shape))
-        torch.sub(e, own, out=of[Vector.REST])
+        torch.sub(e, own, out=of["rest"])
 
     def send(
         self,
         out: Outgoing,
-        paths: Sequence[str | None],
+        paths: Sequence[str],
         products: Mapping[str, Float[Tensor, "layers rows"]],
         active: Float[Tensor, "layers rows"],
         generator: np.random.Generator,
@@ -138,13 +131,10 @@ class Family:
         found, rows = self._features.common(of_rows), dict(products)
         if found:
             rows["common"], rows["length"] = found
-        groups = 0 if self._scale is None else self._scale.shape[2]
-        if self._scale is not None and groups == 1:
-            rows["scale"] = self._scale[..., 0]
-        elif self._scale is not None:
-            rows |= _of_several(self._scale, out, paths, generator)
+        if self._scale is not None:
+            rows |= _of_scales(self._scale, out, paths, generator)
         out.add("rows", paths, rows)
-        out.add("layers", paths, {}, groups=groups, has_common=bool(found))
+        out.add("layers", paths, {}, groups=self._groups, has_common=bool(found))
 
 
 class Block:
@@ -158,16 +148,16 @@ class Block:
     def __init__(self, families: Sequence[Family], *, updates: bool) -> None:
         self.layers = layers = [x for family in families for x in family.layers]
         vectors = [family.vectors(updates=updates) for family in families]
-        self._named = tuple(sorted(set().union(*vectors), key=_ORDER.index))
+        self._named = tuple(sorted(set().union(*vectors), key=VECTORS.index))
         G = layers[0].G
         self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
-        torch.stack([x.G for x in layers], out=self._of[Vector.G])
-        torch.stack([x.z for x in layers], out=self._of[Vector.Z])
+        torch.stack([x.G for x in layers], out=self._of["G"])
+        torch.stack([x.z for x in layers], out=self._of["z"])
         for x in layers:
             x.G = x.z = G.new_empty(0)  # the stacks have them now
         # Every family with its vectors, and its place.
-        self._parts: list[tuple[Family, dict[Vector, Tensor], slice]] = []
+        self._parts: list[tuple[Family, dict[str, Tensor], slice]] = []
         end = 0
         for family, named in zip(families, vectors, strict=True):
             at = slice(end, end := end + len(family.layers))
@@ -177,11 +167,11 @@ class Block:
         """Compute e = Φγᵀ, and its part by the other rows; `fail` as in `blocks_of`."""
         for family, of, _ in self._parts:
             with losing(family.layers, fail):
-                e, made = of[Vector.E], family.layers[0].e
+                e, made = of["e"], family.layers[0].e
                 if made is not None:
                     e.copy_(made)
                 else:
-                    family.move([x.gamma for x in family.layers], of, Vector.E)
+                    family.move([x.gamma for x in family.layers], of, "e")
                 family.split(of)
 
     def update(self, change: Callable[[Layer], Change], kept: Container[str], fail: Fail) -> None:
@@ -189,24 +179,23 @@ class Block:
         for family, of, _ in self._parts:
             if any(x.layer.path in kept for x in family.layers):
                 with losing(family.layers, fail):
-                    family.move([change(x.layer) for x in family.layers], of, Vector.D)
+                    family.move([change(x.layer) for x in family.layers], of, "d")
 
-    def send(self, out: Outgoing, kept: Container[str], generator: np.random.Generator) -> None:
+    def send(self, out: Outgoing, generator: np.random.Generator) -> None:
         """Send the numbers of the rows to the host.
 
         Args:
             out: takes them.
-            kept: paths of the layers that were not lost.
             generator: chooses the scales that are reported one by one if there are too many.
         """
         named, V = self._named, self._vectors
-        chain = named.index(Vector.Z)  # neighbours among those before
+        chain = named.index("z")  # neighbours among those before
         products = [*dots(V, V), *dots(V[: chain - 1], V[1:chain])]
-        if Vector.OWN in self._of:
-            products.append(dots(self._of[Vector.OWN], self._of[Vector.G]))
+        if "own" in self._of:
+            products.append(dots(self._of["own"], self._of["G"]))
         by_name = dict(zip(names_of(pairs_of(named)), products, strict=True))
         active = by_name["G_G"].sign()
-        paths = [x.layer.path if x.layer.path in kept else None for x in self.layers]
+        paths = [x.layer.path for x in self.layers]
         for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
             family.send(out, paths[at], own, active[at], generator)
@@ -266,13 +255,15 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def _of_several(
+def _of_scales(
     scale: Float[Tensor, "layers rows groups"],
     out: Outgoing,
-    paths: Sequence[str | None],
+    paths: Sequence[str],
     generator: np.random.Generator,
 ) -> dict[str, Tensor]:
-    """Return the sums over each row's scales, and send some of the scales."""
+    """Return the sums over each row's scales; send some of the scales, if there are several."""
+    if scale.shape[2] == 1:
+        return {"scale": scale[..., 0]}
     groups, every = scale.shape[2], scale.flatten(1)
     mean, places = scale.mean(2, keepdim=True), np.arange(every.shape[1])
     if len(places) > MOST_ENTRIES:

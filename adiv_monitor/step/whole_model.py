@@ -16,7 +16,7 @@ from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
 from adiv_monitor.step.rank_contribution import RankContribution
-from adiv_monitor.step.run_history import RunHistory, Untrained
+from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags
 
 
@@ -37,7 +37,6 @@ class WholeModel:
         self._history = history
         self._capture: Capture | None = None
         self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
-        self._sizes: tuple[int, dict[str, int]] = 0, {}  # of what is trainable, and frozen
         self._cut_off: list[nn.Parameter] = []
         self._unheld: list[nn.Parameter] = []  # those with a gradient
         self._versions: dict[nn.Parameter, int] = {}  # of both
@@ -52,9 +51,7 @@ class WholeModel:
         self._capture = capture
         self._sample = chosen(capture.selection.parameters)
         flags["began"] = [sampled(self._sample)] if self._sample else []
-        held, every = set(map(id, self._trained())), list(trainable(self._model))
-        # Not at the report, when the next forward pass may be deep.
-        self._sizes = sum(map(elements, every)), _frozen(self._model) if every else {}
+        held, every = set(map(id, self._trained())), trainable(self._model)
         self._unheld = [p for p in every if p.grad is not None and id(p) not in held]
         found = capture.cut_off()
         if found is not None:
@@ -92,10 +89,11 @@ class WholeModel:
             not_held[paths[id(p)]] += elements(p)
         given, of_weights = self._history.weights, (flags.get("began"), flags.get("stepped"))
         began, stepped = (of[0] if of else None for of in of_weights)
+        every = [*trainable(self._model)]
         part.report = replace(
             part.report,
-            trainable=self._sizes[0],
-            frozen=self._sizes[1],
+            trainable=sum(map(elements, every)),
+            frozen=_frozen(self._model) if every else {},
             not_held=dict(not_held),
             cut_off=self._capture.selection.by_module(cut_off),
             removed=self._capture.selection.by_module(removed),
@@ -109,11 +107,12 @@ class WholeModel:
 
         Other code may train what the optimizer does not: another optimizer, or a moving average.
         """
-        before, now = self._history.untrained, dict[int, Untrained]()
-        for i, (parameter, number) in enumerate(self._versions.items()):
-            norm = float(norms[i]) if norms else 0.0
-            now[id(parameter)] = Untrained(weakref.ref(parameter), number, norm)
-        self._history.untrained = now
+        known = [*map(float, norms)] or [0.0] * len(self._versions)
+        pairs = zip(self._versions.items(), known, strict=True)
+        now: dict[int, tuple[weakref.ref[Tensor], int, float]] = {
+            id(p): (weakref.ref(p), number, norm) for (p, number), norm in pairs
+        }
+        before, self._history.untrained = self._history.untrained, now
         return {key: before[key] == seen if key in before else None for key, seen in now.items()}
 
 

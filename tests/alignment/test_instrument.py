@@ -334,7 +334,7 @@ def test_layers_that_are_left_out_are_looked_through() -> None:
         ("0", ()),
         ("4", ("0",)),
     ]
-    with pytest.raises(ValueError, match="'9' fits no layer"):
+    with pytest.raises(AdivError, match="among 0, 2, 4"):
         Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=["9"]))
     with pytest.raises(AdivError, match="shows no layer"):
         Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=lambda path, module: False))
@@ -472,8 +472,6 @@ def test_a_probe_takes_a_mapping_of_any_kind_and_a_single_pattern() -> None:
 
     probe = Probe(UserDict(x=torch.randn(8, 16)), layers="la*")
     assert [layer.path for layer in Alignment(Named(), probe).layers] == ["last"]
-    with pytest.raises(ValueError, match="'zz' fits no layer, expected patterns over"):
-        Alignment(Named(), Probe(probe.batch, layers=["last", "zz"]))
 
 
 def test_what_a_probe_can_not_be() -> None:
@@ -487,7 +485,7 @@ def test_what_a_probe_can_not_be() -> None:
             Probe(**given)
     with pytest.raises(TypeError, match=r"got Tensor, expected a Probe: Probe\(batch\)"):
         Alignment(mlp(), x)
-    with pytest.raises(TypeError, match=r"forward\(input\).*without targets"):
+    with pytest.raises(TypeError, match="the model's arguments alone, without targets"):
         Alignment(mlp(), Probe((x, torch.zeros(4))))
     wider = nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 4)).double()
     with pytest.raises(ValueError, match="same model at the same width"):

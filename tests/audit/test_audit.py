@@ -129,7 +129,7 @@ def on_a_machine(times_slower: float, **given: Any) -> dict[str, Any]:
     began = clock()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(time, "perf_counter", lambda: began + times_slower * (clock() - began))
-        report = audit(mlp(), batches(), loss=cross_entropy, steps=12, **given)
+        report = audit(mlp(), batches(), loss=cross_entropy, steps=4, **given)
     facts = replace(report.record.facts, seconds_per_step=0.0)
     return replace(report, record=replace(report.record, facts=facts)).to_dict()
 

@@ -7,13 +7,11 @@ import math
 
 import pytest
 import torch
-from audit.fault_benchmark import reported_page
-from audit.fault_benchmark.benchmark import tasks
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course
 from audit.fault_benchmark.judge import Another, diagnosed, judge
 from audit.fault_benchmark.page import page
-from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY
+from audit.fault_benchmark.reported import REPORTED
 from audit.fault_benchmark.reports import reported
 from audit.fault_benchmark.run import BATCHES, error_of
 
@@ -47,12 +45,6 @@ def test_there_are_enough_of_each() -> None:
     kinds = {case.kind for case in CASES.values()}
     assert {"MLP", "CNN", "transformer"} <= kinds
     assert len({case.expected[0] for case in CASES.values()}) >= 17
-
-
-def test_a_sample_is_every_nth_run() -> None:
-    whole = list(tasks(["names"], [], range(1), None))
-    assert list(tasks(["names"], [], range(1), None, 4)) == whole[::4]
-    assert len(whole) == len(CASES) + len(HEALTHY)
 
 
 @pytest.mark.slow
@@ -122,24 +114,6 @@ def test_the_page_counts_what_was_named_and_what_paid() -> None:
     assert "| … one random change | 0 % ± 0 (0 of 4) |" in lines
     assert "| healthy runs with an alarm (a finding to act on) | 100 % ± 0 (1 of 1) |" in lines
     assert "| blobs-sgd: inputs × 100 | 1 of 4 | not at all 1× |" in lines
-
-
-def test_the_page_of_reported_bugs_counts_both_halves_and_the_twins() -> None:
-    case, other = SET_BY[0], HELD_OUT[0]
-    rows = [
-        {"name": case.name, "seed": 0, "findings": [[case.expected[0], "act"]]},
-        {"name": other.name, "seed": 0, "findings": [["dead-units", "act"], ["a", "note"]]},
-        {"name": case.twin.name, "seed": 0, "findings": [["loss-stuck", "watch"]]},
-        {"name": other.twin.name, "seed": 0, "findings": [["loss-stuck", "act"]]},
-    ]
-    text = reported_page.page(rows, ["--reported", "all"])
-    assert text.count("The cause first: 1 of 1 (1 to act on, the others to watch)") == 1
-    assert text.count("The cause first: 0 of 1 (0 to act on, the others to watch)") == 1
-    assert "Alarms (*act*): 1 of 2." in text
-    assert (
-        f"| {other.name} | {other.kind} |" in text and "dead-units (act), a (note) | no |" in text
-    )
-    assert "benchmark.py --reported all`" in text
 
 
 def test_errors_are_those_of_answers_whatever_the_loss_is() -> None:

@@ -111,6 +111,27 @@ def test_each_argument_of_a_custom_function_counts_by_itself() -> None:
     assert fact.place == "ByHand" and abs(fact.numbers["cosine"]) < 0.9
 
 
+@pytest.mark.parametrize(
+    ("between", "count"),
+    [
+        (lambda x: x.data + x.relu(), 1),  # a block whose own path is cut
+        (lambda x: x + (x.round() - x).detach(), 0),  # straight through
+    ],
+)
+def test_a_path_that_is_cut_beside_a_block_is_named(
+    between: Callable[[Tensor], Tensor], count: int
+) -> None:
+    assert len(asked("gradient-cut", of(between))) == count
+
+
+def test_what_cancels_is_no_clip() -> None:
+    def cancels(model: nn.Module, batch: Any) -> Tensor:
+        x = model(batch[0]).log_softmax(1)
+        return ((x - x).exp() * batch[0][:, :3]).mean() + x.square().mean()
+
+    assert not asked("zero-slope", setup(loss=cancels, steps=4))
+
+
 class Heads(nn.Module):
     def __init__(self, heads: list[nn.Module]) -> None:
         super().__init__()

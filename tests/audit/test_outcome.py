@@ -4,7 +4,6 @@ import io
 import itertools
 import math
 import re
-from dataclasses import replace
 from html import unescape
 
 from example_audits import made_up
@@ -76,16 +75,3 @@ def test_a_tick_is_for_what_is_lower_than_all_that_it_must_beat() -> None:
         said = "does not help" in words or "no better than" in words
         assert said == (not helps and math.isfinite(trial.loss))
         assert bool(trial.objection) == (not helps)
-
-
-def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
-    """Learning rate × 10 of a run that ended at 3, where the classes alone give 1.39."""
-    trial = Trial("rate*10", 50, 1.41, 3.0, None, 0.01, constant=1.39)
-    assert trial.pays and not trial.helps
-    words = "loss after 50 steps 1.41 instead of 3 (± 0.01), no better than a constant prediction"
-    assert Advice("", trial=trial).outcome.words == f"{words} (1.39)"
-    within_noise = replace(trial, loss=1.3, loss_error=0.1)
-    assert not within_noise.helps and replace(within_noise, loss_error=0.01).helps
-    finding = Finding("rate-too-low", "act", "Slow.", (), (Advice("more", "rate*10", trial),))
-    verdict = AuditReport((finding,), SMALL.record).verdict
-    assert "To fix it" not in verdict and "None of its fixes helped in a trial" in verdict

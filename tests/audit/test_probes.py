@@ -61,13 +61,13 @@ def found(bed: Case | Healthy) -> dict[str, Finding]:
     return {finding.name: finding for finding in diagnose(looked_at(bed))}
 
 
-@pytest.mark.slow(one_in=16)
+@pytest.mark.slow(one_in=32)
 @pytest.mark.parametrize("case", ASKED_OF, ids=lambda case: case.name)
 def test_a_planted_bug_is_named(case: Case) -> None:
     assert case.expected[0] in found(case)
 
 
-@pytest.mark.slow(one_in=16)
+@pytest.mark.slow(one_in=32)
 @pytest.mark.parametrize("twin", TWINS.values(), ids=lambda twin: twin.name)
 def test_no_probe_finds_a_fault_in_a_fixed_twin(twin: Healthy) -> None:
     record = looked_at(twin)

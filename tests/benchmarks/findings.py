@@ -30,6 +30,7 @@ from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.faults import (
     data,
+    edits,
     initialisation,
     inputs,
     optimizer,
@@ -444,6 +445,24 @@ class Attending(nn.Module):
 def attending(axis: int = -1, scale: float = 1.0) -> Setup:
     torch.manual_seed(0)
     return with_adam(Attending(axis, scale))
+
+
+class Reading(nn.Module):
+    """Reads the rows of an image one after another, and answers from one of the states."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+        self.reader, self.head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.reader(x.reshape(-1, 8, 8))
+        return self.head(states[:, self.place])
+
+
+def reading(place: int) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Reading(place))
 
 
 def of_two_views(negatives: bool) -> Setup:
@@ -1049,6 +1068,13 @@ PICTURES: dict[str, Picture] = {
         {},
         None,
         lambda: attending(axis=-1),
+    ),
+    "one-edit": Picture(
+        "a recurrent network reads the rows of an image, and answers after the first one",
+        lambda: reading(0),
+        {"loss with the change": of_fact("one-edit", "loss")},
+        (edits, ("REARRANGED", "LEFT_OUT", "FAR")),
+        lambda: reading(-1),
     ),
     "dropout-on-outputs": Picture(
         "dropout of 0.3 behind the last layer",

@@ -223,7 +223,7 @@ def test_without_a_loss_the_scale_alone_is_known(plain: StepReport) -> None:
     # A query that sees one key asks nothing of its score, and counts only where g is not known.
     assert reading.attention_scale_mean == pytest.approx(known.attention_scale_mean, rel=0.3)
     (note,) = report.notes
-    assert note.startswith("The cosines of attention are missing: they need the loss")
+    assert "cosines of attention are missing: they need the loss" in note
 
 
 def test_without_an_optimizer_there_is_what_the_gradient_says(plain: StepReport) -> None:
@@ -387,7 +387,7 @@ def test_the_run_is_the_unmonitored_one(name: str) -> None:
     for report in reports:
         assert report.attention
         (note,) = (note for note in report.notes if "ttention" in note)
-        assert note.startswith("The cosines of attention are missing")
+        assert "cosines of attention are missing" in note
     for reading in reports[-1].attention.values():
         assert len(reading.measures()) == 2
         assert all(map(math.isfinite, reading.measures().values()))

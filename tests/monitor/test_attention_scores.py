@@ -15,7 +15,7 @@ from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention as arguments
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention import attention_reading
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums, combined, merge, tensors_of
+from adiv_monitor.maths.attention_sums import AttentionSums, combined, merge, tensors_of
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.probe import attention
 from adiv_monitor.report import AttentionReading
@@ -213,9 +213,8 @@ def test_scale_of_plain_projections_is_the_one_of_the_theory() -> None:
 # The measures
 
 
-def exact_sums(D: np.ndarray, active: np.ndarray) -> ScaleSums[Array]:
-    sums = ((x * active).sum(2)[..., None] for x in (D, D**2))
-    return ScaleSums(active.sum(2), *sums)
+def exact_sums(D: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, ...]:
+    return active.sum(2), *((x * active).sum(2)[..., None] for x in (D, D**2))
 
 
 def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndarray, np.ndarray]:
@@ -227,11 +226,11 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
     e = np.where(G != 0, G + draw.normal(size=G.shape), 0)
     D = draw.uniform(1, 3, G.shape) * (1 + np.arange(heads))[:, None]
     sums = AttentionSums(
-        broken=np.array(0.0),
+        np.array(0.0),
+        *exact_sums(D, G != 0),
         G_G=(G * G).sum(2),
         e=np.stack([(e * G).sum(2), (e * e).sum(2)], -1),
         d=np.stack([(d * G).sum(2), (d * d).sum(2)], -1),
-        scale=exact_sums(D, G != 0),
     )
     return sums, np.stack([G, d, e]), D
 
@@ -271,12 +270,12 @@ def test_errors_of_scales_by_random_moves_are_what_they_say(most: float) -> None
     D, none = (J**2).sum(3), np.array(0.0)
     count = np.full((2, 3), 50.0)
     exact = exact_sums(D, np.ones_like(D))
-    truth = attention_reading(AttentionSums(none, exact)).measures()
+    truth = attention_reading(AttentionSums(none, *exact)).measures()
     deviations: dict[str, list[float]] = {name: [] for name in truth}
     for _ in range(300):
         x = (J @ draw.normal(size=(40, moves))) ** 2
-        scale = ScaleSums(count, x.sum(2), (x**2).sum(2) / 3)
-        reading = attention_reading(AttentionSums(none, scale))
+        scales = count, x.sum(2), (x**2).sum(2) / 3
+        reading = attention_reading(AttentionSums(none, *scales))
         for name, value in reading.measures().items():
             deviations[name].append((value - truth[name]) / reading.standard_error[name])
     for name, values in deviations.items():

@@ -65,16 +65,6 @@ def test_features_are_what_they_are_written_out(features: DenseFeatures) -> None
     torch.testing.assert_close(features.common(active), ((phi * together).sum((1, 2)), norms))
 
 
-@pytest.mark.parametrize("features", [case for case in CASES if case.has_gram])
-def test_products_of_features_of_one_group(features: DenseFeatures) -> None:
-    phi, bias = written_out(features)
-    columns = phi[:, 0] if bias is None else torch.cat([phi[:, 0], bias], dim=1)
-    torch.testing.assert_close(features.gram(), columns @ columns.T)
-    if bias is not None:
-        lone = DenseFeatures(None, bias)
-        torch.testing.assert_close(lone.gram(), bias @ bias.T)
-
-
 @pytest.mark.parametrize("features", CASES)
 def test_rows_of_features_apart_and_together(features: DenseFeatures) -> None:
     torch.testing.assert_close(features.scale(), features.joined([]).scale())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, ScaleSums
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -175,15 +175,15 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     for path, seen in (("x", 1), ("y", 2), ("lost", 1)):
         out.begin(path, About(path), seen, total=seen)
     of_two = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    out.add("rows", ["y", None], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
+    out.add("rows", ["y", "lost"], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
     out.add("rows", ["lost", "x"], {"G_G": torch.tensor([[7.0], [8.0]])})
     out.add("layers", ["lost", "y"], {"active": torch.tensor([5.0, 6.0])}, groups=3)
     out.add("entries", ["x", "y"], {"scale": of_two}, [1, 2])
     out.add("entries", ["y"], {"scale": of_two[:1]}, row=np.array([1, 0]))
     out.flags["batch"] = [torch.tensor([1, 2])]
     out.forget("lost")
-    scale = ScaleSums(*(torch.ones(1, 1, 1),) * 3)
-    calls = [AttentionSums(torch.tensor(0.0), scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
+    scale = (torch.ones(1, 1, 1),) * 3
+    calls = [AttentionSums(torch.tensor(0.0), *scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
     sums, flags, attention = fetch(out, {"z": calls})
     assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))
     assert sums.is_sound and sums.seen.tolist() == [1, 2]

@@ -212,7 +212,7 @@ def test_the_probe_stays_that_of_the_first_measured_step() -> None:
     check(monitor.latest, truth(old, model, first_eight(batches)))
 
 
-def test_a_closure_and_a_weight_that_the_forward_renorms() -> None:
+def test_a_weight_that_the_forward_renorms() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -227,14 +227,9 @@ def test_a_closure_and_a_weight_that_the_forward_renorms() -> None:
     model(x)
     old, sgd = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def closure() -> Tensor:
-        sgd.zero_grad()
-        loss = CRITERION(model(x), y)
-        loss.backward()
-        return loss
-
     with Monitor(model, sgd, realised=CRITERION, max_rows=None, on_error="raise") as monitor:
-        sgd.step(closure)
+        CRITERION(model(x), y).backward()
+        sgd.step()
     after = [p.detach().clone() for p in model.parameters()]
     assert monitor.latest is not None
     found = monitor.latest.realised_loss_change
@@ -323,7 +318,10 @@ def test_without_a_loss_the_activations_are_known() -> None:
             for name in ("single_layer_share", "first_order_error"):
                 assert getattr(reading, name) == pytest.approx(values[name], **EXACT)
     assert report.realised_loss_change is None
-    assert any("realised_cosine is missing: it needs the loss" in note for note in report.notes)
+    assert any(
+        "realised_cosine and the cosines of attention are missing: they need the loss" in note
+        for note in report.notes
+    )
     assert (
         trained(model, sgd, loop(batches), realised=True, loss=CRITERION)
         .layers["head"]
@@ -331,22 +329,28 @@ def test_without_a_loss_the_activations_are_known() -> None:
     )
 
 
-def test_what_can_not_run_again_is_said() -> None:
+def test_a_scripted_module_can_not_run_again() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model = nn.Sequential(nn.Linear(5, 4), scripted)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, lambda m: m(torch.ones(2, 5)).sum(), realised=True)
+    assert report.layers["0"].single_layer_share is None
+    assert any("is scripted, so its buffers can't be restored" in note for note in report.notes)
+
+
+def test_a_model_that_overwrites_its_input_runs_again_on_a_copy() -> None:
     class Overwrites(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.add_(1))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    for model, why in (
-        (nn.Sequential(Overwrites(5, 3)), "changes an input in place"),
-        (nn.Sequential(nn.Linear(5, 4), scripted), "is scripted, so its buffers can't be restored"),
-    ):
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        report = trained(model, sgd, lambda m: m(torch.ones(2, 5)).sum(), realised=True)
-        assert report.layers["0"].single_layer_share is None
-        assert any(why in note for note in report.notes)
+    model = Overwrites(5, 3).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 5, dtype=torch.float64)
+    report = trained(model, sgd, lambda m: m(x.clone()).sum(), realised=lambda z: z.sum())
+    assert report.layers[""].single_layer_share == pytest.approx(1, **EXACT)
+    assert report.layers[""].realised_cosine == pytest.approx(1, **EXACT)
 
 
 class Restless(nn.Module):

@@ -94,8 +94,7 @@ def needed(module: str, what: str, install: str = '"adiv-monitor[audit]"') -> An
     try:
         return import_module(module)
     except ImportError as error:
-        missing = error.name or module
-        raise UsageError(f"{what} needs the package {missing}: pip install {install}") from error
+        raise UsageError(f"{what} needs {error.name or module}: pip install {install}") from error
 
 
 def close(name: str, known: Iterable[str]) -> str:

@@ -227,10 +227,8 @@ def form(model: nn.Module, config: Config, usual: Shape | None) -> Form:
     if output == shape and not of_shares:
         return made(lambda x, label: x, "mse")
     if config.data != "random":
-        raise UsageError(
-            f"--data {config.data} has classes; the model's outputs {output} need other targets: "
-            "give --num-classes or --loss, or batches of your own"
-        )
+        told = f"has classes; the model's outputs {output} need other targets"
+        raise UsageError(f"--data {config.data} {told}: give --num-classes, --loss or batches")
     generator = torch.Generator().manual_seed(config.seed)
     drawn = torch.randn(config.num_classes or MOST_CLASSES, *output, generator=generator)
     stand_ins = (drawn > 0).float() if of_shares else drawn
@@ -258,10 +256,8 @@ def fit(
     name = type(model).__name__
     shape = shape or _of_images(model) or usual
     if shape is None:
-        raise UsageError(
-            f"{name}: the shape of its inputs is not known; give batches with --data module:name, "
-            "or the shape of one sample with --input-shape, such as 3,64,64"
-        )
+        told = "give batches with --data module:name, or the shape of one sample with --input-shape"
+        raise UsageError(f"{name}: the shape of its inputs is not known; {told}")
     layers = (m for m in model.modules() if not [*m.children()] and [*m.parameters()])
     words: int | None = getattr(next(layers, None), "num_embeddings", None)
     like = next(model.parameters())
@@ -294,10 +290,8 @@ def _of_transformers(model: Any, shape: Shape | None) -> Form:
     name, main, config = type(model).__name__, model.main_input_name, model.config
     labels = next((_HEADS[ending] for ending in _HEADS if name.endswith(ending)), None)
     if labels is None or main not in ("input_ids", "pixel_values"):
-        raise UsageError(
-            f"{name}: expected a model of text or images with a head, one of {', '.join(_HEADS)}; "
-            "or give batches (dicts of its arguments, with labels) by --data package.module:name"
-        )
+        told = f"expected a model of text or images with a head, one of {', '.join(_HEADS)}"
+        raise UsageError(f"{name}: {told}; or give batches with labels by --data module:name")
     words = None
     if main == "input_ids":
         text = config.get_text_config()

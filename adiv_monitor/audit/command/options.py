@@ -51,7 +51,7 @@ class Config:
         checkpoint: file of weights: .safetensors, or a state dict by torch.save
         trust_checkpoint: load a pickle that runs code; only from people you trust; not an option
             of --config
-        data: random (learnable), digits, cifar10:ROOT, imagefolder:DIR, text:FILE, or
+        data: random (learnable), digits, cifar10:ROOT, imagefolder:DIR, text:FILE (of bytes), or
             package.module:NAME of an iterable of batches, (inputs…, target) or dicts of the
             model's arguments; of a data set; or of a function that returns one of these
         download: fetch CIFAR-10 into ROOT if it is not there

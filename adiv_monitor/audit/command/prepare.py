@@ -162,10 +162,8 @@ def own_losses(file: str) -> dict[int, float]:
         if not losses:
             raise ValueError("it holds no loss")
     except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"--losses {file}: {code.one_line(error)}; expected a JSON list of numbers, a "
-            "metrics.csv of Lightning, or a trainer_state.json of Hugging Face"
-        ) from error
+        told = "expected a JSON list of numbers, a metrics.csv, or a trainer_state.json"
+        raise UsageError(f"--losses {file}: {code.one_line(error)}; {told}") from error
     return losses
 
 
@@ -295,10 +293,8 @@ def _text(config: Config, fits: Form, file: str) -> Samples:
     if len(tokens) < length:
         raise UsageError(f"{where}: has {len(tokens)} tokens, expected at least {length}")
     if len(different) > vocabulary:
-        raise UsageError(
-            f"{where}: has {len(different)} different tokens, the model's vocabulary is "
-            f"{vocabulary}; give it a larger one by --model-args"
-        )
+        told = f"has {len(different)} different tokens, the model's vocabulary is {vocabulary}"
+        raise UsageError(f"{where}: {told}; give it a larger one by --model-args")
     pieces = tokens[: len(tokens) // length * length].reshape(-1, length)
     return TensorDataset(pieces, pieces[:, -1]), len(different)
 
@@ -339,10 +335,8 @@ def _adapted(images: Tensor, fits: Form) -> Tensor:
     image = next((f for f in forms if len(f) == 3 and prod(f) == prod(shape)), None)
     if image is None or fits.vocabulary is not None:
         takes = "tokens" if fits.vocabulary else f"inputs of shape {shape}"
-        raise UsageError(
-            f"--data: images can't be brought to the model's {takes}; expected (C, H, W), or as "
-            "many entries as a square image has"
-        )
+        told = "expected (C, H, W), or as many entries as a square image has"
+        raise UsageError(f"--data: images can't be brought to the model's {takes}; {told}")
     images = F.interpolate(images, image[1:], mode="bilinear", antialias=True)
     if images.shape[1] != image[0]:
         images = images.mean(1, keepdim=True).expand(-1, image[0], -1, -1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import (
+    ADDS,
     MULTIPLIES,
     PRODUCTS,
     Call,
@@ -68,7 +69,8 @@ def cuts(fork: Fork) -> list[Call]:
     A cut is a `detach()`, a `.data`, a sample that `torch.normal` draws, or a call under
     `torch.no_grad()` that depends on parameters.
     Values that are added to another path with a gradient, as in a straight-through estimator, or
-    compared with outputs, as the target of a siamese network, meet no parameters.
+    compared with outputs, as the target of a siamese network, meet no parameters; unless that path
+    begins with the same values.
     """
     without: dict[int, tuple[Call, Tensor]] = {}  # tensors are held: ids stay unique
     found: dict[int, Call] = {}
@@ -80,7 +82,7 @@ def cuts(fork: Fork) -> list[Call]:
         if any(x.requires_grad for x in taken):
             if _detaches(call) or _draws(call) or not torch.is_grad_enabled():
                 cut = cut or [call]
-            elif any(x.requires_grad and x.is_leaf for x in taken):
+            elif any(x.requires_grad and x.is_leaf for x in taken) or _is_beside(cut, call):
                 found.update((origin.number, origin) for origin in cut)
         cut = [call] if cut and _draws(call) else cut
         for x in flat(call.result) if cut else ():
@@ -91,6 +93,12 @@ def cuts(fork: Fork) -> list[Call]:
         fork, see, change=lambda call: _drawn(call).detach() if _draws(call) else NotImplemented
     )
     return [*found.values()]
+
+
+def _is_beside(cut: list[Call], call: Call) -> bool:
+    """Return whether a call adds what was cut to what has been computed from it, as in a block."""
+    before = getattr(cut[0].args[0], "grad_fn", None) if cut and call.name in ADDS else None
+    return before is not None and before in nodes_of(x.grad_fn for x in given(call))
 
 
 def _detaches(call: Call) -> bool:
@@ -247,7 +255,8 @@ def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
         x = next((x for x in computed if x.shape == getattr(made, "shape", None)), made)
         if x is made or not made.requires_grad or {x.layout, made.layout} != {torch.strided}:
             return
-        ends = None if call.name in (*STEPS, *MULTIPLIES) else _ends(x, made)
+        cancels = sum(x.shape == y.shape and torch.equal(x, y) for y in given(call)) > 1
+        ends = None if cancels or call.name in (*STEPS, *MULTIPLIES) else _ends(x, made)
         if ends or call.name in STEPS:
             x.retain_grad()
             made.retain_grad()
@@ -272,7 +281,8 @@ def _ends(x: Tensor, made: Tensor) -> Ends | None:
         return None
     low, high = (float(end) for end in torch.aminmax(made.detach()))
     if low == high:  # all entries are outside, on the same side
-        return (low, high) if bool((x < low).all() or (x > high).all()) else None
+        is_outside = bool((x < low).all() or (x > high).all()) and bool((x != x.flatten()[0]).any())
+        return (low, high) if is_outside else None
     is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
     return (low, high) if is_cut and not torch.equal(made, x) else None
 

@@ -173,6 +173,7 @@ def is_callers(file: str) -> bool:
 # What derives, entry by entry, from the result of some function
 
 
+ADDS = ("add", "__add__", "__radd__", "__iadd__")
 MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
 # Functions that do more than move, mask or map entries one by one.
 PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "mm", "linear")

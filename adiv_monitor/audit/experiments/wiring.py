@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.calls import MULTIPLIES, Call, watched
+from adiv_monitor.audit.experiments.calls import ADDS, MULTIPLIES, Call, watched
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, few, still
 from adiv_monitor.audit.experiments.exchange import is_other
 from adiv_monitor.audit.experiments.questions import asks, of_each_call
@@ -15,7 +15,6 @@ from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 
-ADDS = ("add", "__add__", "__radd__", "__iadd__")
 APART = 1e-3  # difference of two gradients, relative to their size
 ROUNDING = 1e-4  # of the length of a batch
 
@@ -69,11 +68,12 @@ def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
         for module, times in Counter(held).items():
             if times > 1:
                 yield Fact(f"{path}.{type(module).__name__}".strip("."), {"times": float(times)})
-    found = torch.autograd.grad(loss, made, materialize_grads=True) if made else ()
-    size = max(map(len, made), default=0)
-    pairs = [(x.detach().reshape(size, -1), g.reshape(size, -1))
-             for x, g in zip(made, found, strict=True) if len(x) == size]  # fmt: skip
-    columns, gradients = (torch.cat(x, 1) for x in zip(*pairs, strict=True))
+    made = [x for x in made if len(x) == len(made[0])]
+    if not made:
+        return
+    found = torch.autograd.grad(loss, made, materialize_grads=True)
+    columns, gradients = (torch.cat([x.detach().reshape(len(x), -1) for x in xs], 1)
+                          for xs in (made, found))  # fmt: skip
     groups = torch.unique(columns, dim=1, return_inverse=True)[1]
     for group in groups.unique():
         own, varies = gradients[:, groups == group], columns[:, groups == group].var(0).all()

@@ -57,19 +57,15 @@ def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any
         ValueError: There is no batch, or one without samples.
     """
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
-        raise TypeError(
-            f"audit(batches=…): got {type(batches).__name__}, expected an iterable of batches, "
-            "such as a DataLoader, or a list of what loss(model, batch) takes"
-        )
+        told = "expected an iterable of batches, such as a DataLoader"
+        raise TypeError(f"audit(batches=…): got {type(batches).__name__}, {told}")
     found: list[Any] = []
     given: dict[Any, tuple[Any, Any]] = {}  # a tensor that is held keeps its id
     for number, batch in enumerate(itertools.islice(batches, steps)):
         inside = list(tensors(batch))
         if any(x.ndim and not x.numel() for x in inside):
-            raise ValueError(
-                f"audit(batches=…): got an empty tensor in batch {number}, expected at least one "
-                "sample in each"
-            )
+            told = f"got an empty tensor in batch {number}, expected at least one sample in each"
+            raise ValueError(f"audit(batches=…): {told}")
         key = tuple((id(x), x._version) for x in inside) or number
         if key not in given:
             given[key] = batch, on_device(copied(batch), device)

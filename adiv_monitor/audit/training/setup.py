@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -113,9 +113,8 @@ class Setup:
         except Exception as error:
             raise TypeError(
                 f"audit(model=…): got a {type(self.model).__name__} that copy.deepcopy can't copy "
-                f"({type(error).__name__}: {error}), expected one that it can, since copies of it "
-                "are trained: give it before its first forward pass, without hooks that hold "
-                "tensors, or teach its class __deepcopy__"
+                f"({type(error).__name__}: {error}), expected one that it can: give it before its "
+                "first forward pass, without hooks that hold tensors"
             ) from error
         if not model.training:
             model.train()
@@ -168,15 +167,12 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 def _check_optimizer(model: nn.Module, optimizer: object) -> None:
     kind, own = type(optimizer).__name__, {id(p) for p in model.parameters()}
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"audit(optimizer=…): the factory gave {kind}, expected a torch.optim.Optimizer over "
-            "the parameters of the model that it was called with"
-        )
+        told = "expected a torch.optim.Optimizer of the model that it was called with"
+        raise TypeError(f"audit(optimizer=…): the factory gave {kind}, {told}")
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             f"audit(optimizer=…): got a {kind} that holds none of the parameters of "
-            f"{type(model).__name__}, expected the optimizer that trains this model: make it from "
-            "model.parameters(), or give a function model → optimizer"
+            f"{type(model).__name__}, expected one that is made from model.parameters()"
         )
 
 
@@ -295,14 +291,7 @@ class LossError(ValueError):
 
 def first_tensor(output: Any) -> Tensor | None:
     """Return the first tensor of a model's output, or its logits; None if it holds no tensor."""
-    if isinstance(output, Tensor):
-        return output
-    if hasattr(output, "logits"):
-        return first_tensor(output.logits)
-    parts = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(output, (Mapping, tuple, list)):
-        return None
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+    return next(tensors(getattr(output, "logits", output)), None)
 
 
 @dataclass(frozen=True)
@@ -326,8 +315,7 @@ class TargetLoss:
         if not isinstance(batch, (tuple, list)):
             raise LossError(
                 f"the loss {self.name} needs batches (inputs…, target), got a "
-                f"{type(batch).__name__}: give no loss if the model gives its own, or give a "
-                "function (model, batch) → loss"
+                f"{type(batch).__name__}: give no loss, or a function (model, batch) → loss"
             )
         *inputs, target = batch
         output = first_tensor(model(*inputs))

@@ -146,8 +146,6 @@ def _number(loss: object) -> float:
         got = type(loss).__name__
         if isinstance(loss, Tensor):
             got = f"shape {tuple(loss.shape)}" + ", without a gradient" * (not loss.requires_grad)
-        raise TypeError(
-            f"audit(loss=…): loss(model, batch) gave {got}, expected a tensor of one number that "
-            "has a gradient: take the mean, without .item(), .detach() or no_grad() on the way"
-        )
+        told = "expected a tensor of one number that has a gradient: take the mean, without .item()"
+        raise TypeError(f"audit(loss=…): loss(model, batch) gave {got}, {told}")
     return float(loss.detach())

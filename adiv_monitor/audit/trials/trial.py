@@ -342,9 +342,9 @@ def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
     for batch, factor in attempts:
         try:
             cap.check(record, steps)
-            cap.left -= steps
             rate = factor * best_rate(record.rates)
             trials.append(_of_one_batch(replace(setup, batches=(batch,), steps=steps), rate))
+            cap.left -= steps
         except (CapReached, DoesNotApply):  # no time, or no learning rate
             break
         except Exception:

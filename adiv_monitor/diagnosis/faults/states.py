@@ -30,6 +30,7 @@ from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Evidence, Finding,
 from adiv_monitor.diagnosis.health import HEALTH, value_of
 from adiv_monitor.diagnosis.readings import named, these
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.report.wording import listed
 
 # Findings that already say how far layers move; a layer that one of them names is not named again.
 OF_MOVES = ("uneven-rates", "rate-too-high", "rate-too-low", "dead-units", "vanishing")
@@ -221,6 +222,18 @@ def interference(record: Record) -> Iterator[Finding]:
             * (not tokens),
             "Corrected layers remove differences in scale, not interference.", layers=tuple(lost),
             against=("affine-like",))  # fmt: skip
+
+
+@finds("rest")
+def never_reached(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Find parameters whose gradient is exactly zero in all steps, if nothing else explains it."""
+    names = record.wiring.zero_gradient
+    if names and record.is_audited and not any(finding.strength == "act" for finding in found):
+        yield Finding("zero-gradient", "watch",
+            f"The gradient of {listed([f'{name!r}' for name in names])} is exactly 0 in all steps.",
+            (Evidence("parameters whose gradient is 0", len(names), 0),),
+            (Advice("look for a factor of 0, for two factors that both begin at 0, and for units "
+                    "that are flat for all rows"),))  # fmt: skip
 
 
 @fault("stands-still", "Layers that hardly move", "rest", about="symptom", shown_by=stepped)

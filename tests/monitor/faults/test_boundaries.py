@@ -54,8 +54,7 @@ GUARDS = {
     "rerun/eager.py": {"__exit__"},
     "rerun/surroundings.py": {"reruns"},
     "capture/loss_hook.py": {"_guarded"},
-    "step/controller.py": {"leave", "release", "closure_then_read"},
-    "step/armed.py": {"_ran"},
+    "step/controller.py": {"leave", "release", "closure_then_read", "_ran"},
     "step/stepping.py": {"hook"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),

@@ -1,0 +1,151 @@
+"""Edits of single calls: what a line may have meant to compute.
+
+An edit replaces the result of one call. Rearrangements take axes, operands, masks, ends or targets
+the other way; what is left out returns its input.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.experiments.calls import Call, given
+
+_SCALE = ("mul", "multiply", "__mul__", "__rmul__", "div", "__truediv__")
+_ORDERED = ("sub", "__sub__", "__rsub__", "rsub", "div", "__truediv__", "kl_div")
+_VIEWS = ("view", "reshape", "flatten")
+_COMPARE = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "sub", "__sub__"),
+)
+_NO_AXIS = (*_SCALE, *_ORDERED, *_VIEWS, "__getitem__", "unflatten", "squeeze", "unsqueeze")
+# What trains as well without these functions may train faster. Dropout has findings of its own.
+_KEPT = (
+    *("__get__", "__set__", "to", "float", "contiguous", "clone", "type", "linear", "embedding"),
+    *("masked_fill", "tril", "triu"),
+    *("relu", "gelu", "silu", "elu", "selu", "leaky_relu", "mish", "softplus", "dropout"),
+)
+
+
+class Edit(NamedTuple):
+    """A change of a call.
+
+    Attributes:
+        words: The change, behind the name of the function.
+        result: The new result, from the call.
+        leaves_out: Whether the function is left out.
+    """
+
+    words: str
+    result: Callable[[Call], Any]
+    leaves_out: bool = False
+
+
+def edits_of(call: Call) -> Iterator[Edit]:
+    """Yield the edits of a call that has returned a tensor; some may not run."""
+    tensors = given(call)
+    if tensors:
+        for edits in (_axes, _views, _operands, _masks, _ends, _targets, _left_out):
+            yield from edits(call, tensors)
+
+
+def _axes(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    axis = call.kwargs.get("dim", call.args[1] if call.args[1:] else None)
+    axes = tensors[0].ndim
+    if type(axis) is int and axes and call.name not in _NO_AXIS:
+        for other in {*range(axes)} - {axis % axes}:
+            yield Edit(f"with dim={other}", partial(_along, axis=other))
+
+
+def _along(call: Call, axis: int) -> Any:
+    if "dim" in call.kwargs:
+        return call.function(*call.args, **{**call.kwargs, "dim": axis})
+    return call.function(call.args[0], axis, *call.args[2:], **call.kwargs)
+
+
+def _views(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    if call.name in _VIEWS:
+        for pair in combinations(range(min(tensors[0].ndim, 3)), 2):
+            words = "after a transpose of axes {} and {}".format(*pair)
+            yield Edit(words, partial(_transposed, pair=pair))
+
+
+def _transposed(call: Call, pair: tuple[int, int]) -> Any:
+    x = call.args[0].transpose(*pair).contiguous()
+    return call.function(x, *call.args[1:], **call.kwargs)
+
+
+def _operands(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    second = call.args[1] if call.args[1:] else None
+    if call.name in _ORDERED and isinstance(second, Tensor) and second.shape == tensors[0].shape:
+        yield Edit("with its operands exchanged", _exchanged)
+    if call.name in _SCALE and type(second) in (int, float) and abs(second) not in (0, 1):
+        yield Edit("by the inverse number", lambda call: call.function(call.args[0], 1 / second))
+
+
+def _exchanged(call: Call) -> Any:
+    x, y, *others = call.args
+    return call.function(y, x, *others, **call.kwargs)
+
+
+def _masks(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    masks = [x for x in tensors[1:] if x.dtype is torch.bool]
+    # A square mask may hide the future, which would be shown.
+    if masks and not any(x.shape[-1] == x.shape[-2] for x in masks if x.ndim > 1):
+        yield Edit("with its mask inverted", _inverted)
+
+
+def _inverted(call: Call) -> Any:
+    def change(x: Any) -> Any:
+        return ~x if isinstance(x, Tensor) and x.dtype is torch.bool else x
+
+    kwargs = {name: change(x) for name, x in call.kwargs.items()}
+    return call.function(call.args[0], *map(change, call.args[1:]), **kwargs)
+
+
+def _ends(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    if call.name == "__getitem__" and _has_end(call.args[1]):
+        yield Edit("at the other end", lambda call: call.args[0][_other_end(call.args[1])])
+
+
+def _has_end(index: Any) -> bool:
+    every = index if isinstance(index, tuple) else (index,)
+    return any(type(i) is int and i in (0, -1) for i in every)
+
+
+def _other_end(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(_other_end, index))
+    return {0: -1, -1: 0}.get(index, index) if type(index) is int else index
+
+
+def _targets(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    if call.path is not None or call.name not in _COMPARE or not tensors[1:]:
+        return
+    y = tensors[1]
+    for axis in range(y.ndim):
+        words = f"with targets reversed along axis {axis}"
+        yield Edit(words, partial(_of_second, change=lambda y, axis=axis: y.flip(axis)))
+    for i, j in combinations(range(1, y.ndim), 2):
+        if y.shape[i] == y.shape[j]:
+            words = f"with targets whose axes {i} and {j} are transposed"
+            yield Edit(words, partial(_of_second, change=lambda y, i=i, j=j: y.transpose(i, j)))
+
+
+def _of_second(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
+    x, y, *others = call.args
+    return call.function(x, change(y), *others, **call.kwargs)
+
+
+def _left_out(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    x, made = tensors[0], call.result
+    is_alike = x.is_floating_point() and (x.shape, x.dtype) == (made.shape, made.dtype)
+    # A mask, or another constant, may keep the answer from the model.
+    hides = any(not y.requires_grad for y in tensors[1:])
+    if call.path is None or hides or call.name in _KEPT or "rand" in call.name:
+        return
+    if is_alike and x is not made:
+        yield Edit("left out", lambda call: given(call)[0], leaves_out=True)
