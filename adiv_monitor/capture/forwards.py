@@ -94,7 +94,7 @@ class Forwards(threading.local):
         """The module whose forward runs, or the module whose known use is taken."""
         return self.forward.module if self.known is None else self.known
 
-    def opened(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
+    def opened(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a Python function of torch with the calls inside it watched."""
         assert self.mode is not None
         outside, self.inside = self.inside, function.__name__
@@ -106,7 +106,7 @@ class Forwards(threading.local):
 
 
 @cache
-def without_overrides(function: FunctionType) -> Function:
+def without_overrides(function: Any) -> Function:
     """Return a copy of a Python function of torch that no function mode intercepts as a whole."""
     names = [name for name in function.__globals__ if name.startswith("has_torch_function")]
     twin = FunctionType(

@@ -24,7 +24,8 @@ def _name_of(kind: type) -> str:
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class without torch's prefix: "Linear" for an `FSDPLinear`."""
-    return _name_of(type(module))
+    kind: type = type(module)
+    return _name_of(kind)
 
 
 class Names:
