@@ -20,12 +20,18 @@ UP_AGAIN = (*(2.3 - 0.1 * step for step in range(10)), *(1.4 + 3 * step for step
 
 
 def run(
-    count: int = 6, losses: tuple[float, ...] = WELL, *, every: int = 7, **facts: object
+    count: int = 6,
+    losses: tuple[float, ...] = WELL,
+    *,
+    every: int = 7,
+    loss_of: tuple[float, ...] = (),
+    **facts: object,
 ) -> Record:
     """A monitored run; a fact that is a list has one value for each report."""
     reports = tuple(
         StepReport(
             every * i,
+            losses=dict(zip([every * i], loss_of[i : i + 1], strict=False)),
             coverage=1.0,
             **{
                 name: value[i] if isinstance(value, list) else value
@@ -59,8 +65,6 @@ TURNED = {name: reading(gradient_cosine=-0.3, update_cosine=-0.3, descent=-0.1) 
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
 FEW_ROWS = LAYERS | {"c": reading(rows_total=1)}
 NOISY = tuple(loss * (1 + 0.6 * (-1) ** step) for step, loss in enumerate(WELL))
-# Labels that are shifted at each epoch: what was learnt is wrong then.
-HIGHER_EACH_TIME = tuple((1.0 + 0.3 * min(epoch, 1)) * x for epoch in range(4) for x in WELL[:12])
 EQUAL = {"a": reading(common_share=1.0, scale_cv=0.0), "b": reading()}
 ALL_ZERO = {"a": reading(common_share=math.nan, scale_cv=0.0, scale_mean=1.0), "b": reading()}
 IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
@@ -71,6 +75,12 @@ CLIPPED_AWAY = {
     name: reading(descent=1e-18, update_ratio=1e-11, gradient_factor=1e-9) for name in "abc"
 }
 DIFFERENT = [(float(i),) for i in range(6)]
+FOREIGN = {name: reading(foreign_share=0.97, gradient_cosine=-0.05) for name in "abc"}
+ADDED = {name: reading(foreign_share=0.7) for name in "abc"}
+INVERSE = [(0.95 ** (-7 * i),) for i in range(6)]  # times `WELL`, a constant
+GROUPS = {"learning_rates": (0.1, 0.1, 10.0), "groups": {"a": 0, "b": 1, "c": 2}}
+SPREAD = {"batch": [(float((-1) ** i * 30),) for i in range(9)], "batch_spread": (10.0,)}
+ONE_CLASS, HALF = (0, 0, 64, 0), (32, 32, 0, 0)
 HITS = {
     "zero-gradient": run(losses=(0.0,) * 40, layers=FLAT),
     "zero-gradient up to rounding": run(
@@ -78,7 +88,23 @@ HITS = {
     ),
     "targets-ignored": run(losses=STILL, layers=IGNORED),
     "dropout-too-high": run(losses=STILL, dropout=[0.1, 0.5, 0.8, 0.9, 0.95, 0.99]),
-    "gradient-rescaled": run(losses=STILL, rescaled=("a", "b")),
+    "gradient-rescaled": run(losses=STILL, rescaled=("a", "b"), loss_gradients=(1.0,)),
+    "loss-multiplied by 1024": run(losses=RISING, loss_gradients=(1024.0,)),
+    "loss-multiplied by its inverse": run(
+        losses=WELL, loss_gradients=INVERSE, loss_of=WELL[::7], layers=LAYERS
+    ),
+    "gradient-foreign": run(losses=RISING, layers=FOREIGN),
+    "gradient-again": run(losses=STILL, gradient_again=True),
+    "state-lost": run(new_state=True),
+    "settings-off": run(settings=[{"momentum": (0.9 + 0.05 * i,)} for i in range(6)]),
+    "settings-off by a decay that outweighs all": run(
+        losses=STILL, settings={"weight_decay": (0.0, 1.0)}, learning_rates=(0.1, 0.1)
+    ),
+    "group-rates": run(losses=STILL, layers=LAYERS | {"c": reading(update_ratio=2.0)}, **GROUPS),
+    "batches-apart": run(9, STILL, every=4, **SPREAD),
+    "targets-own": run(losses=STILL, targets=(20, 20, 24), targets_met=60, loss_of=STILL[:1]),
+    "class-untaught": run(targets=HALF, targets_met=10),
+    "class-untaught but for one": run(targets=ONE_CLASS, targets_met=10),
     "constant-data": run(losses=STILL, layers=EQUAL),
     "constant-data that are all zero": run(losses=STILL, layers=ALL_ZERO),
     "not-zeroed": run(layers=NOT_ZEROED),
@@ -117,7 +143,9 @@ HITS = {
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
     "weights-set-back to new draws, seen by the loss": run(losses=(*WELL[:12],) * 4),
-    "targets-change": run(losses=HIGHER_EACH_TIME),
+    "targets-change": run(
+        batch=[(float(i % 2),) for i in range(6)], targets=[(i, 8 - i) for i in range(6)]
+    ),
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
@@ -139,7 +167,29 @@ MEANT = {
     "dropout that rises to a half": run(
         losses=STILL, dropout=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
     ),
-    "gradients clipped one by one, as the loss falls": run(rescaled=("a", "b")),
+    "an AMP scale that doubles": run(
+        loss_gradients=[(2.0**i,) for i in range(6)],
+        layers=[{n: reading(gradient_factor=2.0**-i) for n in "abc"} for i in range(6)],
+    ),
+    "clipping of rare peaks": run(
+        loss_gradients=(1.0,),
+        layers=[LAYERS, {n: reading(gradient_factor=0.1) for n in "abc"}] * 3,
+    ),
+    "a loss that is multiplied, by Adam": run(loss_gradients=(1024.0,), optimizer="AdamW"),
+    "a penalty in the loss, as it falls": run(layers=ADDED),
+    "a state that is empty at first": run(new_state=[True, *[False] * 5]),
+    "momentum that cycles": run(
+        settings=[{"momentum": (0.85 + 0.1 * (i % 2),)} for i in range(6)]
+    ),
+    "a large epsilon, as the loss falls": run(settings={"beta1": (0.9,), "eps": (1e-3,)}),
+    "a head with a higher rate": run(layers=LAYERS | {"c": reading(update_ratio=0.2)}, **GROUPS),
+    "batches that differ, as the loss falls": run(9, every=4, **SPREAD),
+    "batches drawn at random": run(9, STILL, every=4, **(SPREAD | {"batch_spread": (30.0,)})),
+    "a trained model": run(targets=(20, 20, 24), targets_met=60, loss_of=(0.1,)),
+    "untrained outputs of the commonest class": run(
+        targets=(60, 4), targets_met=60, loss_of=(0.69,)
+    ),
+    "a rare class": run(targets=(30, 30, 4, 0, 20), targets_met=10),
     "one layer whose input is constant": run(layers=[LAYERS | EQUAL, LAYERS] * 3),
     "one row with a gradient": run(
         losses=STILL,

@@ -128,10 +128,8 @@ def hostile() -> AuditReport:
 def test_nothing_that_steers_is_in_what_the_audit_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from rich.console import Console
-
     file = io.StringIO()
-    output.show(hostile(), Console(file=file))
+    output.show(hostile(), file)
     assert not steers(file.getvalue())
     main(["--config", STEERING])
     assert main(["compare", STEERING, STEERING]) == 2

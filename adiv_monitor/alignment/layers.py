@@ -81,38 +81,23 @@ def with_roles(
         raise ValueError(
             f"Probe(roles=…): {idle[0]!r} fits no layer, expected patterns over {', '.join(paths)}"
         )
-    before = {layer.path: layer.predecessors for layer in layers}
     given = {
         path: next((role for p, role in chosen.items() if fnmatchcase(path, p)), None)
         for path in paths
     }
-    for path, role in given.items():
-        if role == "embedding":
-            before[path] = ()
-        elif role == "readout":  # its successors get its predecessors instead
-            for other, sources in before.items():
-                if path in sources:
-                    bypass = [p for s in sources for p in (before[path] if s == path else (s,))]
-                    before[other] = tuple(dict.fromkeys(bypass))
-    feeding = {path for sources in before.values() for path in sources}
-    return tuple(
-        replace(
-            layer,
-            predecessors=before[layer.path],
-            role=_role(layer, bool(before[layer.path]), layer.path in feeding, given[layer.path]),
-        )
-        for layer in layers
-    )
+    kept = [replace(x, predecessors=()) if given[x.path] == "embedding" else x for x in layers]
+    feeding = {path for layer in kept for path in layer.predecessors}
+    return tuple(replace(x, role=_role(x, x.path in feeding, given[x.path])) for x in kept)
 
 
-def _role(layer: AlignedLayer, fed: bool, feeds: bool, given: Role | None) -> Role:
+def _role(layer: AlignedLayer, feeds: bool, given: Role | None) -> Role:
+    fed = bool(layer.predecessors)
     inferred: Role = "embedding" if not fed else "hidden" if feeds else "readout"
-    alone = not fed and not feeds
-    if alone or (fed and layer.fan_in < LEAST_FAN_IN):
+    if (fed and layer.fan_in < LEAST_FAN_IN) or not (fed or feeds):
         inferred = "excluded"
-    if (given == "hidden" and not (fed and feeds)) or (given == "readout" and not fed):
+    if (given == "hidden" and not (fed and feeds)) or (given == "readout" and (feeds or not fed)):
         raise ValueError(
             f"Probe(roles=…): '{layer.path}' can't be {given}, because it "
-            f"{'feeds' if fed else 'is fed by'} no other layer"
+            f"{'feeds' if feeds else 'does not feed'} and {'is' if fed else 'is not'} fed by others"
         )
     return given or inferred

@@ -58,13 +58,12 @@ def sums_of(
         products = [_product(*term, block) for term in terms]
         scale = _of_rows(_mean_square(W0), z0, block)
         none = torch.zeros_like(scale)
-        largest = {id(w): _largest_squares(w) for w in (dW, W0, W)} if spectral else {}
         lines = [
             torch.stack(
                 [
                     _mean_square(product).sum(),
                     _of_rows(_mean_square(weight), rows, block),
-                    _of_rows(largest[id(weight)], rows, block) if spectral else none,
+                    _of_rows(_largest_squares(weight), rows, block) if spectral else none,
                 ]
             )
             for product, (weight, rows) in zip(products, terms, strict=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.audit import trials
@@ -15,7 +15,8 @@ from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.experiments.state import counted
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training import batches as drawn
-from adiv_monitor.audit.training.setup import COSTLY, Setup, name_of, of_batch, seeded
+from adiv_monitor.audit.training import setup as settings
+from adiv_monitor.audit.training.setup import COSTLY, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import compared, course, end, start
@@ -37,8 +38,12 @@ def run(given: Mapping[str, Any]) -> AuditReport:
     of = SimpleNamespace(**given)
     steps, most = of.steps, of.steps or MOST_STEPS
     batches, notes = of.batches, list[str]()
-    loss = loss_of_output if of.loss is None else of_batch(of.loss)
-    facts = {"data": drawn.in_words(batches), "loss": name_of(of.loss), **(of._facts or {})}
+    loss = settings.loss_of_output if of.loss is None else settings.of_batch(of.loss)
+    facts = {
+        "data": drawn.in_words(batches),
+        "loss": settings.name_of(of.loss),
+        **(of._facts or {}),
+    }
     if drawn.is_data_set(batches):
         batches = drawn.loader_of(batches, drawn.DEFAULT_SIZE, of.seed)
         notes.append(f"The data set was shuffled, in batches of {drawn.DEFAULT_SIZE}: give a "
@@ -107,10 +112,10 @@ def _is_settled(setup: Setup, record: Record) -> bool:
 
 
 def _is_unexplained(record: Record) -> bool:
-    """Return whether the loss stays high, and no cause of it is certain."""
-    learnt = 0 <= end(record) < HIGH * start(record)
+    """Return whether the loss stays high above 0, and no cause of it is certain."""
+    is_high = end(record) > HIGH * start(record) > 0
     certain = (f for f in diagnose(record) if f.strength == "act" and fault_of(f).certain)
-    return not learnt and not any(map(is_cause, certain))
+    return is_high and not any(map(is_cause, certain))
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -119,26 +124,3 @@ def adamw(model: nn.Module) -> Optimizer:
     # The fused step takes a sixth of the time of a processor; it takes no complex numbers.
     fused = all(p.is_floating_point() for p in trained) or None
     return torch.optim.AdamW(trained, lr=1e-3, fused=fused)
-
-
-def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that the model itself returns, as models of Hugging Face do.
-
-    Raises:
-        TypeError: the model's output has no loss, or the model does not accept the batch.
-    """
-    kind = type(model).__name__
-    told = (
-        "expected a model that gives its own loss, as the `loss` of an object or a dict: give "
-        "audit a loss, (model, batch) → number, or batches that hold labels"
-    )
-    try:
-        output = drawn.called(model, batch)
-    except TypeError as error:
-        got = f"can't take the whole batch ({error})"
-        raise TypeError(f"audit(loss=None): {kind} {got}, {told}") from error
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        got = type(output).__name__ + " whose loss is None" * hasattr(output, "loss")
-        raise TypeError(f"audit(loss=None): {kind} gave {got}, {told}")
-    return loss

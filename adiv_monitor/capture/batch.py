@@ -1,9 +1,10 @@
-"""Sums that tell whether the same batch enters a module again."""
+"""What a batch is like: sums that tell whether it comes again, and the classes of its targets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from adiv_layers.autocast import without_autocast
 from torch import Tensor
 
 from adiv_monitor.capture.hook import has_data
@@ -12,10 +13,12 @@ from adiv_monitor.rerun.nested import tensors_in
 
 @torch.no_grad()
 def sums_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return Σ_k √k s_k for each tensor in the arguments of a call, with s_k the sum of column k.
+    """Return Σ_i s_i, and √n times the deviation of s_i, of each tensor among the arguments.
 
-    A column is an index of the last dimension. Plain sums would be equal for all one-hot inputs.
-    Only dense tensors of real numbers count, the integers among them.
+    s_i = Σ_k √k s_ik of sample i, with s_ik its sum over an index k of the last dimension. Plain
+    sums would be equal for all one-hot inputs. The second number is how far the first one differs
+    between batches of n random samples; 0 for a tensor of one dimension. Only dense tensors of
+    real numbers count, the integers among them.
     """
     return tuple(map(_sum, filter(_counts, tensors_in(*args, *kwargs.values()))))
 
@@ -26,14 +29,40 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _sum(tensor: Tensor) -> Tensor:
+    dims = tuple(range(1, tensor.ndim - 1))
     # Summed in a wider type, the tensor would be copied as a whole.
-    dims = tuple(range(tensor.ndim - 1))
     wide = torch.float32 if tensor.is_floating_point() and tensor.itemsize == 2 else None
-    columns = tensor.sum(dims, dtype=wide) if dims else tensor.reshape(-1)
+    rows = tensor if tensor.ndim == 2 else tensor.reshape(1, -1)
+    rows = tensor.sum(dims, dtype=wide) if dims else rows
     widest = torch.float32 if tensor.device.type == "mps" else torch.float64
-    numbers = torch.arange(1, columns.numel() + 1, dtype=widest, device=tensor.device)
-    return (columns * numbers.sqrt()).sum()
+    numbers = torch.arange(1, rows.shape[1] + 1, dtype=widest, device=tensor.device).sqrt()
+    rows = rows if rows.is_floating_point() and rows.itemsize > 2 else rows.to(widest)
+    with without_autocast(rows):
+        samples = (rows @ numbers.to(rows.dtype)).to(widest)
+    return torch.stack((samples.sum(), (samples - samples.mean()).norm()))
 
 
+@torch.no_grad()
+def classes_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return how often each class is a target, then how many targets have the largest output.
+
+    Args:
+        given: the arguments of a loss. Of (samples, classes) outputs with a class as the target of
+            each sample, the first samples count; nothing is returned for others, nor for many
+            classes.
+    """
+    if len(given) != 2 or not all(map(_counts, given)):
+        return ()
+    outputs, targets = given
+    is_class = targets.dtype == torch.int64 and targets.shape == outputs.shape[:1]
+    if outputs.ndim != 2 or not is_class or outputs.shape[1] > _MOST_CLASSES:
+        return ()
+    outputs, targets = outputs[:_MOST_SAMPLES], targets[:_MOST_SAMPLES]
+    of_classes = targets[:, None] == torch.arange(outputs.shape[1], device=targets.device)
+    right = (outputs.argmax(1) == targets).sum()
+    return (torch.cat((of_classes.sum(0), right[None])),)
+
+
+_MOST_SAMPLES, _MOST_CLASSES = 4096, 100
 _REALS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _NUMBERS = {*_REALS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -1,6 +1,6 @@
 """Reads the loss of training passes from a module, or from the model's output by a function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -23,7 +23,7 @@ class LossHook(ModuleHook):
     Args:
         loss: the module that computes it, or a function: output of a model call → loss.
         model: the model whose outputs the function gets.
-        note: receives every loss.
+        note: receives every loss, and the arguments that a module computed it from.
         fail: called with the exception if reading the loss fails.
 
     Attributes:
@@ -35,7 +35,7 @@ class LossHook(ModuleHook):
         self,
         loss: LossOf,
         model: nn.Module,
-        note: Callable[[Tensor], None],
+        note: Callable[[Tensor, Sequence[Any]], None],
         fail: Callable[[Exception], None],
     ) -> None:
         self.stays = isinstance(loss, nn.Module)
@@ -58,7 +58,7 @@ class LossHook(ModuleHook):
         if self._can_be_called:
             super().put_on()
 
-    def _guarded(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
+    def _guarded(self, module: nn.Module, args: Any, kwargs: object, output: Any) -> None:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
             return
         try:
@@ -69,7 +69,7 @@ class LossHook(ModuleHook):
             if not isinstance(output, Tensor) or (
                 output.requires_grad and 0 not in output.shape and trains(output)
             ):
-                self._note(output)
+                self._note(output, args if self._of is None else ())
         except Exception as error:
             self._fail(error)
 

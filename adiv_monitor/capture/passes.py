@@ -4,12 +4,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.batch import classes_of
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import has_data, on_gradient
 
@@ -39,12 +40,14 @@ class Passes:
         meant: whether zeroed passes are meant: inputs are differentiated, as for adversarial ones.
         accumulated: the graph tasks that accumulated gradients.
         zeroed: the passes whose gradients were zeroed, layer by layer.
+        classes: `classes_of` what the first loss was given.
     """
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:
         self.meant = False
         self.steps = steps
         self.accumulated: list[int] = []
+        self.classes: tuple[Tensor, ...] = ()
         self._guard = guard or Guard()
         self._hooks: list[RemovableHandle] = []
         self._entered: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
@@ -57,13 +60,19 @@ class Passes:
         call_all(*[hook.remove for hook in self._hooks])
         self._hooks.clear()
 
-    def follow(self, loss: Tensor) -> None:
-        """Record the gradient with which backward passes enter a loss of one element."""
+    def follow(self, loss: Tensor, given: Sequence[Any] = ()) -> None:
+        """Record the gradient with which backward passes enter a loss of one element.
+
+        Args:
+            loss: the loss.
+            given: the arguments that it was computed from, if they are known.
+        """
         if not self._active or type(loss) is not Tensor or any(n != 1 for n in loss.shape):
             return
         arrive = partial(self._guard, self._enters, len(self._hooks))
         with torch._C.DisableTorchFunction():
             self._hooks.append(on_gradient(loss, arrive))
+            self.classes = self.classes or classes_of(given)
 
     def _enters(self, number: int, gradient: Tensor | None) -> None:
         """Copy the gradient at a loss, which the user may have given and may overwrite."""

@@ -152,6 +152,11 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
     return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
 
 
+def reason(findings: Sequence[Finding]) -> str:
+    """Return what the strongest finding says, unless the headline does; "" without findings."""
+    return findings[0].summary if findings and findings[0].name != "loss-stuck" else ""
+
+
 def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]:
     """Return the names of findings that these reports could show; those that they show come first.
 

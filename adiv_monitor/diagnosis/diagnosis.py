@@ -16,8 +16,8 @@ from adiv_monitor.report.written import read
 
 _D = TypeVar("_D", bound="Diagnosis")
 SCHEMA = 3  # of `Diagnosis.to_dict`; see docs/report-schema.md
-# Families of what is so whatever the weights are; a finding of theirs to watch may be the cause.
-OF_WIRING = ("wiring", "parameters", "samples", "targets", "loss", "data")
+# Families of states that other faults lead to; of the others, a finding to watch may be the cause.
+OF_STEPS = ("rates", "units", "states")
 _READ = (2, SCHEMA)  # 2 held one field more, `what_if`
 
 
@@ -59,16 +59,17 @@ class Diagnosis:
         rest = f" {_count(len(self.findings), 'weaker finding')} below." * bool(self.findings)
         rest = " Other learning rates were not tried." * (not self.record.rates) + rest
         watched = [f for f in self.findings if f.strength == "watch"]
-        likely = next((f.summary for f in watched if fault_of(f).family in OF_WIRING), "")
+        likely = next((f.summary for f in watched if fault_of(f).family not in OF_STEPS), "")
         if stuck := next((f.summary for f in self.findings if f.name == "loss-stuck"), ""):
             said = f"The likely cause: {likely}" if likely else "The audit did not find the cause."
             return f"{stuck} {said}{rest}"
-        if likely:
+        better = _best(watched)
+        if likely and (better is None or better.fix in HIGHER_RATES):
             return (
                 "The audit found nothing to act on for certain. If the model learns less than it "
                 f"should, this is the likely cause: {likely}{rest}"
             )
-        if (better := _best(watched)) is not None:
+        if better is not None:
             short = "; so short a run favours high learning rates" * (better.fix in HIGHER_RATES)
             return (
                 "The audit found nothing to act on, but a fix that it tried lowers the loss: "

@@ -265,22 +265,6 @@ def unroll(
     return closed, (off / length.clamp(min=torch.finfo(length.dtype).tiny)).sqrt()
 
 
-@torch.no_grad()
-def maps_of(
-    call: RecurrentCall, dtype: torch.dtype, random: Randomness | None = None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return inputs and z of all rows of every linear map, by name: the forward of `unroll`.
-
-    Args:
-        call: the call.
-        dtype: dtype of the call's output.
-        random: see `unroll`.
-    """
-    with torch.autocast(call.input.device.type, enabled=False):
-        maps, _ = _run(call, dtype, random)
-    return {x.use.part: (x.by_time(x.inputs), x.by_time(x.z)) for x in maps}
-
-
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the call's outputs, or their gradients, in the layout of `_run`."""
     given = [to_compute_dtype(tensor.detach()) for tensor in tensors]

@@ -101,11 +101,6 @@ class Sample:
         return by_chance(error, np.append(_OF_FEW, 1.0)[few])
 
     @cached_property
-    def is_scarce(self) -> bool:
-        """Whether fewer than two active rows were sampled in a layer of which not all rows were."""
-        return bool((self.active_seen < 2).any())
-
-    @cached_property
     def variance_share(self) -> PerLayer:
         """`variance_share` of these rows."""
         return variance_share(self.seen, self.total)
@@ -151,9 +146,8 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
     spread = scaled - mean[:, None]
     if sample.empty is not None:
         spread[sample.empty] = 0.0
-    if sample.is_scarce:
-        spread[sample.active_seen < 2] = np.nan
-        mean[sample.active_seen < 1] = np.nan
+    spread[sample.active_seen < 2] = np.nan
+    mean[sample.active_seen < 1] = np.nan
     if exact is None:
         return Sum(mean, spread)
     known = ~np.isnan(exact)

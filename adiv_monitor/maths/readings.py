@@ -208,11 +208,6 @@ def _certain(value: PerLayer) -> Estimate:
     return Estimate(value, np.zeros_like(value))
 
 
-def _chosen(known: Mask, one: Estimate, other: Estimate) -> Estimate:
-    """Return one estimate where it is known, else the other."""
-    return Estimate(*(np.where(known, a, b) for a, b in zip(one, other, strict=True)))
-
-
 def _of_update(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
     d_d = x.sum("d_d")
     d_G = x.sum("G_d", x.own_w)
@@ -291,7 +286,11 @@ def _of_all_scales(x: _Layers) -> dict[str, Estimate]:
         "scale_cv": measures.scale_cv(layers["scale_off"] ** 2, layers["scale_sum"], count),
         "scale_max": np.where(count > 0, layers["scale_max"], np.nan),
     }
-    return {n: _chosen(layers["knows_scales"], _certain(of_all[n]), of_rows[n]) for n in of_rows}
+    known = layers["knows_scales"]
+    return {
+        name: Estimate(np.where(known, of_all[name], value), np.where(known, 0.0, error))
+        for name, (value, error) in of_rows.items()
+    }
 
 
 def _of_entries(x: _Layers) -> tuple[Array, Array]:
@@ -302,12 +301,10 @@ def _of_entries(x: _Layers) -> tuple[Array, Array]:
     idle = (lines["row"] >= 0) & (x.sums.rows["G_G"][np.maximum(lines["row"], 0)] == 0)
     by_rows = x.has_one & ~layers["knows_scales"]
     seen = np.where(by_rows, x.sample.seen, seen)
-    of_rows, some = (
-        np.where(active, x.rows["scale"], np.nan),
-        np.where(idle, np.nan, lines["scale"]),
-    )
-    width = max(of_rows.shape[1], some.shape[1])
-    entries = np.where(by_rows[:, None], *(_filled(of, width) for of in (of_rows, some)))
+    both = np.where(active, x.rows["scale"], np.nan), np.where(idle, np.nan, lines["scale"])
+    width = max(of.shape[1] for of in both)
+    filled = (np.pad(of, ((0, 0), (0, width - of.shape[1])), constant_values=np.nan) for of in both)
+    entries = np.where(by_rows[:, None], *filled)
     counted = (~np.isnan(entries)).sum(1)
     # Entries of one row may be equal, so they count as one; not all entries of the rows are here.
     some = variance_share(seen, x.sample.seen * x.groups, counted)
@@ -335,12 +332,6 @@ def _common_share(x: _Layers) -> Estimate:
     wider = measures.common_share(products, squares, np.full_like(count, np.inf), x.sample).error
     several = x.layers["ranks"] > 1
     return Estimate(found.value, np.where(several, np.maximum(found.error, wider), found.error))
-
-
-def _filled(values: Array, width: int) -> Array:
-    """Return values with NaN behind them."""
-    rest = width - values.shape[1]
-    return np.pad(values, ((0, 0), (0, rest)), constant_values=np.nan)
 
 
 def _of_parameters(x: _Layers, *, has_applied: bool) -> dict[str, Estimate]:

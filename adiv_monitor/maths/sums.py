@@ -64,7 +64,7 @@ LAYERS = np.dtype(
         *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
         *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
-        *_columns("<f8", "rows_bound", "entries_bound", "earlier_share"),
+        *_columns("<f8", "rows_bound", "entries_bound", "other_share"),
     ]
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
@@ -140,8 +140,8 @@ class StepSums:
               averaging over ranks by the backward passes.
             - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it
               is.
-            - earlier_share: ‖gradient that was there before‖ / ‖γ‖; 0 if rounding explains
-              it.
+            - other_share: what is not of the rows, over ‖γ‖: the gradient that was there before
+              ("earlier"), or all that is no multiple of theirs ("more"); else 0.
             - terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the norms of all terms of the gradient that the
               backward passes left, as far as the rows determine it.
             - active, G_G, concentration: of one pass over all rows, number of rows with a nonzero

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from adiv_monitor.diagnosis.diagnose import finding_title, follows, what_happens
+from adiv_monitor.diagnosis.diagnose import finding_title, follows, reason, what_happens
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Evidence, Finding
 from adiv_monitor.diagnosis.health import measure_title
@@ -68,8 +68,8 @@ def _head(report: Diagnosis, count: int) -> Iterator[str]:
         yield f"\n{markdown(introduced(record))}"
         run = f"{len(record.losses):,} of {record.facts.steps:,} steps"
         steps = f"{run}{', interrupted' * record.interrupted}, {count:,} measured."
-    verdict = f" {markdown(report.verdict)}" * is_audited
-    yield f"\n**{markdown(headline(findings, record))}.**{verdict}"
+    said = report.verdict if is_audited else reason(findings)
+    yield f"\n**{markdown(headline(findings, record))}.**" + f" {markdown(said)}" * bool(said)
     yield f"\n{what_happens(record)} {steps}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adiv_monitor.diagnosis.course import difference
-from adiv_monitor.diagnosis.diagnose import follows, running_headline, what_happens
+from adiv_monitor.diagnosis.diagnose import follows, reason, running_headline, what_happens
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.plain import without_secrets
@@ -43,6 +43,7 @@ def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] =
         record=record,
         facts=record.facts,
         headline=headline(findings, record),
+        lead=report.verdict if record.is_audited else reason(findings),
         what_happens=what_happens(record),
         strengths=Counter(finding.strength for finding in findings),
         causes=[finding for finding in findings if not follows(finding)],

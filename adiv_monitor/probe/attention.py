@@ -9,7 +9,7 @@ order, through the graph of the probe's run. The module's inputs are constant, a
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -98,24 +98,18 @@ class _Call:
     def scale(self, generator: np.random.Generator) -> tuple[Tensor, ...]:
         """Return the sums of the scales."""
         like, sizes = self.query, [p.numel() for p in self.held]
-        active = self.score_gradient or self.scores.probabilities
-        several: Iterable[Sequence[Move]]
-        if sum(sizes) * like.numel() <= _MOST_EXACT:
-            units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
-            shaped = (
-                [t.view_as(p) for t, p in zip(row.split(sizes), self.held, strict=True)]
-                for row in units
-            )
-            several, moment = [[*map(self._move, shaped)]], 1.0
-        else:
-            random = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
-            given: dict[str, Any] = {"generator": random, "device": like.device}
-            several = (
-                [self._move([torch.randn(p.shape, **given) for p in self.held])]
-                for _ in range(_MOVES)
-            )
-            moment = 3.0
-        found = [scale_sums(self.scores, active, moves, moment) for moves in several]
+        count = sum(sizes)
+        given: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        is_exact = count * like.numel() <= _MOST_EXACT
+        random = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
+        drawn = (torch.randn(count, generator=random, **given) for _ in range(_MOVES))
+        moves = (
+            self._move([t.view_as(p) for t, p in zip(row.split(sizes), self.held, strict=True)])
+            for row in (torch.eye(count, **given) if is_exact else drawn)
+        )
+        several = [[*moves]] if is_exact else ([move] for move in moves)
+        active, moment = self.score_gradient or self.scores.probabilities, 1 if is_exact else 3
+        found = [scale_sums(self.scores, active, some, moment) for some in several]
         counts, *sums = zip(*found, strict=True)
         return counts[0], *(torch.stack(several, -1) for several in sums)
 

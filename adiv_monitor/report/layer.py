@@ -34,6 +34,8 @@ class LayerReading:
             some of "inputs", "outputs", "gradient" and "update"; empty: all examined are finite.
         earlier_share: norm of the gradient that `.grad` held before this step's first backward
             pass, over the norm of the gradient that the optimizer saw; 0 if `.grad` was zeroed.
+        foreign_share: norm of what is no multiple of the rows' gradient in the gradient that the
+            optimizer saw, over the norm of that; 0 if nothing is, or if it is not known.
         standard_error: measure → standard error, for measures that rest on sampled rows; the others
             are exact.
         scale_quantiles: the row scale at `QUANTILE_LEVELS`.
@@ -81,6 +83,7 @@ class LayerReading:
     features: int | None = None
     non_finite: tuple[str, ...] = ()
     earlier_share: float = 0.0
+    foreign_share: float = 0.0
     standard_error: Mapping[str, float] = field(default_factory=dict)
     scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
     row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
@@ -94,7 +97,7 @@ class LayerReading:
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Return the reading as plain data, without measures not taken; quantiles on request."""
         record: dict[str, Any] = plain(self)
-        for name in ("module", "features", "non_finite", "earlier_share"):
+        for name in ("module", "features", "non_finite", "earlier_share", "foreign_share"):
             if not record.get(name):
                 record.pop(name, None)
         for name in () if quantiles else _QUANTILES:
@@ -117,7 +120,8 @@ _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient
 _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
 _WITHOUT_QUANTILES = dict.fromkeys(_QUANTILES, ())
 _ABOUT_MEASURES = (
-    *("features", "non_finite", "earlier_share", "module", "standard_error", *_QUANTILES),
+    *("features", "non_finite", "earlier_share", "foreign_share"),
+    *("module", "standard_error", *_QUANTILES),
 )
 # All measures, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(

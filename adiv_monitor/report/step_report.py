@@ -108,6 +108,10 @@ class StepReport:
             groups have the same learning rate.
         optimizer: class name of the optimizer, e.g. "AdamW"; "" without one.
         maximize: whether the optimizer raises the loss, by `maximize=True` in all its groups.
+        settings: the optimizer's other settings by name, such as "momentum", "beta1" and
+            "weight_decay", one number for each parameter group, as used by the step.
+        new_state: whether the optimizer had no state as this step began, though it has one after.
+        gradient_again: whether the next step used the same gradient, no backward pass between them.
         other_optimizers: class names of other optimizers that stepped between this optimizer's last
             step and this one.
         changed_by: class names of those of them that changed parameters of the measured layers.
@@ -132,8 +136,14 @@ class StepReport:
             eval mode since the whole model was in eval mode in this step's forward pass.
         batch: weighted sums of the tensors that enter the first measured module in this step, in
             its first call; with several ranks, in the first of them.
-        next_batch: the same in the next step: equal if the same batch came again; empty if it is
+        batch_spread: for each of these sums, how far it differs between batches of this size, if
+            they are drawn at random: √n times its deviation between the n samples.
+        next_batch: `batch` of the next step: equal if the same batch came again; empty if it is
             not known.
+        targets: how often each class is the target of a sample, by the arguments with which the
+            step's first loss is called; empty: not known (`Monitor(loss=…)` with a module, outputs
+            of shape (samples, classes), at most 100 classes).
+        targets_met: the number of these samples whose output is largest at the target.
         weights_returned: how much of the way that the weights went since an earlier measured step
             was undone as this step began: 1 if they equal those of that step, 0 if they are
             farther away than ever; the largest over the earlier steps; None: not known.
@@ -159,6 +169,9 @@ class StepReport:
     groups: Mapping[str, int] = field(default_factory=dict)
     optimizer: str = ""
     maximize: bool = False
+    settings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    new_state: bool = False
+    gradient_again: bool = False
     other_optimizers: tuple[str, ...] = ()
     changed_by: tuple[str, ...] = ()
     trainable: int = 0
@@ -170,7 +183,10 @@ class StepReport:
     loss_gradients: tuple[float, ...] = ()
     evaluated: tuple[str, ...] = ()
     batch: tuple[float, ...] = ()
+    batch_spread: tuple[float, ...] = ()
     next_batch: tuple[float, ...] = ()
+    targets: tuple[int, ...] = ()
+    targets_met: int = 0
     weights_returned: float | None = None
     dropout: float = 0.0
     rescaled: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ from adiv_monitor.step.probing import ProbeStep, Probing
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, Others, Rates, learning_rates
+from adiv_monitor.step.stepping import NO_RATES, Others, Rates, has_state, learning_rates
 from adiv_monitor.step.training import Training
 from adiv_monitor.step.transfer import fetch_numbers
 from adiv_monitor.step.unsharded import UnshardedParameters
@@ -71,6 +71,8 @@ class Armed:
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
         dropout: the largest rate of the model's dropout modules.
+        ends_with_state: whether the optimizer holds a state after it.
+        gradient_again: whether the next step used the same gradient.
         attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
         alignment: the alignments that were read after it.
@@ -86,6 +88,8 @@ class Armed:
     hooks: Sequence[ProbeStep | LossHook]
     rates: Rates = NO_RATES
     dropout: float = 0.0
+    ends_with_state: bool = False
+    gradient_again: bool = False
     attempts: int = 0
     closure_calls: int | None = None
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
@@ -161,6 +165,9 @@ class Armed:
             groups={path: group_of[key] for path, key in firsts.items() if key in group_of},
             optimizer=rates.optimizer,
             maximize=rates.maximize,
+            settings=rates.settings,
+            new_state=self.ends_with_state and not rates.has_state,
+            gradient_again=self.gradient_again,
             dropout=self.dropout,
             other_optimizers=tuple(self.others.writes),
             changed_by=tuple(+self.others.writes),
@@ -237,10 +244,10 @@ class StepController:
         """Set the reference point of alignments; call this before `begin`."""
         self._reference = reference
 
-    def _sees_loss(self, loss: Tensor) -> None:
+    def _sees_loss(self, loss: Tensor, given: Sequence[Any]) -> None:
         self.losses.add(self.now(), loss, is_said=False)
         if self._armed is not None:
-            self._armed.capture.passes.follow(loss)
+            self._armed.capture.passes.follow(loss, given)
 
     def end(self, patience: float | None) -> None:
         """Complete the report, as the monitor is closed.
@@ -348,6 +355,9 @@ class StepController:
             The arguments of the optimizer's step with another closure; None: as they are.
         """
         self.losses.step_begins()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if self._taken is not None and not callable(closure):
+            self._taken.gradient_again = self._taken.step.whole.gradient_stays()
         self.failures.safely(self.read)
         armed = self._armed
         if armed is None or armed.guard.broken:
@@ -355,7 +365,6 @@ class StepController:
         armed.attempts += 1
         armed.rates = self.failures.safely(learning_rates, optimizer) or NO_RATES
         armed.dropout = self.training.dropout
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             armed.closure_calls = None
             armed.step.gradient_is_final(optimizer)
@@ -408,6 +417,7 @@ class StepController:
             armed.step.discard(why)
         elif has_optimizer:
             armed.step.updated()
+            armed.ends_with_state = has_state(self.training.optimizer)
         if self._alignment is not None:
             armed.alignment = self.failures.safely(self._alignment.read) or {}
         held = self.training.trained()

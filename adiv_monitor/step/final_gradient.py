@@ -22,7 +22,7 @@ from adiv_monitor.features.rows import joined
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.sums import About
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.gradient_check import PassesOfLayer, factors_of_passes
+from adiv_monitor.step.gradient_check import factors_of_passes
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Outgoing, fetch_tensors
@@ -106,9 +106,9 @@ class FinalGradient:
                 told[layer.path] = [*sums]
                 of_weight, of_bias = self._equations(layer, rows, {}, [*sums.values()])
                 sent.append(torch.cat([torch.stack(x) for x in (of_weight, of_bias) if x], dim=1))
-        pairs = zip(told.items(), fetch_tensors(sent), strict=True)
+        pairs = zip(told, zip(told.values(), fetch_tensors(sent), strict=True), strict=True)
         others = {x.path: [*rows.tasks] for x, rows in several.items() if x.path not in told}
-        found = factors_of_passes({p: PassesOfLayer(of, x) for (p, of), x in pairs}, others)
+        found = factors_of_passes(dict(pairs), others)
         self.history.has_several_passes = bool(several)
         for layer, rows in several.items():
             factors = found.get(layer.path, {})
@@ -140,27 +140,25 @@ class FinalGradient:
         factors, of_passes = self._factors.get(layer.path, {}), rows.sums()
         calls = rows.finish(factors)
         features, G = _joined_rows(calls)
-        seen, total = len(G), sum([call.rows.total for call in calls])
         self.pieces[layer.path] = {
             p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces
         }
         if self._updates and rows.versions != versions(layer):
             self.noted[_MOVED].append(layer.path)
-        reason = _why_from_rows(features, shared=rows.is_shared)
         change = layer.change(self._steps.gamma(parts))
         e = features.move(*change) if parts else None
-        known = {"precision": max([call.precision for call in calls]), "reason": reason}
-        known |= {"total": total, "partial": bool(parts)}
-        self.out.begin(layer.path, _about(layer, features), seen, **known)
+        self.out.begin(
+            layer.path,
+            _about(layer, features),
+            precision=max([call.precision for call in calls]),
+            reason=_why_from_rows(features, shared=rows.is_shared),
+            total=sum([call.rows.total for call in calls]),
+            partial=bool(parts),
+        )
         if of_passes is not None and not rows.is_shared:
-            h = summed(
-                [
-                    _times(of, factors[task]) if factors.get(task, 1.0) != 1 else of
-                    for task, of in of_passes.items()
-                ]
-            )
-            of_both = self._equations(layer, rows, parts, [h])
-            for of_bias, sides in enumerate(of_both):
+            pairs = ((of, factors.get(task, 1.0)) for task, of in of_passes.items())
+            h = summed([of if factor == 1 else _times(of, factor) for of, factor in pairs])
+            for of_bias, sides in enumerate(self._equations(layer, rows, parts, [h])):
                 if sides:
                     columns = dict(zip(("now", "h", "before"), sides, strict=False))
                     self.out.add(
@@ -168,14 +166,14 @@ class FinalGradient:
                         of_bias=of_bias,
                         number=np.arange(len(sides[0])),
                     )
-        found = {} if rows.linear is None else {"rule_error": rows.linear}
-        errors = [call.replay_error for call in calls if call.replay_error is not None]
-        if errors:
-            found["replay_error"] = torch.stack(errors).amax()
-        if found:
-            self.out.add("layers", [layer.path], found)
+        if rows.linear is not None:
+            self.out.add("layers", [layer.path], {"rule_error": rows.linear})
+        if errors := [call.replay_error for call in calls if call.replay_error is not None]:
+            self.out.add("layers", [layer.path], {"replay_error": torch.stack(errors).amax()})
         self._send_ceiling(layer, rows)
-        self._keep_all_rows(layer.path, calls)
+        of_calls = [(call.norms, call.whole) for call in calls if call.norms is not None]
+        if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
+            self._all_rows[layer.path] = of_calls
         z = joined([call.z for call in calls])
         self.measured[layer.path] = LayerInProgress(layer, features, G, z, change, e)
         rows.release()
@@ -210,14 +208,8 @@ class FinalGradient:
         if why:
             self.noted[_WITHOUT_CEILING + why].append(layer.path)
 
-    def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
-        """Keep the lengths of all rows, if every call has them."""
-        of_calls = [(call.norms, call.whole) for call in calls if call.norms is not None]
-        if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
-            self._all_rows[path] = of_calls
 
-
-def _times(side: Equations, factor: float | Tensor) -> Equations:
+def _times(side: Equations, factor: float) -> Equations:
     of_weight, of_bias = (None if x is None else x * factor for x in side)
     return of_weight, of_bias
 

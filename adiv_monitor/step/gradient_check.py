@@ -85,13 +85,13 @@ def settled(sums: StepSums, *, world: int = 1, lost: Collection[str] = ()) -> St
     """
     (usual, is_told), reasons, was_zeroed = _usual(sums), list[str](), sums.was_zeroed
     factors, layers = np.full(len(sums.paths), usual), sums.layers.copy()
-    layers["earlier_share"] = 0.0
+    layers["other_share"] = 0.0
     for i, path in enumerate(sums.paths):
         reason = str(sums.layers["reason"][i])
         if was_zeroed[i]:
             factors[i] = _ZEROED
         elif sums.checked[i] and sums.layers["gamma_gamma"][i] > 0 and not reason:
-            factors[i], reason, layers["earlier_share"][i] = _judged(sums, i, usual)
+            factors[i], reason, layers["other_share"][i] = _judged(sums, i, usual)
         elif not sums.checked[i] and not is_told:
             reason = reason or "seems"
         reasons.append("ranks" if reason == "more" and path in lost else reason)
@@ -146,7 +146,7 @@ def _noise(sums: StepSums, layer: int) -> float:
 
 
 def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str, float]:
-    """Return a layer's factor, why γ is not the gradient of its rows, and `earlier_share`."""
+    """Return a layer's factor, why γ is not the gradient of its rows, and `other_share`."""
     equations, parts = _equations(sums, layer), _parts(sums, layer)
     noise, tolerance = _noise(sums, layer), float(sums.tolerance[layer])
     fit = fitted(equations)
@@ -165,7 +165,7 @@ def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str, float
     found = [fitted(part) for part in parts]
     if len(parts) == 2 and all(explains(of) and of.rows > noise for of in found):
         return found[0].factor, "apart", 0.0
-    return usual, "more", 0.0
+    return usual, "more", fit.rest / fit.now
 
 
 def _from_rows(sums: StepSums) -> float:
@@ -180,16 +180,8 @@ def _from_rows(sums: StepSums) -> float:
     return found if 0 < found < math.inf else 1.0
 
 
-class PassesOfLayer(NamedTuple):
-    """The equations of a layer that several backward passes reached.
-
-    Attributes:
-        tasks: the passes.
-        equations: γv, h of each pass, and γv of what was there before them, if any.
-    """
-
-    tasks: Sequence[int]
-    equations: Array
+# The passes that reached a layer, and γv, h of each pass and, if any, γv of what was there before.
+PassesOfLayer = tuple[Sequence[int], Array]
 
 
 def factors_of_passes(
@@ -203,25 +195,26 @@ def factors_of_passes(
         layers: the equations of layers.
         others: the passes that reached layers that are not checked.
     """
-    tasks = sorted({task for layer in layers.values() for task in layer.tasks})
-    matrices = []
-    for layer in layers.values():
-        matrix = np.zeros((layer.equations.shape[1], len(tasks)))
-        matrix[:, [tasks.index(task) for task in layer.tasks]] = _passes(layer)
-        matrices.append(matrix / (np.linalg.norm(layer.equations[0]) or 1.0))
-    sides = [x.equations[0] / (np.linalg.norm(x.equations[0]) or 1.0) for x in layers.values()]
-    common = _solved(np.concatenate(matrices), np.concatenate(sides)) if matrices else np.zeros(0)
-    usual = dict(zip(tasks, common.tolist(), strict=True))
+    every = sorted({task for tasks, _ in layers.values() for task in tasks})
+    known, matrices = {}, []
+    for path, (tasks, (now, *of_passes)) in layers.items():
+        h, norm = np.stack(of_passes[: len(tasks)], axis=1), np.linalg.norm(now) or 1.0
+        is_finite = np.isfinite(h).all(0)  # else it is of a step that was skipped
+        matrix = np.where(is_finite, h, 0.0) / norm
+        silent = is_finite & (np.linalg.norm(matrix, axis=0) <= _SILENT)
+        known[path] = tasks, now / norm, matrix, silent
+        matrices.append(np.zeros((len(now), len(every))))
+        matrices[-1][:, [every.index(task) for task in tasks]] = matrix
+    sides = [now for _, now, _, _ in known.values()]
+    common = _solved(np.concatenate(matrices), np.concatenate(sides)) if known else np.zeros(0)
+    usual = dict(zip(every, common.tolist(), strict=True))
     found, alike = {}, 0
-    for path, layer in layers.items():
-        now, matrix = layer.equations[0], _passes(layer)
-        silent = np.linalg.norm(matrix, axis=0) <= _SILENT * np.linalg.norm(now)
-        silent &= np.isfinite(layer.equations[1 : 1 + len(layer.tasks)]).all(1)
-        own = np.array([usual[task] for task in layer.tasks]), _solved(matrix, now)
+    for path, (tasks, now, matrix, silent) in known.items():
+        own = np.array([usual[task] for task in tasks]), _solved(matrix, now)
         for factors in own:
             off = np.linalg.norm(now - matrix @ factors)
             if off <= LARGEST_REST * np.linalg.norm(now) and np.any(factors):
-                found[path] = _relative(layer.tasks, factors, silent)
+                found[path] = _relative(tasks, factors, silent)
                 alike += factors is own[0]
                 break
     for path, reached in others.items() if 2 * alike > len(layers) else ():
@@ -229,12 +222,6 @@ def factors_of_passes(
         if np.any(factors):
             found[path] = _relative(reached, factors, np.zeros(len(reached), dtype=bool))
     return found
-
-
-def _passes(layer: PassesOfLayer) -> Array:
-    """Return h of the passes, (equations, passes): 0 if not finite, as of a skipped step."""
-    found = layer.equations[1 : 1 + len(layer.tasks)].T
-    return np.where(np.isfinite(found).all(0), found, 0.0)
 
 
 def _relative(

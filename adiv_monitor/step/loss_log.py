@@ -80,13 +80,11 @@ class LossLog:
 
     def take(self, last: int) -> dict[int, float]:
         """Remove and return the losses by step, sorted, of the steps up to `last`."""
-        held, later = [*self._held], [entry for entry in self._held if entry[0] > last]
-        self._held.clear()
-        self._held.extend(later)
+        held = [entry for entry in self._held if entry[0] <= last]
+        self._held = deque([entry for entry in self._held if entry[0] > last], _MOST)
         found: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         numbers = fetch_numbers([value for _, _, value in held])
         for (step, is_said, _), number in zip(held, numbers, strict=True):
-            if step <= last:
-                found[step][is_said].append(number)
+            found[step][is_said].append(number)
         counted = {step: said or seen for step, (seen, said) in sorted(found.items())}
         return {step: sum(several) / len(several) for step, several in counted.items()}

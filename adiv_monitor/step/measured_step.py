@@ -100,7 +100,7 @@ class MeasuredStep:
                 [*pieces, *self.unsharded.others(pieces)],
                 self.history,
                 scale=scale,
-                new=not self.history.knows({layer.path for layer in reached}),
+                new=not self.history.seen.issuperset({layer.path for layer in reached}),
             )
             found.start(reached, self._steps, updates=steps)
             unscaled = gradient if scale is None else lambda p: gradient(p) / scale
@@ -169,19 +169,18 @@ class MeasuredStep:
             number: number of the step.
         """
         steps, probe, capture, found = self._steps, self.probe, self.capture, self._layers
-        passes = capture.passes
         found.out.flags |= {
             "around": self.around,
-            "loss_gradients": [*passes.losses],
-            "zeroed": [*passes.norms],
+            "loss_gradients": [*capture.passes.losses],
+            "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
+            "classes": [*capture.passes.classes],
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
         sums, flags, attention = fetch(found.out, {} if probe is None else probe.attention())
-        notes = capture.notes()
-        notes += [note.format(listed(paths)) for note, paths in found.noted.items()]
-        notes += () if probe is None else probe.notes
+        noted = (note.format(listed(paths)) for note, paths in found.noted.items())
+        notes = [*capture.notes(), *noted, *([] if probe is None else probe.notes)]
         part = make_contribution(
             sums,
             flags,
@@ -198,14 +197,18 @@ class MeasuredStep:
         self.whole.describe(part, flags)
         if not part.refused:
             given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
-            gradients, zeroed = passes.told(*given)
+            gradients, zeroed = capture.passes.told(*given)
+            *targets, met = map(int, next(iter(flags["classes"]), [0]))
             part.report = replace(
                 part.report,
+                targets=tuple(targets),
+                targets_met=met,
                 zeroed_passes=zeroed,
                 loss_gradients=tuple(gradients),
                 evaluated=capture.evaluated,
-                batch=tuple(map(float, flags["batch"])),
-                next_batch=tuple(map(float, flags["next_batch"])),
+                batch=tuple(float(of[0]) for of in flags["batch"]),
+                batch_spread=tuple(float(of[1]) for of in flags["batch"]),
+                next_batch=tuple(float(of[0]) for of in flags["next_batch"]),
             )
         part.rows_lost = tuple(path for path in found.reached if path not in part.sums.paths)
         self.history.learn(part)

@@ -6,7 +6,6 @@ selected it, and the rows with the smallest keys of all ranks are a uniform samp
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.attention_sums import AttentionSums, merge
+from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import DOTS, TABLES, Array, StepSums, Table, blank, in_order
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
@@ -89,10 +88,9 @@ def merge_ranks(
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
     no_attention = {path: why for part in several for path, why in part.no_attention.items()}
-    attention: dict[str, list[AttentionSums[Array]]] = defaultdict(list)
-    for part in several:  # their probes together are one
-        for path in part.attention.keys() - no_attention:
-            attention[path].append(part.attention[path])
+    # Their probes together are one.
+    attended = dict.fromkeys(p for part in several for p in part.attention if p not in no_attention)
+    of_ranks = {p: [x.attention[p] for x in several if p in x.attention] for p in attended}
     told = [part for part in several if part.sums.paths] or [first]
     whole = replace(
         first,
@@ -107,7 +105,7 @@ def merge_ranks(
         has_applied=all(of.has_applied for of in told),
         weights_changed=any(of.weights_changed for of in told),
         is_settled=True,
-        attention={path: merge(own) for path, own in attention.items()},
+        attention={path: merge(own) for path, own in of_ranks.items()},
         no_attention=no_attention,
     )
     return whole, ranks
@@ -145,7 +143,8 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
     rows["key"][~counted["rows"]] = np.inf
     if max_rows is not None:
         order = np.lexsort((rows["key"], rows["layer"]))
-        more = order[_places(rows["layer"][order]) == max_rows]
+        layer = rows["layer"][order]
+        more = order[np.arange(len(order)) - np.searchsorted(layer, layer) == max_rows]
         at = rows["layer"][more]
         of_rows[at] = np.minimum(of_rows[at], rows["key"][more])
     kept = np.flatnonzero(rows["key"] < of_rows[rows["layer"]])
@@ -224,12 +223,6 @@ def _added(lines: Table, ranks: Index) -> Table:
     return found[count == ranks[found["layer"]]]
 
 
-def _places(ordered: Index) -> Index:
-    """Return the place of each number among those that equal it."""
-    found: Index = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
-    return found
-
-
 def _without_parts(sums: StepSums, world: int) -> StepSums:
     """Drop measures of parameters of which other ranks' parts are missing; use the rows alone."""
     layers = sums.layers
@@ -263,18 +256,15 @@ def _report(
     }
     recovered = sum(first.unmeasured.values()) - sum(unmeasured.values())
     # A rank's reason counts unless another rank has a reading.
-    unsupported = {path: why for report in reports for path, why in report.unsupported.items()}
     everywhere = set.intersection(*(set(report.unsupported) for report in reports))
-    losses: dict[int, list[float]] = defaultdict(list)
-    for report in reports:
-        for step, loss in report.losses.items():
-            losses[step].append(loss)
-    kept = [p for p in unsupported if p in everywhere or (p in lost and p not in layers)]
+    every = [pair for report in reports for pair in report.unsupported.items()]
+    steps = sorted({step for report in reports for step in report.losses})
+    losses = {s: [report.losses[s] for report in reports if s in report.losses] for s in steps}
     return replace(
         first,
         notes=tuple(notes),
-        losses={step: sum(losses[step]) / len(losses[step]) for step in sorted(losses)},
-        unsupported={path: unsupported[path] for path in kept},
+        losses={step: sum(several) / len(several) for step, several in losses.items()},
+        unsupported={p: x for p, x in every if p in everywhere or (p in lost and p not in layers)},
         unmeasured=unmeasured,
         coverage=first.coverage + recovered / max(several[0].elements, 1),
         realised_loss_change=sum(changes) / len(changes) if changes else None,

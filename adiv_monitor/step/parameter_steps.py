@@ -152,15 +152,12 @@ class ParameterSteps:
             self.products |= {"a_a": a.dots(a), "a_w": a.dots(w), "a_gamma": a.dots(gamma)}
         else:
             differs = torch.tensor(self._after != _versions(self._values().values()))
-        self._release()
-        return differs
-
-    def _release(self) -> None:
-        """Release all copies; on a CPU the next step uses their memory again."""
+        # On a CPU the next step uses the copies' memory again.
         flats = dict.fromkeys(x for x in (self._before, self._taken, self._copied) if x)
         self._history.flats = [x for x in flats if all(b.is_cpu for b in x.buffers)]
         self._before = self._copied = None
         self._gamma = self._given = {}
+        return differs
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """What measured steps showed about a run, which later steps rely on."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -102,7 +102,3 @@ class RunHistory:
             self.telling = None
         elif is_whole:
             self.telling = _cheapest(sums)
-
-    def knows(self, paths: Collection[str]) -> bool:
-        """Return whether all these layers were seen before; a new one may do anything."""
-        return self.seen.issuperset(paths)

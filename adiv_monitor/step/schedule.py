@@ -161,9 +161,8 @@ class StepTimes:
         self._now, self._passed = now, passed
         self._marks = [now()]  # marks of the current step
         self._is_open = False  # whether a measured step has ended, and the next one has not
-        self._waiting: deque[tuple[deque[list[float]], list[Any]]] = deque()
-        self._plain: deque[list[float]] = deque(maxlen=32)
-        self._measured: deque[list[float]] = deque(maxlen=32)
+        self._plain: deque[list[Any]] = deque(maxlen=32)  # marks of plain steps
+        self._measured: deque[list[Any]] = deque(maxlen=32)  # and of measured ones
 
     def begin(self) -> None:
         """Set a mark at the beginning of a measured step, if those before it were not timed."""
@@ -179,7 +178,7 @@ class StepTimes:
             self._is_open = True
             return
         self._marks.append(self._now())
-        self._waiting.append((self._measured if self._is_open else self._plain, self._marks))
+        (self._measured if self._is_open else self._plain).append(self._marks)
         self._marks, self._is_open = self._marks[-1:], False
 
     def costs(self) -> list[float]:
@@ -188,20 +187,19 @@ class StepTimes:
         A plain step is the median of the last ones, since loading, evaluation and the like fall in
         between. Before the forward pass of a measured step they count as one plain step at most.
         """
-        while self._waiting:
-            times, marks = self._waiting[0]
-            parts = [self._passed(*pair) for pair in pairwise(marks)]
-            seconds = [part for part in parts if part is not None]
-            if len(seconds) < len(parts):
-                break
-            times.append(seconds)
-            self._waiting.popleft()
-        if not self._plain:
+        several = (self._plain, self._measured)
+        plain, measured = ([*filter(None, map(self._parts, of))] for of in several)
+        if not plain or len(measured) < len(self._measured):
             return []
-        plain = median(sum(parts) for parts in self._plain)
-        costs = [(min(before, plain) + sum(rest)) / plain - 2 for before, *rest in self._measured]
         self._measured.clear()
-        return costs
+        typical = median(map(sum, plain))
+        return [(min(before, typical) + sum(rest)) / typical - 2 for before, *rest in measured]
+
+    def _parts(self, marks: list[Any]) -> list[float]:
+        """Return the seconds between marks; none until the device has reached all."""
+        parts = [self._passed(*pair) for pair in pairwise(marks)]
+        known = [part for part in parts if part is not None]
+        return known if len(known) == len(parts) else []
 
 
 def step_times(parameter: Tensor) -> StepTimes:

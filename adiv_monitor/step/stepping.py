@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -48,14 +48,19 @@ class Rates(NamedTuple):
         of_groups: `lr` of each parameter group; empty if a group has none.
         groups: id of a parameter → number of its group; empty if there is one group only.
         maximize: whether all groups have `maximize=True`.
+        settings: see `StepReport.settings`.
+        has_state: whether the optimizer holds a tensor in its state, as the step begins.
     """
 
     optimizer: str
     of_groups: Sequence[float | Tensor]
     groups: Mapping[int, int]
     maximize: bool = False
+    settings: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    has_state: bool = False
 
 
+_NO_SETTINGS = {"params", "lr", "initial_lr", "max_lr", "min_lr"}
 NO_RATES = Rates("", (), {})
 
 
@@ -65,7 +70,8 @@ def learning_rates(optimizer: Optimizer) -> Rates:
     A tensor is copied on its device, since a scheduler may write to it before it is read.
     """
     several = optimizer.param_groups
-    rates = [_own(group["lr"]) for group in several if isinstance(group.get("lr"), Real | Tensor)]
+    given = [group["lr"] for group in several if isinstance(group.get("lr"), Real | Tensor)]
+    rates = [x.detach().clone() if isinstance(x, Tensor) else float(x) for x in given]
     return Rates(
         type(optimizer).__name__,
         rates if len(rates) == len(several) else (),
@@ -75,11 +81,26 @@ def learning_rates(optimizer: Optimizer) -> Rates:
             for p in group["params"]
         },
         all(group.get("maximize") is True for group in several),
+        _settings(several),
+        has_state(optimizer),
     )
 
 
-def _own(rate: Any) -> float | Tensor:
-    return rate.detach().clone() if isinstance(rate, Tensor) else float(rate)
+def has_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer holds a tensor in its state."""
+    held = (value for of in optimizer.state.values() for value in of.values())
+    return any(isinstance(value, Tensor) for value in held)
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    found: dict[str, tuple[float, ...]] = {}
+    for name in sorted(set.intersection(*map(set, groups)) - _NO_SETTINGS):
+        of_groups = [group[name] for group in groups]
+        if all(isinstance(x, Real) and not isinstance(x, bool) for x in of_groups):
+            found[name] = tuple(map(float, of_groups))
+        elif name == "betas":
+            found |= {f"beta{i + 1}": tuple(float(x[i]) for x in of_groups) for i in (0, 1)}
+    return found
 
 
 def is_within_own_step(optimizer: Optimizer) -> bool:
@@ -88,17 +109,14 @@ def is_within_own_step(optimizer: Optimizer) -> bool:
     A subclass's step may call its base class's, and torch runs all hooks around both. The result is
     read from the call stack: a step that raises runs no post-hook, which would break a counter.
     """
-    hooked = [c.__dict__["step"] for c in type(optimizer).__mro__ if _is_hooked(c)]
+    kinds = type(optimizer).__mro__
+    hooked = [c.__dict__["step"] for c in kinds if hasattr(c.__dict__.get("step"), "hooked")]
     if len(hooked) < 2:
         return False
     code = hooked[0].__code__  # torch's wrapper, the same for every step; may be compiled
     name = (code.co_name, code.co_filename)
     frames = (f for f in _stack() if (f.f_code.co_name, f.f_code.co_filename) == name)
     return sum(frame.f_locals.get("self") is optimizer for frame in frames) > 1
-
-
-def _is_hooked(kind: type) -> bool:
-    return hasattr(kind.__dict__.get("step"), "hooked")
 
 
 def _stack() -> Iterator[FrameType]:
@@ -164,7 +182,7 @@ class Others:
     def _begins(self, stepping: Optimizer) -> None:
         self.begun += 1
         self._has_begun |= stepping is self.own
-        self._before = None if self._has_begun else self._versions()
+        self._before = None if self._has_begun else [*map(version, self.parameters)]
 
     def _ends(self, stepping: Optimizer) -> None:
         """Record a step; of one with another inside, only that one."""
@@ -172,7 +190,7 @@ class Others:
         if before is None:
             return
         name = type(stepping).__name__
-        self.writes[name] += before != self._versions()
+        self.writes[name] += before != [*map(version, self.parameters)]
         if self.writes.total() >= _TOO_MANY:
             self._drop()
             own = type(self.own).__name__
@@ -182,9 +200,6 @@ class Others:
                 "parameters. Nothing is measured until the monitor's optimizer steps again; create "
                 "a new Monitor for the new optimizer",
             )
-
-    def _versions(self) -> list[int]:
-        return [*map(version, self.parameters)]
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -1,7 +1,7 @@
 """Transfer of all numbers of a step from device to host at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,7 @@ from adiv_monitor.maths.attention_sums import AttentionSums, combined, tensors_o
 from adiv_monitor.maths.sums import TABLES, About, Array, StepSums, Table, blank, in_order
 
 # The arguments of `Outgoing.add`, `known` last.
-_Known = Mapping[str, Index | float]
+_Known = Mapping[str, Index | float | str]
 _Columns = tuple[str, Sequence[str], Mapping[str, Tensor], Sequence[int] | None, _Known]
 Flags = dict[str, list[Tensor]]  # numbers of the step as a whole, by name; see `Outgoing`
 
@@ -33,24 +33,24 @@ class Outgoing:
             - began, stepped: some weights as the optimizer's step began, and as it ended.
             - untrained: norms of some entries of each parameter that the optimizer does not step.
             - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
-            - batch, next_batch: those of `Capture`.
+            - batch, next_batch, classes: those of `Capture` and `Passes`.
     """
 
     def __init__(self) -> None:
         self.flags: Flags = {}
-        self._layers: dict[str, tuple[About, int, dict[str, object]]] = {}
+        self._layers: dict[str, About] = {}
         self._columns: list[_Columns] = []
 
-    def begin(self, path: str, about: About, seen: int, **known: object) -> None:
+    def begin(self, path: str, about: About, **known: float | str) -> None:
         """Add a layer.
 
         Args:
             path: the layer.
             about: its static properties.
-            seen: number of its sampled rows.
             known: what is known on the host of its line in the table of layers.
         """
-        self._layers[path] = about, seen, known
+        self._layers[path] = about
+        self.add("layers", [path], {}, None, **known)
 
     def add(
         self,
@@ -58,7 +58,7 @@ class Outgoing:
         paths: Sequence[str],
         tensors: Mapping[str, Tensor],
         counts: Sequence[int] | None = None,
-        **known: Index | float,
+        **known: Index | float | str,
     ) -> None:
         """Add numbers of layers.
 
@@ -88,53 +88,29 @@ class Outgoing:
         """
         arrived = {path for name, of, *_ in self._columns if name == "rows" for path in of}
         number = {path: i for i, path in enumerate(filter(arrived.__contains__, self._layers))}
-        about = [self._layers[path] for path in number]
-        seen = np.array([seen for _, seen, _ in about], dtype=np.int64)
-        starts = np.cumsum(seen) - seen
-        layers, rows = blank("layers", len(number)), blank("rows", int(seen.sum()))
-        rows["layer"] = np.repeat(np.arange(len(number)), seen)
-        for i, (_, _, known) in enumerate(about):
-            for name, value in known.items():
-                layers[name][i] = value
+        layers = blank("layers", len(number))
         parts: dict[str, list[Table]] = {name: [blank(name, 0)] for name in TABLES}
         for table, paths, tensors, counts, known in self._columns:
             kept = [i for i, path in enumerate(paths) if path in number]
             at = np.array([number[paths[i]] for i in kept], dtype=np.int64)
-            found = [next(arrays).reshape(len(paths), -1)[kept] for _ in tensors]
-            columns: dict[str, Any] = {**dict(zip(tensors, found, strict=True)), **known}
+            columns = {name: next(arrays).reshape(len(paths), -1)[kept] for name in tensors}
             if table == "layers":
-                for name, value in columns.items():
+                for name, value in {**columns, **known}.items():
                     layers[name][at] = value[:, 0] if isinstance(value, np.ndarray) else value
-            elif table == "rows":
-                places = starts[at][:, None] + np.arange(found[0].shape[1])
-                for name, value in columns.items():
-                    rows[name][places] = value
-            else:
-                own = None if counts is None else np.array(counts)[kept]
-                parts[table].append(_lines(table, at, columns, starts[at], own))
+                continue
+            width = next(iter(columns.values())).shape[1]
+            lines = blank(table, (len(at), width))
+            lines["layer"] = at[:, None]
+            for name, value in {**columns, **known}.items():
+                lines[name] = value
+            own = np.full(len(at), width) if counts is None else np.array(counts)[kept]
+            parts[table].append(lines[np.arange(width) < own[:, None]])
         several = {name: in_order(np.concatenate(of)) for name, of in parts.items()}
-        several["rows"] = rows
-        return StepSums(tuple(number), tuple(of for of, _, _ in about), layers, **several)
-
-
-def _lines(
-    table: str, at: Index, columns: Mapping[str, Any], starts: Index, counts: Index | None
-) -> Table:
-    """Return lines of some layers, whose entries' rows are counted from the start of the layer's.
-
-    Args:
-        table: the table.
-        at: the layers.
-        columns: numbers, (layers, lines), (lines,) or one.
-        starts: the first row of each layer.
-        counts: see `Outgoing.add`.
-    """
-    width = max(np.shape(value)[-1] for value in columns.values() if np.ndim(value))
-    lines = blank(table, (len(at), width))
-    lines["layer"] = at[:, None]
-    for name, value in columns.items():
-        lines[name] = value + starts[:, None] if name == "row" and np.ndim(value) else value
-    return lines.reshape(-1) if counts is None else lines[np.arange(width) < counts[:, None]]
+        entries = several["entries"]  # whose rows are counted from the start of the layer's
+        starts = np.searchsorted(several["rows"]["layer"], np.arange(len(number)))
+        entries["row"] += np.where(entries["row"] < 0, 0, starts[entries["layer"]])
+        about = tuple(self._layers[path] for path in number)
+        return StepSums(tuple(number), about, layers, **several)
 
 
 def fetch(
@@ -157,10 +133,8 @@ def fetch(
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
     """Return all numbers, concatenated, by one transfer from each device."""
     arrays = iter(fetch_tensors([value for value in values if isinstance(value, Tensor)]))
-    found: list[float] = []
-    for value in values:
-        found += next(arrays).reshape(-1).tolist() if isinstance(value, Tensor) else [value]
-    return found
+    several = (next(arrays).ravel().tolist() if isinstance(x, Tensor) else [x] for x in values)
+    return [*chain.from_iterable(several)]
 
 
 def fetch_tensors(tensors: Sequence[Tensor]) -> list[Array]:

@@ -9,6 +9,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +25,22 @@ WHY_NOT = (
 )
 
 
+@dataclass(eq=False)
 class UnshardedParameters:
     """All-gather of sharded parameters' gradients and updates in one step.
 
-    Args:
+    Attributes:
         selection: the measured parameters, the same in all ranks.
         agree: returns whether all ranks participate in the point of a name, after waiting for them.
-
-    Attributes:
         all_participate: all ranks participate in the all-gather of the gradients.
     """
 
-    def __init__(self, selection: Selection, agree: Callable[[str], bool]) -> None:
-        self._sharded = selection.shards
-        self._named = selection.names
-        self._agree = agree
-        # Of all-gathers that were agreed on and have not begun, tensors with the parts' placement.
-        self._pending: deque[Tensor] = deque()
-        self._reached: list[nn.Parameter] = []  # with a gradient, in all ranks or in none
-        self.all_participate = False
+    selection: Selection
+    agree: Callable[[str], bool]
+    all_participate: bool = False
+    # Of all-gathers that were agreed on and have not begun, tensors with the parts' placement.
+    _pending: deque[Tensor] = field(default_factory=deque)
+    _reached: list[nn.Parameter] = field(default_factory=list)  # with a gradient, in all or none
 
     def gradients(self, wanted: Collection[int]) -> None:
         """Agree on gathering the gradients.
@@ -50,9 +48,9 @@ class UnshardedParameters:
         Args:
             wanted: ids of the parameters whose gradients are needed.
         """
-        self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
+        self._reached = [p for p in self.selection.shards if p.grad is not None and id(p) in wanted]
         self._pending.clear()
-        self.all_participate = self._agree_on("gradient", self._reached)
+        self.all_participate = self._agree_on("gradient")
 
     def others(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the parameters to gather of which none of these pieces is the whole, as pieces."""
@@ -63,20 +61,21 @@ class UnshardedParameters:
     def updates(self) -> None:
         """Agree on gathering the updates."""
         if self.all_participate:
-            self._agree_on("update", self._reached)
+            self._agree_on("update")
 
-    def _agree_on(self, point: str, pending: Sequence[Tensor]) -> bool:
+    def _agree_on(self, point: str) -> bool:
         if not self._reached:
             return False
         largest = max(self._reached, key=Tensor.numel)
         # Fail now if memory is short, not when the other ranks already wait.
         torch.empty(2 * largest.numel(), dtype=compute_dtype(largest), device=largest.device)
         # All ranks must agree on the same parameters to measure, and the same tensors to gather.
-        which = [self._named[id(p)] for p in self._reached]
-        meant = repr((self._named.values(), which, [(t.shape, t.placements) for t in pending]))  # type: ignore[attr-defined]
-        agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(meant.encode()):08x}")
+        names = self.selection.names
+        which = [(names[id(p)], p.shape, p.placements) for p in self._reached]  # type: ignore[attr-defined]
+        meant = repr((names.values(), which))
+        agreed = self.agree(f"{point} of {len(which)} {zlib.crc32(meant.encode()):08x}")
         if agreed:
-            self._pending.extend(pending)
+            self._pending.extend(self._reached)
         return agreed
 
     def settle(self) -> None:
@@ -105,7 +104,7 @@ class UnshardedParameters:
         """
         waiting = []
         for layer in layers:
-            if self._sharded and spread(layer):
+            if self.selection.shards and spread(layer):
                 waiting.append(layer)
             else:
                 yield layer, {}

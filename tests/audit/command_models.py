@@ -1,6 +1,5 @@
 """Models, batches, losses and optimizers that tests of the command name by import path."""
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -30,10 +29,6 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("evil",)
-
-
-def no_model() -> dict[str, int]:
-    return {}
 
 
 def broken() -> nn.Module:
@@ -89,12 +84,6 @@ def no_samples() -> list[tuple[Tensor, Tensor]]:
 
 def exits(*_: object) -> None:
     sys.exit(0)
-
-
-def by_arguments() -> nn.Module:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--width", type=int, default=5)
-    return nn.Linear(parser.parse_args().width, 3)
 
 
 def of_model_and_batch(model: nn.Module, batch: Any) -> Tensor:

@@ -25,7 +25,10 @@ def test_what_keeps_a_loop_from_training_comes_first(name: str) -> None:
     first, *_ = diagnose(HITS[name])
     assert first.name == name.split()[0]
     assert first.evidence and first.advice and first.summary
-    is_meant = name in ("same-batch", "frozen", "batch-too-small to see whether the loss falls")
+    is_meant = name in (
+        *("same-batch", "frozen", "batch-too-small to see whether the loss falls"),
+        "class-untaught",
+    )
     assert (first.strength == "note") == is_meant
 
 
@@ -37,7 +40,7 @@ def test_what_is_done_on_purpose_is_no_fault(name: str) -> None:
 @pytest.mark.parametrize("name", HITS)
 def test_an_audit_asks_by_its_own_probes(name: str) -> None:
     audited = replace(HITS[name], facts=FACTS)
-    of_both = {"rate-too-high", "rate-gone"}
+    of_both = {"rate-too-high", "rate-gone", "group-rates"}
     assert not (CERTAIN - of_both) & found(audited).keys()
 
 
@@ -133,6 +136,12 @@ def test_nothing_to_fix_never_stands_above_a_loss_that_does_not_fall(
     of = run(losses=losses)
     headline = running_headline(diagnose(of), of)
     assert headline.startswith("Does not train; cause not found: the loss ")
+
+
+@pytest.mark.parametrize(("descent", "said"), [(0.02, True), (1e-4, False)])
+def test_steps_that_lower_the_loss_of_their_own_batch_alone(descent: float, said: bool) -> None:
+    of = run(losses=STILL, layers={name: reading(descent=descent) for name in "abc"})
+    assert ("targets seem unrelated" in running_headline(diagnose(of), of)) == said
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,6 @@ EDITS: dict[str, tuple[Call, Tensor]] = {
     ),
     "at the other end": (called(Tensor.__getitem__, X, (slice(None), -1)), X[:, 0]),
     "left out": (called(torch.exp, X), X),
-    "with targets reversed along axis 1": (
-        called(functional.mse_loss, X, Y, path=None),
-        functional.mse_loss(X, Y.flip(1)),
-    ),
-    "with targets whose axes 1 and 2 are transposed": (
-        called(functional.mse_loss, X[None], Y[None], path=None),
-        functional.mse_loss(X[None], Y.T[None]),
-    ),
 }
 
 
@@ -82,14 +74,14 @@ class Reader(nn.Module):
         return self.head(torch.tanh(self.each(x)[:, self.place]))
 
 
-def lines_at_fault(place: int, change: Callable[[Tensor], Tensor] = lambda y: y) -> list[Finding]:
-    """Audit a reader of one place, with changed targets; return the findings on one line."""
+def lines_at_fault(place: int) -> list[Finding]:
+    """Audit a reader of one place; return the findings on one line."""
     x = torch.randn(60, 16, 6, 4, generator=torch.Generator().manual_seed(1))
     batches = [(of, of[:, 0, :3]) for of in x]
     report = audit(
         Reader(place),
         batches,
-        loss=lambda model, batch: functional.mse_loss(model(batch[0]), change(batch[1])),
+        loss=lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
         optimizer=lambda model: torch.optim.Adam(model.parameters(), 0.02),
         steps=60,
     )

@@ -207,18 +207,6 @@ def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
     assert not {finding.name for finding in report.findings} & set(faults)
 
 
-def test_a_frozen_normalisation_is_no_copy_of_another() -> None:
-    """All begin with ones and zeros."""
-    frozen = nn.LayerNorm(64).requires_grad_(False)
-    model = nn.Sequential(
-        *(nn.Linear(16, 64), frozen, nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64)),
-        nn.Linear(64, 6),
-    )
-    report = audited((model, blobs(), cross_entropy), steps=20)
-    (finding,) = [f for f in report.findings if f.name == "frozen"]
-    assert finding.layers == ("1.weight", "1.bias")
-
-
 class Recurrent(nn.Module):
     """A recurrent network, which reads the four parts of a sample one after the other."""
 
@@ -249,13 +237,3 @@ def test_inputs_that_a_layer_reads_as_they_are_are_told(
 ) -> None:
     report = audited((make(), blobs(factor), cross_entropy))
     assert "input-scale" in {finding.name for finding in report.findings}
-
-
-def test_a_loss_of_energies_may_be_meant() -> None:
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return functional.cross_entropy(-model(batch[0]), batch[1])
-
-    report = audited((mlp(16, 64, 6), blobs(), loss))
-    (finding,) = [f for f in report.findings if f.name == "loss-reversed"]
-    assert finding.strength == "watch"
-    assert "distances or energies" in finding.advice[0].text

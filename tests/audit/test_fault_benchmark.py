@@ -108,7 +108,7 @@ def test_the_page_counts_what_was_named_and_what_paid() -> None:
     right = {**faulty, "findings": [["input-scale", "act"]], "advice": paid, "random": failed}
     wrong = {**faulty, "findings": [["dead-units", "act"]], "advice": failed, "random": failed}
     well = {"part": "audit", "name": "mlp-sgd", "words": False, "findings": [["frozen", "act"]]}
-    lines = page([right, right, right, wrong, well], []).splitlines()
+    lines = page([right, right, right, wrong, well]).splitlines()
     assert "| planted fault named first | 75 % ± 22 (3 of 4) |" in lines
     assert "| first advice pays, of all faulty runs | 75 % ± 22 (3 of 4) |" in lines
     assert "| … one random change | 0 % ± 0 (0 of 4) |" in lines

@@ -9,7 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(p for p in (ROOT / "docs" / "findings").glob("*.md") if p.stem != "README")
-PRINTS = ("diagnosis", "audit/trials", "report")  # where the words of findings stand
+PRINTS = (
+    "audit/experiments",
+    "audit/trials",
+    "diagnosis",
+    "report",
+)  # where the words of findings stand
 QUOTED = re.compile(r"> (?:\*\*(?:act|watch|note)\*\*: |- )(.+)")
 # Names, places and values of the run, which no source of the program holds.
 NAMES = re.compile(

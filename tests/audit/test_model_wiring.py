@@ -152,6 +152,23 @@ def test_heads_that_are_one_object_are_named_and_equal_ones_are_not() -> None:
     assert not asked("outputs-tied", setup(model=Heads(list[nn.Module](heads)), steps=4))
 
 
+def test_heads_of_their_own_tensors_are_compared_too() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = self.other = nn.Linear(12, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.head(x), self.other(x)[:, 0]
+
+    def both(model: nn.Module, batch: Any) -> Tensor:
+        one, other = model(batch[0])
+        return (one[:, 0] - batch[0][:, 0]).square().mean() + (other - batch[1]).square().mean()
+
+    (fact,) = asked("outputs-tied", setup(model=Two(), loss=both, steps=4))
+    assert fact.numbers == {"outputs": 2.0}
+
+
 class Pooled(nn.Module):
     """Weights of places, where a mask hides some, by the number that is added to their scores."""
 
@@ -184,15 +201,16 @@ def test_a_mask_that_hides_nothing_is_named(hidden: float, count: int) -> None:
 def test_a_branch_times_zero_is_named_and_a_learnt_gate_is_not() -> None:
     gate = nn.Parameter(torch.zeros(1))
     assert asked("zero-factor", of(lambda x: x + (4 // 8) * x.relu()))
-    assert not asked("zero-factor", of(lambda x: x + 0.5 * x.relu()))
+    assert not asked("zero-factor", of(lambda x: sum((i / 2) * x.relu() for i in range(3))))
     assert not asked("zero-factor", of(lambda x: x + gate * x.relu()))
 
 
 @pytest.mark.parametrize(
     ("added", "times"),
     [
-        (40.0 * torch.arange(16), [100.0]),  # the same for all samples
-        (torch.where(torch.arange(16) > 8, -1e9, 0.0), []),  # a mask
+        (40.0 * torch.arange(32)[:, None], [100.0]),  # IDs of the samples
+        (300.0 * torch.arange(16), []),  # the mean of each feature
+        (torch.full((32, 16), -1e9).tril(), []),  # a mask
         (torch.randn(32, 16) * 400, []),  # of each sample its own, and no number of something
     ],
 )

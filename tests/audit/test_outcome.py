@@ -7,7 +7,6 @@ import re
 from html import unescape
 
 from example_audits import made_up
-from rich.console import Console
 
 from adiv_monitor.audit.command.output import show
 from adiv_monitor.audit.report import AuditReport
@@ -36,11 +35,9 @@ def advised() -> AuditReport:
 
 
 def in_the_terminal(report: AuditReport) -> dict[str, tuple[str, str]]:
-    console = Console(file=io.StringIO(), width=1000)
-    show(report, console)
-    found = re.findall(
-        r"^ +(\S) (do \d+)(?:: | \()(.*?)\)?$", console.file.getvalue(), re.MULTILINE
-    )
+    file = io.StringIO()
+    show(report, file, width=1000)
+    found = re.findall(r"^ +(\S) (do \d+)(?:: | \()(.*?)\)?$", file.getvalue(), re.MULTILINE)
     return {text: (mark, words.strip()) for mark, text, words in found}
 
 

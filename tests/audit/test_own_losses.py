@@ -125,7 +125,8 @@ class Taught(nn.Module):
 def test_networks_that_a_loop_averages_into_are_said_to_stay() -> None:
     assert averages(Taught()) == ["teacher"]
     frozen = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
-    assert averages(frozen) == averages(mlp()) == []
+    norms = nn.Sequential(nn.LayerNorm(8).requires_grad_(False), nn.LayerNorm(8))
+    assert averages(frozen) == averages(norms) == averages(mlp()) == []
     stays = "if your loop updates 'teacher', as an average or a target, the copy does not"
     assert stays in audited(Taught()).verdict
 

@@ -366,33 +366,6 @@ class Last(nn.Module):
         return self.map(x[:, -1])
 
 
-def moved(move: Any) -> Probed:
-    torch.manual_seed(0)
-    y = (torch.rand(2, 32, 5, 5) > 0.7).float()
-    made = tuple((part[:, None] + 0.3 * torch.randn(32, 1, 5, 5), move(part)) for part in y)
-
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        return functional.mse_loss(model(batch[0])[:, 0], batch[1])
-
-    return told("targets-moved", setup(model=nn.Conv2d(1, 1, 3, padding=1), batches=made, loss=of))
-
-
-@pytest.mark.parametrize(
-    ("move", "said"),
-    [
-        (lambda y: y.mT, "transposed"),
-        (lambda y: y.rot90(1, (1, 2)), "right"),
-        (lambda y: y, ""),
-        (lambda y: y[torch.arange(32).roll(1)], ""),  # of other images: no move fits
-    ],
-)
-def test_targets_that_fit_transposed_or_flipped_are_named(move: Any, said: str) -> None:
-    fact, *_ = moved(move).facts
-    names = found("targets-moved", fact)
-    assert bool(names) is bool(said)
-    assert not said or f"moved ('{said}')" in names[0].summary
-
-
 class Both(nn.Module):
     def __init__(self, unused: bool = False) -> None:
         super().__init__()

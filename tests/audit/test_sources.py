@@ -17,8 +17,7 @@ from adiv_monitor.audit.command.code import UsageError, imported
 from adiv_monitor.audit.command.models import Form, Shape, fit
 from adiv_monitor.audit.command.options import Config
 from adiv_monitor.audit.command.prepare import SOURCES, data
-from adiv_monitor.audit.run import loss_of_output
-from adiv_monitor.audit.training.setup import LossError, seeded
+from adiv_monitor.audit.training.setup import LossError, loss_of_output, seeded
 
 HERE = "audit.command_models"
 MLP, IMAGES = (64,), (3, 8, 8)  # shapes of samples

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from trial_setups import loss, setup
 
 from adiv_monitor import audit
-from adiv_monitor.audit.run import loss_of_output
-from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.setup import Setup, loss_of_output
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.record import Record
 

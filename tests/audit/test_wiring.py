@@ -66,22 +66,3 @@ def by_place(model: nn.Module, batch: Batch) -> Tensor:
 def test_inputs_that_make_no_difference(loss: Any) -> None:
     assert seen(Ignores(0), loss=loss).wiring.input_matters == 0
     assert seen(Ignores(1), loss=loss).wiring.input_matters > 0.1
-
-
-def test_what_the_loss_does_not_depend_on_is_not_cut_off() -> None:
-    class Pooled(nn.Module):
-        """An encoder with an unused pooler, and a token for masked places."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.token = nn.Parameter(torch.zeros(6))
-            self.body, self.pooler = nn.Linear(6, 3), nn.Linear(6, 4)
-            self.read = nn.Linear(6, 3, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.pooler(x)
-            return self.body(x) + nn.functional.linear(x, self.read.weight.detach())
-
-    wiring = seen(Pooled()).wiring
-    assert wiring.unused == ("token", "pooler.weight", "pooler.bias")
-    assert wiring.unreached == (*wiring.unused, "read.weight")

@@ -960,9 +960,9 @@ PICTURES: dict[str, Picture] = {
         "a convolutional net learns which pixels are bright; the targets' rows and columns are "
         "exchanged",
         lambda: by_pixels(transposed=True),
-        {"correlation of pixels and targets": of_fact("targets-moved", "own"),
+        {"share of the targets that is explained": of_fact("targets-moved", "own"),
          "the same if the targets are moved": of_fact("targets-moved", "best")},
-        (data, ("FITS", "BETTER")),
+        (data, ("FITS", "BETTER", "CLEARLY")),
         lambda: by_pixels(transposed=False),
     ),
     "same-batch": Picture(
@@ -1245,7 +1245,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (data, ("LEARNT", "PER_CLASS")),
+        (data, ("DRAWN", "LEARNT", "PER_CLASS")),
     ),
     "loss-stuck": Picture(
         "the loss compares with other samples' targets",

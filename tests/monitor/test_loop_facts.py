@@ -39,7 +39,8 @@ class Net(nn.Module):
 
 
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
-FACTS += ("dropout", "rescaled")
+FACTS += ("dropout", "rescaled", "batch_spread", "targets", "targets_met", "settings")
+FACTS += ("new_state", "gradient_again")
 RATES = [0.5, 0.6, 0.9]
 TARGETS = torch.arange(6) % 3
 CHANGED = ("norm", "drop", "alpha", "attention")
@@ -365,3 +366,56 @@ def test_dropout_and_factors_are_those_of_the_step() -> None:
             optimizer.step()
     assert [report.dropout for report in monitor.reports] == RATES
     assert [report.rescaled for report in monitor.reports] == [("last",)] * len(RATES)
+
+
+def test_the_classes_of_targets_and_the_spread_of_batches() -> None:
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+    x, outputs = batch(0), two_layers()(batch(0))
+    report, *_ = reports_of(model, lambda o, _: plain(model, criterion, o), 1, loss=criterion)
+    assert report.targets == (2, 2, 2)
+    assert report.targets_met == (outputs.argmax(1) == TARGETS).sum()
+    samples = (x.double() * torch.arange(1, 5).double().sqrt()).sum(1)
+    assert report.batch == pytest.approx((samples.sum().item(),), rel=1e-5)
+    spread = samples.std(correction=0).item() * len(x) ** 0.5
+    assert report.batch_spread == pytest.approx((spread,), rel=1e-5)
+
+
+def test_what_the_optimizer_is_set_to_and_keeps() -> None:
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+            if number == 1:
+                optimizer.state.clear()
+            optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+    reports = list(monitor.reports)
+    assert [report.new_state for report in reports] == [True, False, True, False]
+    first, *_, last = (report.settings for report in reports)
+    assert (first["beta1"], first["beta2"], last["beta2"]) == ((0.9,), (0.999,), (0.9,))
+    assert last["weight_decay"] == (0.1,) and last["eps"] == (1e-8,) and "lr" not in last
+
+
+def test_a_gradient_that_is_used_again_or_is_not_the_batches() -> None:
+    model, other = two_layers(), two_layers()
+    for p in other.parameters():
+        p.data += torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number % 2 == 0:
+            optimizer.zero_grad(set_to_none=number < 3)
+            loss_of(model, number).backward()
+        if number >= 4:
+            other.zero_grad()
+            loss_of(other, number).backward()
+            for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                assert p.grad is not None and q.grad is not None
+                p.grad.copy_(q.grad)
+        optimizer.step()
+
+    reports = reports_of(model, step, 6)
+    assert [r.gradient_again for r in reports] == [True, False, True, False, False, False]
+    shares = [max((x.foreign_share for x in r.layers.values()), default=0.0) for r in reports]
+    assert shares[0] == 0 and shares[4] > 0.5

@@ -173,7 +173,7 @@ def test_layers_measured_together_are_as_measured_alone(groups: int, known: str)
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
     out = Outgoing()
     for path, seen in (("x", 1), ("y", 2), ("lost", 1)):
-        out.begin(path, About(path), seen, total=seen)
+        out.begin(path, About(path), total=seen)
     of_two = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     out.add("rows", ["y", "lost"], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
     out.add("rows", ["lost", "x"], {"G_G": torch.tensor([[7.0], [8.0]])})

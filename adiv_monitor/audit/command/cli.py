@@ -82,7 +82,7 @@ def _audit(config: Config) -> int:
     output.check(config.out, force=config.force)
     report = _audited(config)
     output.write(report, config)
-    output.show(report, output.console(), config.model)
+    output.show(report, sys.stdout, config.model)
     print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
     failed = [(text, hit) for text in config.fail_if for hit in hits(rule(text), report)]
     for text, hit in failed:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from adiv_monitor.audit.audit import check_model
-from adiv_monitor.audit.command.code import UsageError, blamed, close, imported, needed, one_line
+from adiv_monitor.audit.command.code import UsageError, blamed, close, imported, needed
 from adiv_monitor.audit.command.options import Config
 from adiv_monitor.audit.training.setup import first_tensor, seeded
 
@@ -117,11 +117,8 @@ def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
     for prefix in _PREFIXES:
         if not state.keys() & wanted.keys():
             consume_prefix_in_state_dict_if_present(state, prefix)
-    try:
+    with blamed(f"{where}is of another model or --model-args"):
         model.load_state_dict(state)
-    except RuntimeError as error:
-        told = one_line(error)
-        raise UsageError(f"{where}is of another model or --model-args: {told}") from error
 
 
 def _read(path: str, trusted: bool, where: str) -> Any:

@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from adiv_monitor.audit.command.code import UsageError
 from adiv_monitor.audit.command.options import Config, dumped
@@ -20,10 +21,10 @@ from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import TaskID
 
-_COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
+# Styles of a terminal.
+_BOLD, _COLOURS = "1", {"act": "1;31", "watch": "33", "note": "34"}
 _CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"
 # A pattern at the beginning of each file that an audit writes, which no other file of that name
 # has.
@@ -55,51 +56,41 @@ def progress() -> Iterator[Progress]:
         yield update
 
 
-def console() -> "Console":
-    """Return a console that leaves it to `main` to end the program."""
-    from rich.console import Console
-
-    class Own(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # Console would exit with code 1
-
-    return Own(highlight=False, soft_wrap=False)
-
-
-def show(report: AuditReport, console: "Console", model: str = "") -> None:
+def show(report: AuditReport, file: IO[str], model: str = "", width: int | None = None) -> None:
     """Print what was audited, the verdict, findings and notes.
 
     Args:
         report: the report.
-        console: where to print.
+        file: where to print; in colours if it is a terminal.
         model: the name by which the user calls the model.
+        width: most characters of a line; None: those of the terminal.
     """
-    from rich.text import Text
+    is_coloured = file.isatty() and "NO_COLOR" not in os.environ
+    width = width or get_terminal_size().columns
 
     def tell(head: str, text: str, style: str = "") -> None:
         """Print a text, wrapped to the right of its head, which has the style; "": all has it."""
         hang = " " * len(head)
-        lines = fill(
-            head + printable(text), console.width, subsequent_indent=hang, break_on_hyphens=False
-        )
-        told = Text(lines)
-        told.stylize(style, 0, len(head) or None)
-        console.print(told)
+        told = fill(head + printable(text), width, subsequent_indent=hang, break_on_hyphens=False)
+        if style and is_coloured:
+            end = len(head) or len(told)
+            told = f"\033[{style}m{told[:end]}\033[0m{told[end:]}"
+        print(told, file=file)
 
-    print(printable(introduced(report.record, model)), file=console.file)
-    tell("", report.verdict, "bold")
+    print(printable(introduced(report.record, model)), file=file)
+    tell("", report.verdict, _BOLD)
     for finding in report.findings:
         at = f" · {listed([quoted(path) for path in finding.layers])}" if finding.layers else ""
-        console.print()
+        print(file=file)
         tell(f"{finding.strength:5}  ", f"{finding.name}{at}", _COLOURS[finding.strength])
-        told = [f"{advice.outcome.mark} {advice}" for advice in finding.advice]
+        said = [f"{advice.outcome.mark} {advice}" for advice in finding.advice]
         not_advised = finding.not_advised and f"no fix: {finding.not_advised}"
-        for line in filter(None, (finding.summary, *told, not_advised)):
+        for line in filter(None, (finding.summary, *said, not_advised)):
             tell(" " * 7, line)
     hurried = "with more time (--try-seconds), the audit tries more fixes"
     notes = (*[hurried] * report.record.hurried, *report.record.notes)
     if notes:
-        console.print()
+        print(file=file)
     for note in notes:
         tell("note: ", note)
 

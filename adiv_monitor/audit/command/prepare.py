@@ -18,7 +18,8 @@ from adiv_monitor.audit.command import code, models
 from adiv_monitor.audit.command.code import UsageError, blamed, imported, needed
 from adiv_monitor.audit.command.models import MOST_CLASSES, Form, Shape, form
 from adiv_monitor.audit.command.options import Config
-from adiv_monitor.audit.run import MOST_STEPS, adamw, loss_of_output
+from adiv_monitor.audit.run import MOST_STEPS, adamw
+from adiv_monitor.audit.training import setup as settings
 from adiv_monitor.audit.training.batches import is_data_set, loader_of, mapped, taken, tensors
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, of_batch, seeded
 from adiv_monitor.audit.training.train import train
@@ -63,7 +64,7 @@ def prepare(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
             optimizer.load_state_dict(optimizer.state_dict())  # onto the model's device
         batches, fitting, notes = data(config, model, device, dtype or torch.float32)
         name = config.loss or fitting
-        loss: Loss = loss_of(name) if name else loss_of_output
+        loss: Loss = loss_of(name) if name else settings.loss_of_output
     if config.precision == "bf16-mixed":
         loss = torch.autocast(device.type, torch.bfloat16)(loss)
     shapes = ", ".join(str(tuple(x.shape)) for x in tensors(batches[0])) or "no tensors"
@@ -157,13 +158,11 @@ def own_losses(file: str) -> dict[int, float]:
         UsageError: the file can't be read, or holds no losses.
     """
     text = Path(file).read_text(encoding="utf-8", errors="replace")
-    try:
+    told = "expected a JSON list of numbers, a metrics.csv, or a trainer_state.json"
+    with blamed(f"--losses {file}: {told}"):
         losses = _of_json(json.loads(text)) if text.lstrip()[:1] in ("[", "{") else _of_csv(text)
         if not losses:
             raise ValueError("it holds no loss")
-    except (ValueError, TypeError, KeyError) as error:
-        told = "expected a JSON list of numbers, a metrics.csv, or a trainer_state.json"
-        raise UsageError(f"--losses {file}: {code.one_line(error)}; {told}") from error
     return losses
 
 

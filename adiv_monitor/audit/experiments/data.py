@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -242,13 +242,7 @@ def _targets(setup: Setup) -> list[Fact]:
 # Do they fit?
 
 COPIED = 1e-9  # share of the target's variance that rounding leaves to a copy
-ENOUGH = 32  # fewest samples, or images, in the batches that are looked at
-FITS, CLEARLY = 0.3, 0.2  # correlation of an image with its target; its difference to a moved one's
-MOVES: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda y: y.mT, "upside-down": lambda y: y.flip(1, 2),
-    "rows-reversed": lambda y: y.flip(1), "columns-reversed": lambda y: y.flip(2),
-    "left": lambda y: y.rot90(1, (1, 2)), "right": lambda y: y.rot90(-1, (1, 2)),
-}  # fmt: skip
+ENOUGH = 32  # fewest samples in the batches that are looked at
 
 
 @asks("target-leak")
@@ -285,53 +279,3 @@ def explained(x: Tensor, y: Tensor) -> Tensor:
     apart, own = x - x.mean(0), y - y.mean()
     squares = apart.square().sum(0) * own.square().sum()
     return ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0, 0.0, 0.0)
-
-
-@asks("targets-moved")
-def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the correlation of images and targets as they are, and as they fit best.
-
-    It is that of a channel, or of the channels' mean, with the targets, both less their mean at
-    each pixel, so that what all images have in common does not count.
-    """
-    batches = setup.batches[: 2 * BATCHES]
-    inputs = [p for p in _given(setup, batches).values() if p[0].ndim == 4]
-    if len(inputs) != 1 or len({x.shape[1:] for x in inputs[0]}) != 1:
-        return ()
-    x, size = torch.cat(inputs[0]).float(), inputs[0][0].shape[-2:]
-    targets = [[*tensors(batch)][-1].float().cpu() for batch in batches]
-    fit = all(y.shape[-2:] == size for y in targets)
-    if len(x) < ENOUGH or not fit or sum(map(torch.numel, targets)) != len(x) * size.numel():
-        return ()
-    x = torch.cat([x, x.mean(1, keepdim=True)], 1)
-    y = torch.cat([y.reshape(-1, *size) for y in targets])
-    scores = {name: _correlation(x, move(y)) for name, move in MOVES.items()
-              if move(y).shape == y.shape}  # fmt: skip
-    best = max(scores, key=lambda name: scores[name])
-    facts = [Fact("", {"own": _correlation(x, y), "best": scores[best]}, {"move": best})]
-    for move in ("rows-reversed", "columns-reversed"):
-        (own, other), by_chance = ((_of_each(x, z), _of_each(x, MOVES[move](z)))
-                                   for z in (y, y.roll(1, 0)))  # fmt: skip
-        told = ((own - other).abs() > CLEARLY) & (torch.maximum(own, other) > FITS)
-        if int(told.sum()) >= max(ENOUGH / 2, 3 * int((torch.maximum(*by_chance) > FITS).sum())):
-            share = float((other > own)[told].float().mean())
-            facts.append(Fact("", {"share": share}, {"move": move}))
-    return facts
-
-
-def _of_each(images: Tensor, targets: Tensor) -> Tensor:
-    """Return the correlation of each image, in its best channel, with its target, signed alike."""
-    x, y = images - images.mean((2, 3), keepdim=True), targets - targets.mean((1, 2), keepdim=True)
-    products = (x * y[:, None]).sum((2, 3))
-    lengths = (x.square().sum((2, 3)) * y.square().sum((1, 2))[:, None]).sqrt()
-    each = products / lengths.clamp(min=1e-30)
-    channel = int(each.mean(0).abs().argmax())
-    return each[:, channel] * each[:, channel].mean().sign()
-
-
-def _correlation(images: Tensor, targets: Tensor) -> float:
-    """Return the largest correlation, over channels, of images (N, C, H, W) and targets."""
-    x, y = images - images.mean(0), (targets - targets.mean(0))[:, None]
-    products = (x * y).sum((0, 2, 3))
-    lengths = (x.square().sum((0, 2, 3)) * y.square().sum()).sqrt()
-    return float((products / lengths.clamp(min=1e-30)).abs().max())

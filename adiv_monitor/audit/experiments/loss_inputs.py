@@ -174,18 +174,36 @@ def of_one(call: Call, fork: Fork) -> Fact | None:
     return _of_shape(call, scores="True")
 
 
-@of_each_call("softmax-over-samples")
-def over_samples(call: Call, fork: Fork) -> Fact | None:
-    """Find softmaxes of (samples, classes) over the first axis, which mix samples.
+@looks("softmax-over-samples")
+class OverAnotherAxis:
+    """Tells softmaxes of (samples, classes) over the first axis, which mix samples.
 
     If the tensors of a batch are of unlike length, as of one bag of instances and its target, their
-    first axis is not that of the samples.
+    first axis is not that of the samples. Also tells cross-entropies of (samples, places, classes)
+    as a linear layer returns them, with as many places: the classes of a cross-entropy are axis 1.
     """
-    samples = size_of(fork.batches[0])
-    alike = all(len(x) == samples for x in tensors(fork.batches[0]) if x.ndim)
-    length, classes = _softmax_over(call, 0) or (0, 0)
-    is_met = alike and length == samples > 1 and classes not in (1, samples)
-    return _of_shape(call) if is_met else None
+
+    def __init__(self, fork: Fork) -> None:
+        self._samples = size_of(fork.batches[0])
+        self._alike = all(len(x) == self._samples for x in tensors(fork.batches[0]) if x.ndim)
+        self._made: list[Tensor] = []
+        self._found: list[Fact] = []
+
+    def see(self, call: Call) -> None:
+        """Look at a call."""
+        length, classes = _softmax_over(call, 0) or (0, 0)
+        if self._alike and length == self._samples > 1 and classes not in (1, self._samples):
+            self._found.append(_of_shape(call))
+        if call.name == "linear" and call.result.ndim == 3:
+            self._made.append(call.result)
+        elif call.name == "cross_entropy" and any(
+            call.argument(0, "input") is x for x in self._made
+        ):
+            self._found.append(_of_shape(call, places="True"))
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the calls."""
+        return self._found
 
 
 def _of_shape(call: Call, **words: str) -> Fact:
@@ -447,16 +465,29 @@ def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
 # A tensor compared with itself
 
 
+_CANCELS = ("sub", "__sub__", "div", "__truediv__")
+
+
 @asks("zero-gradient")
-@torch.no_grad()
+@torch.enable_grad()
 def compared_with_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the losses of a trained model whose output equals its target to the last digit.
+
+    And differences, or ratios, of two equal results with gradients, which cancel.
 
     These are the same entries in memory, or results of different calls. A student that begins as a
     copy of its teacher no longer equals it after training.
     """
-    calls = calls_of(setup.fork_like(trained), _are_equal)
+    fork = setup.fork_like(trained)
+    calls = calls_of(fork, lambda call: _are_equal(call) or _cancels(call))
     return (Fact(call.place) for call in calls)
+
+
+def _cancels(call: Call) -> bool:
+    """Return whether a call in the loss subtracts, or divides, a result by an equal one."""
+    x, y = call.args[:2] if call.name in _CANCELS and call.path is None else (None, None)
+    both = isinstance(x, Tensor) and isinstance(y, Tensor) and x.requires_grad and y.requires_grad
+    return both and x.shape == y.shape and x.numel() > 1 and torch.equal(x, y)
 
 
 def _are_equal(call: Call) -> bool:

@@ -35,7 +35,15 @@ from adiv_monitor.audit.experiments.modules import Units
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.state import are_trained, unused, weights
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork, Loss, Setup, seeded
+from adiv_monitor.audit.training.setup import (
+    Fork,
+    Function,
+    Setup,
+    TargetLoss,
+    loss_of_output,
+    own_loss,
+    seeded,
+)
 from adiv_monitor.audit.training.train import (
     Course,
     Progress,
@@ -45,6 +53,7 @@ from adiv_monitor.audit.training.train import (
     silent,
     train,
 )
+from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.faults.inputs import HIDDEN
@@ -79,16 +88,25 @@ _OPPOSED = (
 EXCHANGED, CLEARLY = 2, 0.1
 
 
-class _WholeLoss(nn.Module):
-    """The loss of a model and a batch, as a module, so that the monitor sees its arguments."""
+class _OfOutput(nn.Module):
+    """A loss of output and target, as a module, so that the monitor sees its arguments."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, function: Function) -> None:
         super().__init__()
-        self._loss = loss
+        self._function = function
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss."""
-        return self._loss(model, batch)
+        return self._function(output, target)
+
+
+def _heard(fork: Fork) -> tuple[Fork, LossOf | None]:
+    """Return the fork, and its loss as the monitor hears it; None: it can't."""
+    loss = fork.loss
+    if not isinstance(loss, TargetLoss):
+        return fork, own_loss if loss is loss_of_output else None
+    of = loss.function if isinstance(loss.function, nn.Module) else _OfOutput(loss.function)
+    return replace(fork, loss=replace(loss, function=of)), of
 
 
 def observe(
@@ -117,7 +135,7 @@ def observe(
     """
     fork = setup.fork()
     trains = _trains_any(fork)
-    whole = _WholeLoss(fork.loss) if realised or attention else None
+    trained, loss = _heard(fork) if realised or attention else (fork, None)
     monitor = Monitor(
         fork.model,
         fork.optimizer if trains else None,
@@ -127,7 +145,7 @@ def observe(
         attention=attention,
         alignment=_probe(setup) if alignment else None,
         realised=realised,
-        loss=whole,
+        loss=loss,
         keep=setup.steps,
         seed=setup.seed,
     )
@@ -138,7 +156,7 @@ def observe(
     try:
         # The record reports overflow; squares in the measures may overflow in float64, too.
         with np.errstate(over="ignore", invalid="ignore"):
-            course = train(fork if whole is None else replace(fork, loss=whole), watch)
+            course = train(trained, watch)
     finally:
         monitor.close(quietly=True)
         watch.remove()

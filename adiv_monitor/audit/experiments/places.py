@@ -168,9 +168,42 @@ def padding_read(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 @asks("class-untaught")
 def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return how many classes have no label, and those whose labels have no gradient."""
+    """Return classes without a label, and labels, or parts of the outputs, without a gradient."""
+    yield from _unread(setup, trained)
     yield from _missing(setup)
     yield from _without_gradient(setup, trained)
+
+
+def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
+    """Yield how many samples, if most, or columns of an output have no gradient in any batch.
+
+    That is so before and after training. Outputs without any gradient are not used.
+    """
+    read: dict[tuple[int, int], Tensor] = {}
+    batches = spread(setup.batches, CLASS_BATCHES)
+    for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
+        for number, g in enumerate(x.grad for x in _passed(fork, batch).made):
+            if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
+                continue
+            for axis in (0, 1 if g.ndim > 3 else g.ndim - 1):
+                each = g.movedim(axis, 0).flatten(1).ne(0).any(1)
+                known = read.get((number, axis), each)
+                read[number, axis] = known | each if known.shape == each.shape else each | True
+    for (_, axis), each in read.items():
+        without, of = int((~each).sum()), "columns" if axis else "samples"
+        if without > (0 if axis else len(each) / 2):
+            yield Fact(f"{of} of an output", {"unread": float(without), "length": float(len(each))},
+                       {"of": of, "first": str(int(each.int().argmin()))})  # fmt: skip
+
+
+def _passed(fork: Fork, batch: Any) -> "_Outputs":
+    """Return what the model returns for a batch, with gradients, and targets."""
+    seen = _Outputs(fork)
+    with torch.enable_grad():
+        see_calls(fork, seen.see, batch).backward()  # type: ignore[no-untyped-call]
+    seen.hook.remove()
+    fork.optimizer.zero_grad()
+    return seen
 
 
 def _missing(setup: Setup) -> Iterator[Fact]:
@@ -214,11 +247,7 @@ def _without_gradient(setup: Setup, trained: Fork) -> Iterator[Fact]:
 
 def _labelled(fork: Fork, batch: Any) -> list[Tensor]:
     """Return labels, whether the place of each has a gradient, and whether it is no padding."""
-    seen, size = _Outputs(fork), size_of(batch)
-    with torch.enable_grad():
-        see_calls(fork, seen.see, batch).backward()  # type: ignore[no-untyped-call]
-    seen.hook.remove()
-    fork.optimizer.zero_grad()
+    seen, size = _passed(fork, batch), size_of(batch)
     of_places = [x for x in (*seen.targets, *tensors(batch))
                  if x.numel() > size and not x.is_floating_point()
                  and not any(torch.equal(x, y) for y in seen.given)]  # fmt: skip

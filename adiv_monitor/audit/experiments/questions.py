@@ -6,6 +6,7 @@ the calls of one pass share that pass.
 
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +41,7 @@ ASKS: dict[str, Ask] = {}  # with passes of their own
 # Those that need all samples.
 OF_DATA = (
     *("same-batch", "unshuffled", "constant-data", "target-leak", "targets-moved"),
-    *("class-untaught", "behind-reference"),
+    *("labels-unrelated", "class-untaught", "behind-reference"),
 )
 LOOKS: dict[str, type[Any]] = {}  # of `Look`
 
@@ -82,7 +83,6 @@ def asked(
 ) -> dict[str, Probed]:
     """Return the answers by name, of all questions or of some; a failed one has a reason.
 
-    Of the facts at one place, the first is kept.
     Questions about the model are asked of a setup of few samples, `small`, if there is one.
     """
     found = _looked(setup, [name for name in LOOKS if not names or name in names])
@@ -118,20 +118,16 @@ def _looked(setup: Setup, names: Collection[str]) -> dict[str, Probed]:
 
 
 def _answer(ask: Callable[..., Iterable[Fact]], *given: Any) -> Probed:
+    """Return the first fact at each place, up to where the question fails."""
+    found: dict[str | int, Fact] = {}
     try:
-        return Probed(_first_at_each_place(ask(*given)))
+        for number, fact in enumerate(ask(*given)):
+            found.setdefault(fact.place or number, fact)
     except Exception as error:  # a copy may not run with the question's inputs
-        return _failed(error)
+        return replace(_failed(error), facts=tuple(found.values()))
+    return Probed(tuple(found.values()))
 
 
 def _failed(error: Exception) -> Probed:
     said = str(error).partition("\n")[0]
     return Probed(untold=said if isinstance(error, Untold) else f"{type(error).__name__}: {said}")
-
-
-def _first_at_each_place(facts: Iterable[Fact]) -> tuple[Fact, ...]:
-    """Return these facts without those at a place that an earlier one has."""
-    found: dict[str | int, Fact] = {}
-    for number, fact in enumerate(facts):
-        found.setdefault(fact.place or number, fact)
-    return tuple(found.values())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.experiments.calls import ADDS, MULTIPLIES, Call, watched
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, few, still
 from adiv_monitor.audit.experiments.exchange import is_other
-from adiv_monitor.audit.experiments.questions import asks, of_each_call
+from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
@@ -19,33 +19,49 @@ APART = 1e-3  # difference of two gradients, relative to their size
 ROUNDING = 1e-4  # of the length of a batch
 
 
-@of_each_call("zero-factor")
-def zero_factor(call: Call, fork: Fork) -> Fact | None:
-    """Return a number or buffer of zero by which the model multiplies what has a gradient."""
-    if call.name not in MULTIPLIES or call.path is None or not call.result.requires_grad:
-        return None
-    fixed = {id(x) for x in fork.model.buffers()}
-    is_zero = any(not x.requires_grad and not x.any() and (x.numel() == 1 or id(x) in fixed)
-                  if isinstance(x, Tensor) else x == 0 for x in call.args[:2])  # fmt: skip
-    return Fact(call.place) if is_zero else None
+@looks("zero-factor")
+class ZeroFactor:
+    """Does the model multiply what has a gradient by zero, in all calls of a place?"""
+
+    def __init__(self, fork: Fork) -> None:
+        self._fixed = {id(x) for x in fork.model.buffers()}
+        self._by_zero: dict[str, bool] = {}
+
+    def see(self, call: Call) -> None:
+        """Look at a product; its factor may be a number, one entry, or a buffer."""
+        if call.name in MULTIPLIES and call.path is not None and call.result.requires_grad:
+            is_zero = any(map(self._is_zero, call.args[:2]))
+            self._by_zero[call.place] = is_zero and self._by_zero.get(call.place, True)
+
+    def _is_zero(self, x: Any) -> bool:
+        if isinstance(x, Tensor):
+            is_fixed = not x.requires_grad and (x.numel() == 1 or id(x) in self._fixed)
+            return is_fixed and not x.any()
+        return type(x) in (int, float) and x == 0
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the places."""
+        return [Fact(place) for place, is_zero in self._by_zero.items() if is_zero]
 
 
 @of_each_call("addend-outweighs")
 def addend_outweighs(call: Call, fork: Fork) -> Fact | None:
     """Return how much larger a number that is added is than what has a gradient.
 
-    It is the same for all samples, as positions are, or whole, as IDs are. Masks are not positive.
+    It differs between rows, and is the same for all samples, as positions are, or whole, as IDs
+    are. Masks are not positive.
     """
     pair = [x for x in call.args[:2] if isinstance(x, Tensor)]
     if call.name not in ADDS or call.path is None or len({x.requires_grad for x in pair}) < 2:
         return None
     y, x = (z.detach().double() for z in sorted(pair, key=lambda z: z.requires_grad))
     is_shared = y.ndim < x.ndim or bool((y == y[:1]).all())
-    if not (is_shared or bool((y == y.round()).all())) or y.max() <= y.min().clamp(min=0):
+    rows = y.reshape(-1, y.shape[-1]) if y.ndim > 1 else y[None]
+    is_raw = is_shared or bool((y == y.round()).all())
+    if not is_raw or bool((rows == rows[:1]).all()) or y.max() <= 0:
         return None
-    return Fact(
-        call.place, {"times": float(y.norm() / y.numel() ** 0.5 / x.square().mean().sqrt())}
-    )
+    times = y.square().mean().sqrt() / x.square().mean().sqrt()
+    return Fact(call.place, {"times": float(times)})
 
 
 @asks("outputs-tied")
@@ -59,12 +75,14 @@ def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
     made: list[Tensor] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        made.extend(x for x in tensors(output) if not made and x.requires_grad and 0 < x.ndim < 3)
+        if not made:
+            made.extend(x for x in tensors(output) if x.requires_grad and 0 < x.ndim < 3)
 
     with fork.model.register_forward_hook(note), torch.enable_grad():
         loss = fork.first_loss()
     for path, container in fork.model.named_modules():
-        held = [x for x in container._modules.values() if x is not None and [*x.parameters()]]
+        is_list = isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        held = [x for x in container._modules.values() if is_list and x and [*x.parameters()]]
         for module, times in Counter(held).items():
             if times > 1:
                 yield Fact(f"{path}.{type(module).__name__}".strip("."), {"times": float(times)})
@@ -74,8 +92,8 @@ def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
     found = torch.autograd.grad(loss, made, materialize_grads=True)
     columns, gradients = (torch.cat([x.detach().reshape(len(x), -1) for x in xs], 1)
                           for xs in (made, found))  # fmt: skip
-    groups = torch.unique(columns, dim=1, return_inverse=True)[1]
-    for group in groups.unique():
+    _, groups, counts = torch.unique(columns, dim=1, return_inverse=True, return_counts=True)
+    for group in (counts > 1).nonzero():
         own, varies = gradients[:, groups == group], columns[:, groups == group].var(0).all()
         are_apart = float((own - own[:, :1]).norm()) > APART * float(own.norm())
         if varies and are_apart and own.any(0).all():
@@ -116,7 +134,7 @@ def input_written(setup: Setup, trained: Fork) -> Iterable[Fact]:
             watched(fork.loss, see)(fork.model, batch)
             states.append([x.detach().double() for x in own])
     for x, once, twice in zip(*states, strict=True):
-        change, again = float((once - x).norm() / x.norm()), float((twice - once).norm())
+        change, again = (float((y - z).norm() / x.norm()) for y, z in ((once, x), (twice, once)))
         if places and min(change, again) > ROUNDING:
             times = sum(batch is setup.batches[0] for batch in setup.batches)
             yield Fact(places[0], {"change": change, "times": float(times)})

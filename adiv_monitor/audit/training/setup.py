@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adiv_monitor.audit.training.batches import copied, tensors
+from adiv_monitor.audit.training.batches import called, copied, tensors
 from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -327,6 +327,34 @@ class TargetLoss:
                 f"of {_described(target)}: {type(error).__name__}: {' '.join(str(error).split())}; "
                 "choose another loss, or a function (model, batch) → loss"
             ) from error
+
+
+def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss that the model itself returns, as models of Hugging Face do.
+
+    Raises:
+        TypeError: the model's output has no loss, or the model does not accept the batch.
+    """
+    kind = type(model).__name__
+    told = (
+        "expected a model that gives its own loss, as the `loss` of an object or a dict: give "
+        "audit a loss, (model, batch) → number, or batches that hold labels"
+    )
+    try:
+        output = called(model, batch)
+    except TypeError as error:
+        got = f"can't take the whole batch ({error})"
+        raise TypeError(f"audit(loss=None): {kind} {got}, {told}") from error
+    loss = own_loss(output)
+    if not isinstance(loss, Tensor):
+        got = type(output).__name__ + " whose loss is None" * hasattr(output, "loss")
+        raise TypeError(f"audit(loss=None): {kind} gave {got}, {told}")
+    return loss
+
+
+def own_loss(output: Any) -> Any:
+    """Return the loss in a model's output; None: there is none."""
+    return output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
 
 
 def of_batch(loss: Callable[..., Any], name: str = "") -> Loss:

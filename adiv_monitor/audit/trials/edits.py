@@ -1,7 +1,7 @@
 """Edits of single calls: what a line may have meant to compute.
 
-An edit replaces the result of one call. Rearrangements take axes, operands, masks, ends or targets
-the other way; what is left out returns its input.
+An edit replaces the result of one call. Rearrangements take axes, operands, masks or ends the
+other way; what is left out returns its input.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +17,6 @@ from adiv_monitor.audit.experiments.calls import Call, given
 _SCALE = ("mul", "multiply", "__mul__", "__rmul__", "div", "__truediv__")
 _ORDERED = ("sub", "__sub__", "__rsub__", "rsub", "div", "__truediv__", "kl_div")
 _VIEWS = ("view", "reshape", "flatten")
-_COMPARE = (
-    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "sub", "__sub__"),
-)
 _NO_AXIS = (*_SCALE, *_ORDERED, *_VIEWS, "__getitem__", "unflatten", "squeeze", "unsqueeze")
 # What trains as well without these functions may train faster. Dropout has findings of its own.
 _KEPT = (
@@ -48,7 +44,7 @@ def edits_of(call: Call) -> Iterator[Edit]:
     """Yield the edits of a call that has returned a tensor; some may not run."""
     tensors = given(call)
     if tensors:
-        for edits in (_axes, _views, _operands, _masks, _ends, _targets, _left_out):
+        for edits in (_axes, _views, _operands, _masks, _ends, _left_out):
             yield from edits(call, tensors)
 
 
@@ -120,24 +116,6 @@ def _other_end(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(map(_other_end, index))
     return {0: -1, -1: 0}.get(index, index) if type(index) is int else index
-
-
-def _targets(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
-    if call.path is not None or call.name not in _COMPARE or not tensors[1:]:
-        return
-    y = tensors[1]
-    for axis in range(y.ndim):
-        words = f"with targets reversed along axis {axis}"
-        yield Edit(words, partial(_of_second, change=lambda y, axis=axis: y.flip(axis)))
-    for i, j in combinations(range(1, y.ndim), 2):
-        if y.shape[i] == y.shape[j]:
-            words = f"with targets whose axes {i} and {j} are transposed"
-            yield Edit(words, partial(_of_second, change=lambda y, i=i, j=j: y.transpose(i, j)))
-
-
-def _of_second(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
-    x, y, *others = call.args
-    return call.function(x, change(y), *others, **call.kwargs)
 
 
 def _left_out(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:

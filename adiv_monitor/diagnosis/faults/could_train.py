@@ -1,16 +1,15 @@
 """Can the loop of a monitor's run train at all? What it does with gradients, rates and weights.
 
 Asked in the order of a step: are gradients zeroed between steps, or too early; do they reach the
-parameters; are they clipped away; is the learning rate gone, or still rising; are the weights set
-back, or changed by another optimizer; are micro-batches summed? Each condition is exact, because
-each of these is also done on purpose. Last: do the samples of each batch agree, as sorted ones do?
-An audit trains a copy in a loop of its own. `parameters`, `data` and `loss` ask both kinds of runs.
+parameters; are they clipped away, edited, or used again; is the learning rate gone, or still
+rising; are the weights set back, or changed by another optimizer; are micro-batches summed? Each
+condition is exact, because each of these is also done on purpose. An audit trains a copy in a loop
+of its own. `parameters`, `data` and `loss` ask both kinds of runs.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
@@ -27,7 +26,6 @@ from adiv_monitor.diagnosis.faults.fault import (
     several,
     stepped,
 )
-from adiv_monitor.diagnosis.faults.rates import overshoot
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import named, these
@@ -43,29 +41,29 @@ LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head tha
 # 1 within a few steps.
 KEPT = 0.1
 ENDED = 0.1  # of the elements that a gradient reached in earlier steps; less may be a choice
-# gradient_cosine of the last layer, typically: in shuffled batches of a classification it is below
-# 0.4, in generators and critics up to 0.94, in sorted data above 0.99.
-ALIKE = 0.97
+# Share of the gradient that is not that of the rows, typically: what outweighs it; next to all.
+FOREIGN, NEXT_TO_ALL = 0.5, 0.9
+VARIES, LONGER = 3.0, 1.5  # largest factor on the gradient over the smallest, and over 1
+FAR = 30.0  # a factor that is far from 1
+EXACTLY = 0.02  # by so much numbers differ that are equal up to rounding, and means of batches
 CLIPPED = 0.1  # the gradient used over that of the backward pass, if clipping takes the step
 GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of a usual schedule
 HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
-TINY = 3  # samples of a step
-NOISY = 0.25  # of the loss: its deviation from step to step
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 FEWEST_JUMPS = 2  # of the loss, to where it began
 ROUNDING = 1e-6  # of the loss, or of activations
-NEARLY = 0.95  # of the rows
 
 
 def strength(record: Record) -> Strength:
     """Return "watch" while the loss falls, or is not known, else "act"."""
-    return act_if(_goes_badly(record))
+    return act_if(goes_badly(record))
 
 
-def _goes_badly(record: Record) -> bool:
+def goes_badly(record: Record) -> bool:
+    """Return whether the loss is known, and does not fall."""
     return course.course(record) in ("rises", "does not fall")
 
 
@@ -117,8 +115,9 @@ def reversed_(record: Record) -> Iterator[Finding]:
     A step along it would move the activations against their own gradient. A layer that reverses
     gradients in the graph turns both.
     """
-    cosines = read.by_layer(record, "gradient_cosine")
-    turned = {path: -cosine.value for path, cosine in cosines.items() if cosine.below(0)}
+    cosines, others = read.by_layer(record, "gradient_cosine"), _foreign(record)
+    turned = {path: -cosine.value for path, cosine in cosines.items()
+              if cosine.below(0) and not others.get(path, 0.0) > FOREIGN}  # fmt: skip
     if several(record) and turned and not any(not_zeroed(record)):
         first = read.worst_first(turned)[0]
         yield Finding("gradient-reversed", strength(record),
@@ -162,7 +161,7 @@ def no_gradient(record: Record) -> Iterator[Finding]:
         return
     norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
     least = ROUNDING * abs(record.losses[0])
-    small = all(norm <= least for norm in norms) and not any(clipped(record))
+    small = all(norm <= least for norm in norms) and not any(scaled(record))
     if small and record.reports[-1].coverage > 0.5:
         yield Finding("zero-gradient", act_if(course.is_measure(record)),
             "In every measured step, the gradient of the loss is zero, or no more than rounding.",
@@ -221,7 +220,7 @@ def frozen(record: Record) -> Iterator[Finding]:
     paths, size = share_of(record, "frozen", record.reports)
     share = size / (1 + size)  # of all parameters
     if share > ENDED:
-        harms = share > 0.5 and _goes_badly(record)
+        harms = share > 0.5 and goes_badly(record)
         yield Finding("frozen", "watch" if harms else "note",
             f"{these(record, paths)} are frozen (requires_grad is False), with {percent(share)} of "
             f"the parameters; {these(record, read.maps(record))} train.",
@@ -230,32 +229,98 @@ def frozen(record: Record) -> Iterator[Finding]:
             layers=paths)  # fmt: skip
 
 
+@loop_fault("gradient-rescaled", "Gradients are rescaled one by one", shown_by=stepped)
+@loop_fault("loss-multiplied", "The gradient is multiplied by a number far from 1, or that changes",
+            shown_by=reported("loss_gradients"), explains=LONG_STEPS)  # fmt: skip
 @loop_fault("clipping-always", "Most gradients are clipped", shown_by=lambda record:
             reported("loss_gradients")(record) and not read.scale_free(record))  # fmt: skip
-def clipped(record: Record) -> Iterator[Finding]:
-    """Find clipping that leaves so little of the gradient that the layers hardly move."""
-    if read.scale_free(record) or not _goes_badly(record):
+def scaled(record: Record) -> Iterator[Finding]:
+    """Find clipping after which the layers hardly move, or other factors on the gradient.
+
+    Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step. The
+    factor of a loss that is divided by itself is a constant over the loss.
+    """
+    seen = [(sum(r.loss_gradients), median(of), r.loss or 0.0) for r in record.reports
+            if r.loss_gradients and (of := [x.gradient_factor for x in r.layers.values()
+                                            if x.gradient_factor > 0])]  # fmt: skip
+    if len(seen) < FEWEST_MEASURED or read.scale_free(record):
         return
-    # Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step.
-    scales, shares = [], []
-    for report in record.reports:
-        factors = [r.gradient_factor for r in report.layers.values() if r.gradient_factor > 0]
-        if report.loss_gradients and factors:
-            scales.append(fmean(report.loss_gradients))
-            shares.append(max(1.0, scales[-1]) * median(factors))
     moves = [move.value for move in read.by_layer(read.at_peak(record), "update_ratio").values()]
-    if len(shares) < FEWEST_MEASURED or not moves:
-        return
-    scale, share = median(scales), median(shares)
-    if share < CLIPPED and median(moves) < HEALTH["update_ratio"].healthy[0]:
-        scaled = f", which a scaler still multiplies by {scale:g}," if scale > 1 else ""
+    scale, share = median(s for s, *_ in seen), median(max(1.0, s) * f for s, f, _ in seen)
+    badly, little = goes_badly(record), HEALTH["update_ratio"].healthy[0]
+    if badly and share < CLIPPED and median(moves or [little]) < little:
+        still = f", which a scaler still multiplies by {scale:g}," if scale > 1 else ""
         yield Finding("clipping-always", "act",
-            f"Clipping takes the step: of the gradient{scaled} the optimizer gets {share:.2g} "
+            f"Clipping takes the step: of the gradient{still} the optimizer gets {share:.2g} "
             "times its length.",
             (Evidence("gradient used, over that of the backward pass", share, CLIPPED),),
-            (Advice("call scaler.unscale_(optimizer) before the gradients are clipped" if scaled
+            (Advice("call scaler.unscale_(optimizer) before the gradients are clipped" if still
                     else "clip at a higher norm, or not at all"),),
             "A higher learning rate helps only while gradients keep their length.")  # fmt: skip
+        return
+    factors, products = [s * f for s, f, _ in seen], [s * f * loss for s, f, loss in seen]
+    low, high = min(factors), max(factors)
+    apart = [report.rescaled for report in record.reports if report.rescaled]
+    changes = high > max(LONGER, VARIES * low)
+    far = median(factors) > FAR or 0 < scale < 1 / FAR  # a smaller factor alone is clipping
+    inverse = changes and max(products) - min(products) < EXACTLY * max(products)
+    one_by_one = len(apart) > len(record.reports) / 2
+    others = any(share > FOREIGN for share in _foreign(record).values())
+    if one_by_one or ((changes or far) and not others):
+        harms = badly and course.is_measure(record)
+        yield Finding("gradient-rescaled" if one_by_one else "loss-multiplied",
+            act_if(harms) if harms or inverse else "note",
+            f"Between loss and step, the gradient is multiplied by {low:.3g} to {high:.3g}"
+            + ", and that of each parameter by a factor of its own" * one_by_one
+            + ": the loss is divided by itself, or is a logarithm, so that steps grow as it falls"
+            * inverse + ".",
+            (Evidence("factor on the gradient", high, VARIES * low if changes else FAR),),
+            (Advice("look for factors and divisions of the loss, and for code that scales, clips "
+                    "or normalises gradients one by one"),),
+            layers=apart[-1] if one_by_one else ())  # fmt: skip
+
+
+def _foreign(record: Record) -> dict[str, float]:
+    """Return the typical share of each map's gradient that is not the gradient of its rows."""
+    return {path: median(r.foreign_share for r in read.readings(record, path).values())
+            for path in read.maps(record)}  # fmt: skip
+
+
+@loop_fault("gradient-foreign", "Gradients that are not those of the batch", shown_by=stepped,
+            explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"))  # fmt: skip
+def foreign(record: Record) -> Iterator[Finding]:
+    """Find gradients that something between the backward pass and the step replaced, or added to.
+
+    So does a penalty on the weights; while the loss falls, only what leaves next to nothing counts.
+    """
+    badly, shares = goes_badly(record), _foreign(record)
+    limit = FOREIGN if badly else NEXT_TO_ALL
+    found = {path: share for path, share in shares.items() if share > limit}
+    if several(record) and len(found) > len(shares) / 2:
+        first = read.worst_first(found)[0]
+        yield Finding("gradient-foreign", act_if(course.is_measure(record)) if badly else "note",
+            f"In a typical step, {percent(found[first])} of the gradient of {named(record, first)} "
+            "does not come from the step's own batch: it is replaced by another one or an old one, "
+            "or changed entry by entry, or noise or a multiple of the weights is added.",
+            (Evidence("share of the gradient", found[first], limit, first),),
+            (Advice("look for code that writes to .grad between the backward pass and the step, "
+                    "and at the size and sign of what it adds"),),
+            "A lower learning rate follows the same gradient.", layers=read.worst_first(found),
+            against=())  # fmt: skip
+
+
+@loop_fault("gradient-again", "Several optimizer steps with the same gradient", shown_by=several,
+            explains=(*LONG_STEPS, "rate-too-high"))  # fmt: skip
+def again(record: Record) -> Iterator[Finding]:
+    """Find that the step after a measured one has no backward pass of its own."""
+    share = fmean(r.gradient_again for r in record.reports) if several(record) else 0.0
+    if share > 0.5:
+        yield Finding("gradient-again", strength(record),
+            f"After {percent(share)} of the measured steps, the optimizer steps once more with the "
+            "same gradient, without a new backward pass.",
+            (Evidence("share of the measured steps", share, 0.5),),
+            (Advice("call optimizer.step() once after each backward pass"),),
+            "A lower learning rate still repeats each step.")  # fmt: skip
 
 
 @fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
@@ -266,7 +331,7 @@ def rate_gone(record: Record) -> Iterator[Finding]:
     if len(rates) < FEWEST_MEASURED or not any(rates.values()):
         return  # a rate of zero is another finding
     peak, (first, *_, last) = max(rates.values()), rates
-    limit = HARDLY if _goes_badly(record) else GONE
+    limit = HARDLY if goes_badly(record) else GONE
     low = [step for step, rate in rates.items() if rate < limit * peak]
     since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
     if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
@@ -305,12 +370,12 @@ def rate_rises(record: Record) -> Iterator[Finding]:
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
-    limit = SET_BACK if _goes_badly(record) else RETURNED
+    limit = SET_BACK if goes_badly(record) else RETURNED
     if len(back) >= FEWEST_MEASURED - 1 and sum(share > limit for share in back) > len(back) / 2:
         since, share = None, median(back)
         said = f"measured steps begin with {percent(share)} of the way since an earlier one undone"
         seen = Evidence("share of the weights' way that is undone", share, limit)
-    elif jumps := _jumps(record, above=False):
+    elif jumps := _jumps(record):
         since, said = jumps[0], f"{len(jumps)} times, the loss jumps to where it began, and falls"
         seen = Evidence("jumps of the loss", len(jumps), FEWEST_JUMPS, step=since)
     else:
@@ -322,26 +387,11 @@ def set_back(record: Record) -> Iterator[Finding]:
         since=since)  # fmt: skip
 
 
-@loop_fault("targets-change", "Targets that change in the course of the run",
-            shown_by=course.is_known)  # fmt: skip
-def targets_change(record: Record) -> Iterator[Finding]:
-    """Find a loss that jumps at equal distances above where it began: what was learnt is wrong."""
-    jumps = _jumps(record, above=True)
-    if jumps and len({later - step for step, later in pairwise([0, *jumps])}) == 1:
-        yield Finding("targets-change", "watch",
-            f"Every {jumps[0]:,} steps, as in each epoch, the loss jumps above where it began, and "
-            "falls again: the same inputs seem to get other targets.",
-            (Evidence("jumps of the loss", len(jumps), FEWEST_JUMPS, step=jumps[0]),),
-            (Advice("look for code that changes labels in place, such as y -= 1, or draws them "
-                    "anew in each epoch, unless tasks or a target network change on purpose"),),
-            since=jumps[0])  # fmt: skip
-
-
-def _jumps(record: Record, *, above: bool) -> list[int]:
+def _jumps(record: Record) -> list[int]:
     """Return the steps at which the loss begins its course anew; none if it jumps elsewhere, too.
 
     A jump is a rise, in one step, by half of the way that the loss has gone. After it, the loss
-    stays where it was at first, within a quarter of that way; or is above that.
+    stays where it was at first, within a quarter of that way.
     """
     losses, k = record.losses, FEWEST_REPORTS
     if not course.is_known(record) or not course.is_measure(record):
@@ -349,9 +399,7 @@ def _jumps(record: Record, *, above: bool) -> list[int]:
     means = [fmean(losses[i : i + k]) for i in range(len(losses) - k + 1)]
     way = means[0] - min(means)
     jumps = [i for i in range(k, len(means)) if losses[i] - losses[i - 1] > way / 2]
-    least = max(course.STILL * losses[0], course.noise(record))
-    back = all(losses[i] - losses[0] > least if above else abs(means[i] - means[0]) < way / 4
-               for i in jumps)  # fmt: skip
+    back = all(abs(means[i] - means[0]) < way / 4 for i in jumps)
     fell = way > max(course.STILL * abs(means[0]), 4 * course.noise(record))
     many = len(jumps) >= FEWEST_JUMPS
     return [record.steps_of_losses[i] for i in jumps] if back and fell and many else []
@@ -383,72 +431,9 @@ def summed(record: Record) -> Iterator[Finding]:
     high = HEALTH["update_ratio"].healthy[1]
     steps = (replace(record, reports=(report,)) for report in record.reports)
     far = any(t.above(high) for step in steps for t in read.by_layer(step, "update_ratio").values())
-    if far and not read.scale_free(record) and _goes_badly(record):
+    if far and not read.scale_free(record) and goes_badly(record):
         yield Finding("gradients-summed", "act",
             f"The gradients of {k} micro-batches are summed, and the steps are too long.",
             (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
             (Advice(f"divide the loss of each micro-batch by {k}"),
              Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
-
-
-@loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)
-def targets_ignored(record: Record) -> Iterator[Finding]:
-    """Find that, in every measured step, nearly all rows of the last layer have no gradient."""
-    seen = [r.layers[p] for r in record.reports for p in read.maps(record)[-1:] if p in r.layers]
-    shares = [x.idle_share for x in seen if x.idle_share is not None and not x.non_finite]
-    if len(shares) >= FEWEST_MEASURED and NEARLY <= min(shares) < 1:
-        yield Finding("targets-ignored", "watch" if _goes_badly(record) else "note",
-            f"In every measured step, {percent(min(shares))} or more of the rows of the last layer "
-            "have no gradient: the loss hardly uses them.",
-            (Evidence("share of the rows without a gradient", min(shares), NEARLY),),
-            (Advice("count the targets that the loss does not ignore (ignore_index, masks, "
-                    "weights)"),))  # fmt: skip
-
-
-@loop_fault("gradient-rescaled", "Gradients are rescaled one by one", shown_by=stepped)
-def rescaled(record: Record) -> Iterator[Finding]:
-    """Find gradients of one layer's parameters that are multiplied by different factors."""
-    if not several(record) or not _goes_badly(record) or not course.is_measure(record):
-        return
-    apart = [report for report in record.reports if report.rescaled]
-    share = len(apart) / len(record.reports)
-    if share > 0.5:
-        yield Finding("gradient-rescaled", "watch",
-            f"In {percent(share)} of the measured steps, the gradients of parameters are "
-            "multiplied by factors that differ from each other: the step is not the gradient's.",
-            (Evidence("share of the measured steps", share, 0.5),),
-            (Advice("train without the code that scales or clips each gradient by itself"),),
-            layers=apart[-1].rescaled)  # fmt: skip
-
-
-@loop_fault("batch-too-small", "Batches of very few samples",
-            shown_by=lambda record: several(record) and read.maps(record))  # fmt: skip
-def batch_too_small(record: Record) -> Iterator[Finding]:
-    """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
-    rows = [r.rows_total for report in record.reports for r in report.layers.values()]
-    fewest, badly = min(filter(None, rows), default=math.inf), _goes_badly(record)
-    if not several(record) or fewest > TINY or not course.is_known(record):
-        return
-    noisy = course.noise(record) > NOISY * course.end(record) > 0
-    if course.is_measure(record) and (badly or noisy):
-        yield Finding("batch-too-small", "watch" if badly else "note",
-            f"A step has gradients of {fewest:.0f} samples only, which differ from step to step.",
-            (Evidence("rows of a step with a gradient", fewest, TINY),),
-            (Advice("use larger batches, or average the gradients of several (accumulation)"),
-             Advice("learning rate × 0.1")))  # fmt: skip
-
-
-@finds("monitor")
-def sorted_samples(record: Record) -> Iterator[Finding]:
-    """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
-    cosines = [*read.by_layer(record, "gradient_cosine").items()][-1:]
-    if len(record.reports) < FEWEST_SAME or not cosines or not _goes_badly(record):
-        return
-    (path, cosine), *_ = cosines
-    if cosine.above(ALIKE) and course.is_measure(record) and overshoot(record) is None:
-        yield Finding("unshuffled", "act",
-            "The samples of a batch seem to be sorted by their class or target: in a typical step, "
-            f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}).",
-            (Evidence("gradient_cosine", cosine.value, ALIKE, path),),
-            (Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),),
-            "Larger batches of sorted data are sorted too.", against=())  # fmt: skip

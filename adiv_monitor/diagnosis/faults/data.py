@@ -4,37 +4,57 @@ Do inputs and labels differ, do batches, and are they shuffled? Is the target am
 moved against its image? Last: do the labels belong to the inputs at all?
 """
 
+import math
 from collections.abc import Iterator
+from statistics import fmean, median
 
-from adiv_monitor.diagnosis.course import is_measure
-from adiv_monitor.diagnosis.faults.could_train import FEWEST_SAME
+from adiv_monitor.diagnosis import readings as read
+from adiv_monitor.diagnosis.course import end, is_known, is_measure, noise
+from adiv_monitor.diagnosis.faults.could_train import FEWEST_MEASURED, FEWEST_SAME, goes_badly
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     Number,
     act_if,
     fault,
     finds,
+    loop_fault,
     reported,
+    several,
+    stepped,
     told,
 )
-from adiv_monitor.diagnosis.faults.rates import suffers
+from adiv_monitor.diagnosis.faults.rates import overshoot, suffers
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import PLAIN
+from adiv_monitor.diagnosis.readings import PLAIN, named
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import LayerReading
+from adiv_monitor.report.wording import percent
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
 # it must be less.
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
 # Share of the target's variance that one feature explains; what is left may be rounding.
 DETERMINED = 0.9999
-# Correlation of pixels with moved targets; and that with the targets as they are, over it.
-FITS, BETTER = 0.2, 0.5
+# Share of moved targets that is explained; and that of the targets as they are, over it.
+# Less, if a model may be meant to move them itself.
+FITS, BETTER, CLEARLY = 0.15, 0.5, 0.25
+DRAWN = 0.3  # share of the targets' mean square that random numbers make
 MIXED = 0.15  # share of the targets that fit their images better flipped
 # A small network explains more than this share of unseen labels, and the model less than this share
 # of what that explains; labels that a model of theirs explains so little of, with so many samples
 # of each class, may not belong to their inputs.
 EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
+# gradient_cosine of the last layer, typically: in shuffled batches of a classification it is below
+# 0.4, in generators and critics up to 0.94, in sorted data above 0.99.
+ALIKE = 0.97
+TINY = 3  # samples of a step
+NOISY = 0.25  # of the loss: its deviation from step to step
+NEARLY = 0.95  # of the rows
+# Variance of the sums of 90 % of the batches, over that of batches that are drawn at random: 0.2 to
+# 1.5 for shuffled data; and the fewest steps that show it.
+APART, FEWEST_APART = 3.0, 8
+# Share of the targets that untrained outputs meet, and by how much more than the commonest class.
+OWN, MORE = 0.8, 0.1
 EQUAL = 1e-5  # what is left of the rows' spread in single precision
 # What does not differ → words for it, of the fact's numbers and words.
 _CONSTANT = {
@@ -144,13 +164,20 @@ told(__name__, "target-leak", "A feature that is the target", "watch",
      Advice("leave the target out of the inputs"))  # fmt: skip
 
 
-told(__name__, "targets-moved", "Targets that are transposed or flipped", suffers,
-     "The targets of pixels fit the images better if they are moved ('{move}'): their correlation "
-     "is then {best:.2g} instead of {own:.2g}.",
-     [Number("correlation of the pixels with moved targets", "best", above=FITS),
-      Number("correlation of the pixels with their targets", "own")],
-     Advice("compare the axes and transforms of images and targets"),
-     where=lambda fact: fact.numbers.get("own", 1.0) < BETTER * fact.numbers.get("best", 0.0),
+def _are_misplaced(record: Record) -> bool:
+    """Return whether the order of targets is wrong for sure, or may be, and the run suffers."""
+    order = record.found_by("targets-moved")[0].words.get("order")
+    return order == "wrong" or (order == "unclear" and suffers(record))
+
+
+told(__name__, "targets-moved", "Targets in another order than their inputs", _are_misplaced,
+     "The targets do not belong to the places of their outputs: {move}, they fit better. Then the "
+     "inputs of the last layer explain {best:.0%} of them, and {own:.0%} as they are.",
+     [Number("share of moved targets that the last layer's inputs explain", "best", above=FITS),
+      Number("share of the targets as they are", "own")],
+     Advice("compare the order, the axes and the transforms of inputs and targets"),
+     where=lambda fact: fact.numbers.get("own", 1.0) < fact.numbers.get("best", 0.0)
+     * (CLEARLY if fact.words.get("order") == "meant" else BETTER),
      explains=LEARNING)  # fmt: skip
 
 
@@ -176,6 +203,116 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
                 "Check whether the labels belong to their inputs.",
                 (Evidence("share of unseen labels that it explains", reference, error),),
                 (Advice("look at ten samples and their labels"),))  # fmt: skip
+
+
+told(__name__, "labels-unrelated", "", suffers,
+     "The targets are random numbers that the model can't know: those that {place} draws make "
+     "{share:.0%} of them, and no input depends on these.",
+     [Number("share of the targets that is drawn", "share", above=DRAWN)],
+     Advice("draw once, and use the same numbers for inputs and targets"))  # fmt: skip
+told(__name__, "labels-unrelated", "", "watch",
+     "The targets' {of} in all {batches:.0f} batches, as of targets that are numbered, or "
+     "normalised, by each batch anew: they mean something else in another batch.",
+     [Number("batches in which that is so", "batches")],
+     Advice("number and normalise the targets once, for all data"),
+     where=lambda fact: "batches" in fact.numbers)  # fmt: skip
+
+
+@loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)
+def targets_ignored(record: Record) -> Iterator[Finding]:
+    """Find that typically nearly all rows of the last layer have no gradient."""
+    seen = [r.layers[p] for r in record.reports for p in read.maps(record)[-1:] if p in r.layers]
+    shares = [x.idle_share for x in seen if x.idle_share is not None and not x.non_finite]
+    if len(shares) >= FEWEST_MEASURED and NEARLY <= (share := median(shares)) < 1:
+        yield Finding("targets-ignored", "watch" if goes_badly(record) else "note",
+            f"In a typical step, {percent(share)} of the rows of the last layer have no gradient: "
+            "the loss ignores these targets, or hides them by a mask.",
+            (Evidence("share of the rows without a gradient", share, NEARLY),),
+            (Advice("count the targets that the loss does not ignore (ignore_index, masks, "
+                    "weights)"),))  # fmt: skip
+
+
+@loop_fault("batch-too-small", "Batches of very few samples",
+            shown_by=lambda record: several(record) and read.maps(record))  # fmt: skip
+def batch_too_small(record: Record) -> Iterator[Finding]:
+    """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
+    rows = [[x.rows_total for x in r.layers.values() if x.rows_total] for r in record.reports]
+    fewest, badly = median([*map(min, filter(None, rows))] or [math.inf]), goes_badly(record)
+    if not several(record) or fewest > TINY or not is_known(record):
+        return
+    noisy = noise(record) > NOISY * end(record) > 0
+    if is_measure(record) and (badly or noisy):
+        yield Finding("batch-too-small", "watch" if badly else "note",
+            f"A step has gradients of {fewest:.0f} samples only, which differ from step to step.",
+            (Evidence("rows of a step with a gradient", fewest, TINY),),
+            (Advice("use larger batches, or average the gradients of several (accumulation)"),
+             Advice("learning rate × 0.1")))  # fmt: skip
+
+
+@finds("monitor")
+def sorted_samples(record: Record) -> Iterator[Finding]:
+    """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
+    cosines = [*read.by_layer(record, "gradient_cosine").items()][-1:]
+    if len(record.reports) < FEWEST_SAME or not cosines or not goes_badly(record):
+        return
+    (path, cosine), *_ = cosines
+    if cosine.above(ALIKE) and is_measure(record) and overshoot(record) is None:
+        yield Finding("unshuffled", "act",
+            "The samples of a batch seem to be sorted by their class or target: in a typical step, "
+            f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}).",
+            (Evidence("gradient_cosine", cosine.value, ALIKE, path),),
+            (Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),),
+            "Larger batches of sorted data are sorted too.", against=())  # fmt: skip
+
+
+@loop_fault("batches-apart", "Batches that differ more than their samples",
+            shown_by=lambda record: len(record.reports) >= FEWEST_APART)  # fmt: skip
+def apart(record: Record) -> Iterator[Finding]:
+    """Find inputs that differ between batches by far more than random samples do."""
+    seen = [(r.batch[0], r.batch_spread[0]) for r in record.reports if r.batch and r.batch_spread]
+    if len(seen) < FEWEST_APART or not goes_badly(record) or not is_measure(record):
+        return
+    middle, usual = (median(of) for of in zip(*seen, strict=True))
+    squares = sorted((total - middle) ** 2 for total, _ in seen)
+    most = squares[: len(squares) * 9 // 10]  # the last batch of an epoch may be smaller
+    times = fmean(most) / usual**2 if usual > 0 else 0.0
+    if times > APART:
+        yield Finding("batches-apart", "watch",
+            f"The inputs' means differ from batch to batch: their variance is {times:.3g} times "
+            "that of batches of random samples. Features may be shuffled or prepared anew in each "
+            "batch, the data may drift, or be sorted.",
+            (Evidence("variance between batches, over random ones", times, APART),),
+            (Advice("compare the statistics of single features in two batches"),))  # fmt: skip
+
+
+@loop_fault("targets-change", "The same inputs get other targets", shown_by=reported("targets"))
+def targets_change(record: Record) -> Iterator[Finding]:
+    """Find a batch that comes again with other targets."""
+    known: dict[tuple[float, ...], tuple[int, ...]] = {}
+    changed = [r.step for r in record.reports if r.batch and r.targets
+               and known.setdefault(r.batch, r.targets) != r.targets]  # fmt: skip
+    if len(changed) >= FEWEST_MEASURED and len(known) > 1:
+        yield Finding("targets-change", "watch",
+            f"Batches of inputs come again with other targets, first at step {changed[0]:,}.",
+            (Evidence("measured steps with other targets", len(changed), 0.0),),
+            (Advice("look for code that changes or permutes labels in place, or shuffles inputs "
+                    "and targets apart"),), since=changed[0])  # fmt: skip
+
+
+@loop_fault("targets-own", "Targets that are the model's own outputs", shown_by=reported("targets"))
+def own(record: Record) -> Iterator[Finding]:
+    """Find targets that an untrained model meets, though its loss is that of guesses."""
+    first = next((r for r in record.reports[:1] if r.step == 0 and any(r.targets)), None)
+    if first is None or (first.loss or 0.0) < math.log(len(first.targets)) / 2:
+        return
+    share, usual = (n / sum(first.targets) for n in (first.targets_met, max(first.targets)))
+    if share > max(OWN, usual + MORE):
+        yield Finding("targets-own", "act",
+            f"At step 0, {percent(share)} of the targets are the class with the largest output, "
+            f"though the loss is {first.loss:.3g}: they seem to be the model's own predictions.",
+            (Evidence("share of the targets that are met", share, OWN, step=0),),
+            (Advice("compare with the labels of the data: pseudo-labels are for samples without"),)
+            )  # fmt: skip
 
 
 @fault("state-carried", "Outputs that depend on the batch before")

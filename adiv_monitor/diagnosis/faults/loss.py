@@ -71,9 +71,9 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
 
 
 told(__name__, "zero-gradient", "", "act",
-     "{place} compares a tensor with itself: it teaches nothing.",
-     [Number("losses that compare a tensor with itself")],
-     Advice("compare the outputs with the targets of the batch"))  # fmt: skip
+     "{place} compares a tensor with itself: the gradients cancel, and it teaches nothing.",
+     [Number("losses, differences or ratios of a tensor and itself")],
+     Advice("compare the outputs with targets of the batch, or stored values"))  # fmt: skip
 
 
 def lasts(record: Record) -> bool:
@@ -103,6 +103,23 @@ def class_untaught(record: Record) -> Iterator[Finding]:
             (Advice("check which labels the loss expects, and masks leave out"),))  # fmt: skip
 
 
+told(__name__, "class-untaught", "", suffers,
+     "Of the {length:.0f} {of} of the model's outputs, {unread:.0f} never have a gradient, neither "
+     "before nor after training: the loss does not read them (number {first} is the first).",
+     [Number("samples or columns without a gradient", "unread")],
+     Advice("check the axis along which the loss gathers, slices or counts the outputs"),
+     where=lambda fact: "unread" in fact.numbers)  # fmt: skip
+
+
+told(__name__, "targets-misplaced", "",
+     lambda record: suffers(record) or not record.found_by("targets-misplaced")[0].numbers["axis"],
+     "The gradient of the loss is the same if the targets trade places along axis {axis:.0f}: it "
+     "compares sums or means of them, not each output with its own target.",
+     [Number("axis", "axis")],
+     Advice("compare each output with its own target first, and take the sum or the mean last"),
+     where=lambda fact: "axis" in fact.numbers)  # fmt: skip
+
+
 told(__name__, "class-untaught", "", "watch",
      "In {samples:.0f} labels, {missing:.0f} of the {classes:.0f} classes of {place} never occur.",
      [Number("classes that never occur", "missing")],
@@ -111,6 +128,23 @@ told(__name__, "class-untaught", "", "watch",
      where=lambda fact: "missing" in fact.numbers
      and fact.numbers["missing"] >= MISSING * fact.numbers["classes"]
      and fact.numbers["samples"] >= PER_CLASS * fact.numbers["classes"])  # fmt: skip
+
+
+@finds("monitor")
+def missing(record: Record) -> Iterator[Finding]:
+    """Find classes that are never a target in a monitor's run."""
+    seen = [report.targets for report in record.reports if report.targets]
+    counts = [*map(sum, zip(*seen, strict=False))]
+    total, never = sum(counts), counts.count(0)
+    if never >= max(1, MISSING * len(counts)) and total >= PER_CLASS * len(counts):
+        # A loss that contrasts samples may have the right one at place 0.
+        is_one = total in counts[1:] and course.is_measure(record)
+        yield Finding("class-untaught", "watch" if is_one else "note",
+            f"Of {len(counts)} classes, {never} are never a target in the measured steps"
+            + f": all {total:,} labels are {counts.index(max(counts))}" * (total in counts) + ".",
+            (Evidence("classes that never occur", never, 0.0),),
+            (Advice("look for a filter, a sampler or a constant in place of the labels, unless "
+                    "these outputs are spare"),))  # fmt: skip
 
 
 told(__name__, "padding-counts", "Padding counts in the loss", "watch",

@@ -1,25 +1,32 @@
 """What do the optimizer, and code after it, make of the gradient?
 
-Does weight decay outweigh it, does other code undo the step, does the step go another way?
+Are its settings in their range, and is its state kept; does weight decay outweigh the gradient,
+does other code undo the step, does the step go another way?
 """
 
 import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
+from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import is_long_enough
+from adiv_monitor.diagnosis.faults.could_train import goes_badly, strength
 from adiv_monitor.diagnosis.faults.fault import (
+    LEARNING,
+    LONG_STEPS,
     Number,
     act_if,
     fault,
+    loop_fault,
     of_layers,
+    reported,
+    several,
     stepped,
     told,
 )
 from adiv_monitor.diagnosis.faults.rates import less_momentum, suffers
 from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.diagnosis.record import Record
 
 # Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.
@@ -28,6 +35,10 @@ LONG_MOMENTUM = 0.975
 LONGER_THAN_THE_RUN = 10.0
 # parameter_cosine late in the run; healthy runs with momentum or Adam have 0.25 to 0.5.
 STALE = 0.2
+SHARES = ("momentum", "beta1", "beta2", "alpha")  # of an average that are kept in each step
+OFF = 0.02  # share of the weights that decay takes in one step; usual ones take 1e-6 to 2e-3
+LARGE_EPSILON = 0.01  # gradients of single weights are rarely larger
+LOST = 0.25  # share of the measured steps that begin without a state
 # Pull of the weight decay over the gradient's.
 DECAY_WATCH, DECAY_ACT = 0.3, 1.0
 # ‖parameters‖ at the end over ‖parameters‖ at the beginning.
@@ -38,6 +49,42 @@ PROJECTED = 0.98
 FIRST_STEP = 0.2
 
 
+@loop_fault("settings-off", "A setting of the optimizer beyond its range",
+            shown_by=reported("settings"), explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
+def settings_off(record: Record) -> Iterator[Finding]:
+    """Find settings that end below zero, or above what is usual."""
+    rate = max(read.learning_rates(record).values(), default=0.0)
+    limits = dict.fromkeys(SHARES, 1.0) | {"weight_decay": OFF / rate if rate else math.inf}
+    limits |= {"eps": LARGE_EPSILON} if read.scale_free(record) else {}
+    for name, limit in limits.items() if several(record) else ():
+        first, *_, last = (report.settings.get(name, ()) for report in record.reports)
+        off = next((i for i, x in enumerate(last) if not 0 <= x < limit), None)
+        if off is not None:
+            changed = last[off] not in first
+            never = last[off] < 0 or name in SHARES  # whatever the loss does
+            yield Finding("settings-off",
+                strength(record) if never or goes_badly(record) else "note",
+                f"In param_groups[{off}], {name} is {last[off]:.3g}; usual is 0 to {limit:.3g}."
+                + f" It was {max(first, default=0.0):.3g} at first." * changed,
+                (Evidence(name, last[off], limit, step=record.reports[-1].step),),
+                (Advice(f"look for the code that changes {name}" if changed
+                        else f"give the optimizer a usual {name}"),))  # fmt: skip
+
+
+@loop_fault("state-lost", "The optimizer's state is lost between steps", shown_by=stepped,
+            explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
+def state_lost(record: Record) -> Iterator[Finding]:
+    """Find that later measured steps, too, begin without momentum, or without Adam's averages."""
+    new = [report.step for report in record.reports[1:] if report.new_state]
+    if len(new) > max(2, LOST * len(record.reports)):
+        yield Finding("state-lost", strength(record),
+            f"{len(new)} of {len(record.reports)} measured steps begin with an empty state of the "
+            "optimizer: each is like its first step, without momentum or averages of gradients.",
+            (Evidence("measured steps that begin without a state", len(new), 0.0),),
+            (Advice("look for code in the loop that clears or replaces optimizer.state, or loads "
+                    "an earlier state"),), since=new[0])  # fmt: skip
+
+
 @fault("decay-fights", "Weight decay outweighs the gradient")
 def decay_fights(record: Record) -> Iterator[Finding]:
     """Find weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
@@ -45,7 +92,7 @@ def decay_fights(record: Record) -> Iterator[Finding]:
     if not norms or norms[0] == 0:
         return
     decay, pull, shrunk = _setting(record, "weight_decay"), first_pull(record), norms[-1] / norms[0]
-    kept = by_layer(record, "projection_cosine").values()
+    kept = read.by_layer(record, "projection_cosine").values()
     by_others = decay == 0 and any(cosine.below(PROJECTED) for cosine in kept)
     if by_others or not (pull > DECAY_WATCH or shrunk < SHRUNK):
         return
@@ -98,7 +145,7 @@ def _setting(record: Record, name: str) -> float:
 
 
 @fault("projection-fights", "Other code changes the weights",
-       shown_by=lambda record: by_layer(record, "projection_cosine"))  # fmt: skip
+       shown_by=lambda record: read.by_layer(record, "projection_cosine"))  # fmt: skip
 def projection_fights(record: Record) -> Iterator[Finding]:
     """Find code besides the optimizer that changes the weights, after its step or within it.
 
@@ -106,7 +153,7 @@ def projection_fights(record: Record) -> Iterator[Finding]:
     cosine by itself, where a few entries of the gradient are far larger than the others. Weight
     decay that exceeds the gradient turns it, too.
     """
-    kept, first = by_layer(record, "projection_cosine"), _first_cosines(record)
+    kept, first = read.by_layer(record, "projection_cosine"), _first_cosines(record)
     undone = {p: t.value for p, t in kept.items() if t.below(PROJECTED)}
     within = {p: t.value for p, t in first.items() if t.below(FIRST_STEP) and t.above(-FIRST_STEP)}
     hidden = len(within) > len(kept) / 2 and not first_pull(record) > DECAY_ACT
@@ -114,9 +161,9 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         return
     measure, limit = ("projection", PROJECTED) if undone else ("parameter", FIRST_STEP)
     cosines = dict(sorted((undone or within).items(), key=lambda of_layer: of_layer[1]))
-    applied, layers = by_layer(record, "applied_cosine"), tuple(cosines)
+    applied, layers = read.by_layer(record, "applied_cosine"), tuple(cosines)
     uphill = any(p in applied and applied[p].below(0) for p in layers)
-    where, cosine = named(record, layers[0]), cosines[layers[0]]
+    where, cosine = read.named(record, layers[0]), cosines[layers[0]]
     yield Finding("projection-fights", act_if(uphill or suffers(record)),
         f"Code that runs after the optimizer's step changes the weights of {where} again: the "
         f"change that remains has a cosine of {cosine:.3g} with the optimizer's step." if undone
@@ -129,12 +176,12 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         layers=layers, against=HIGHER_RATES)  # fmt: skip
 
 
-def _first_cosines(record: Record) -> dict[str, Typical]:
+def _first_cosines(record: Record) -> dict[str, read.Typical]:
     """Return `parameter_cosine` of the first step: 1 for gradient descent, ‖g‖₁/(√n·‖g‖₂) for Adam.
 
     It is empty for an optimizer that was resumed and so has a past.
     """
-    first = at_first(record, "parameter_cosine")
+    first = read.at_first(record, "parameter_cosine")
     known = first and record.reports[0].step == 0 and not record.facts.resumed
     return first[0] if known else {}
 
@@ -147,7 +194,7 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     """
     if not record.is_audited and any(report.maximize for report in record.reports):
         return
-    cosines = by_layer(record, "parameter_cosine")
+    cosines = read.by_layer(record, "parameter_cosine")
     turned = {p: -t.value for p, t in cosines.items() if t.below(0)}
     descents = [r.descent for r in record.reports[1:] if r.descent is not None]
     uphill = fmean(d < 0 for d in descents) if len(descents) >= 3 else 0.0
@@ -155,13 +202,15 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     half = 0.5 + 0.75 / math.sqrt(max(len(descents), 1))
     momentum, late = _momentum(record), _late_cosine(record)
     lasts = 1 / (1 - momentum)
-    outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * record.facts.steps
+    outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * (
+        record.facts.steps or len(record.losses)
+    )
     if uphill > half:
         evidence = Evidence("share of steps uphill", uphill, half)
         said = (f"{uphill:.0%} of the measured steps go uphill: by the gradient of their own "
                 "batch, they raise the loss.")  # fmt: skip
     elif len(turned) > len(cosines) / 2:
-        worst = worst_first(turned)[0]
+        worst = read.worst_first(turned)[0]
         evidence = Evidence("parameter_cosine", cosines[worst].value, 0, worst)
         said = (f"In {len(turned)} of {len(cosines)} layers, the optimizer's step typically points "
                 "uphill with respect to the gradient of that step.")  # fmt: skip
@@ -173,7 +222,7 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
         return
     yield Finding("optimizer-turns", act_if(suffers(record) or outlasts), said,
         (evidence, Evidence("parameter_cosine, second half of the run", late, STALE)),
-        tuple(_straightened(record)), layers=worst_first(turned))  # fmt: skip
+        tuple(_straightened(record)), layers=read.worst_first(turned))  # fmt: skip
 
 
 def _straightened(record: Record) -> Iterator[Advice]:
@@ -199,6 +248,8 @@ def _momentum(record: Record) -> float:
     """Return the share of the last step's direction that the next one keeps; 0 if it is unknown."""
     betas = record.facts.settings.get("betas")
     found = betas[0] if isinstance(betas, list | tuple) and betas else _setting(record, "momentum")
+    of_run = record.reports[-1].settings if record.reports and not record.is_audited else {}
+    found = max(of_run.get("beta1", of_run.get("momentum", (found,))))
     return float(found) if isinstance(found, int | float) and found < 1 else 0.0
 
 

@@ -115,6 +115,7 @@ RATES_APART = 10.0  # times the learning rate of most layers
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 
+@fault("group-rates", "The learning rate of a parameter group is far from the others'")
 @fault("uneven-rates", "Layers move by very different amounts",
        shown_by=lambda r: stepped(r) and len(read.maps(r)) >= FEWEST_LAYERS)  # fmt: skip
 def uneven_rates(record: Record) -> Iterator[Finding]:
@@ -128,7 +129,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     """
     moves = [{path: move for path, move in step.items() if move.value > 0}
              for step in read.at_first(record, "update_ratio")]  # fmt: skip
-    apart = _of_higher_rates(record)
+    apart = _of_other_rates(record)
     off, *later = [_off_the_middle(step, apart) for step in moves] or [{}]
     lasting = [min(off[path], again[path]) for again in later for path in off if path in again]
     by_rate = any(moves[0][p].above(HEALTH["update_ratio"].healthy[1]) for p in off if p in apart)
@@ -141,11 +142,12 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     layers, middle = read.worst_first(off), _middle(moves[0], apart)
     first = moves[0][layers[0]].value
     low, high = middle / STARVED, middle * OVERDRIVEN
-    yield Finding("uneven-rates",
+    yield Finding("group-rates" if {*layers} <= apart else "uneven-rates",
         "act" if act else "watch" if later else "note",
         f"In one step, the activations of {these(record, layers)} move unlike those of the other "
         f"layers: {named(record, layers[0])} by {first:.3g} times their length, and the median "
-        f"layer by {middle:.3g}. Healthy ones lie between {low:.3g} and {high:.3g}.",
+        f"layer by {middle:.3g}. Healthy ones lie between {low:.3g} and {high:.3g}."
+        + " Their parameter groups have another learning rate." * ({*layers} <= apart),
         tuple(Evidence("update_ratio", value, low if value < middle else high, p)
               for p in layers[:3] for value in (moves[0][p].value,)),
         tuple(_evened(record, layers)), "No single learning rate suits both kinds of layers.",
@@ -240,13 +242,14 @@ def _usual_rate(rates: Sequence[float]) -> float:
     return Counter(rates).most_common(1)[0][0] if rates else 0.0
 
 
-def _of_higher_rates(record: Record) -> set[str]:
-    """Return the layers whose learning rate is `RATES_APART` times the usual one, or more."""
+def _of_other_rates(record: Record) -> set[str]:
+    """Return the layers whose learning rate is `RATES_APART` times the usual one, or a part."""
     first = next(iter(record.reports), None)
     rates = () if first is None else first.learning_rates
     own = {} if first is None else {p: rates[g] for p, g in first.groups.items() if g < len(rates)}
     usual = _usual_rate([*own.values()])
-    return {path for path, rate in own.items() if rate >= RATES_APART * usual > 0}
+    low, high = usual / RATES_APART, usual * RATES_APART
+    return {path for path, rate in own.items() if usual > 0 and not low < rate < high}
 
 
 def _middle(moves: dict[str, read.Typical], apart: set[str]) -> float:

@@ -33,7 +33,14 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed
 
 # Findings that already say how far layers move; a layer that one of them names is not named again.
-OF_MOVES = ("uneven-rates", "rate-too-high", "rate-too-low", "dead-units", "vanishing")
+OF_MOVES = (
+    "group-rates",
+    "uneven-rates",
+    "rate-too-high",
+    "rate-too-low",
+    "dead-units",
+    "vanishing",
+)
 LOW, HIGH = HEALTH["update_ratio"].healthy
 LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
 ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
@@ -47,6 +54,7 @@ HARDLY_MOVES = 3e-3
 # Share of the first loss that is left after overfitting one small batch.
 NOT_BY_HEART = 0.5
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
+IN_VAIN = 0.1  # of the first loss: the sum of its falls in single steps, which later ones undo
 RISES_YET = "The learning rate still rises: measurements at its peak will be clearer."
 TARGETS = Advice("check that each target belongs to its input, and that the loss compares the two")
 AUDIT = Advice("run adiv-audit: it looks for the cause, and tries fixes")
@@ -175,6 +183,8 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         return
     little, rises = not audited and course.fell_little(record), read.still_rises(record)
     told = audited or course.is_measure(record)
+    own = median([r.descent for r in record.reports if r.descent is not None] or [0.0])
+    vain = course.course(record) == "does not fall" and own * len(record.losses) > IN_VAIN * start
     factor = usual_factor(_moves(record).values()) or 1.0
     factors = [10.0, 0.1] * audited
     if factor > 10:  # layers hardly move, whatever the loss does
@@ -197,6 +207,9 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         + " However, the model overfits one small batch."
         * (_left_of_one_batch(record) < NOT_BY_HEART)
         + f" {RISES_YET}" * rises
+        + f" A typical step lowers the loss of its own batch by {own:.2g}, but not that of later "
+        "ones: targets seem unrelated to their inputs, or inputs change at random."
+        * (vain and told and not audited and rates.overshoot(record) is None)
         + " That is no fault of generative adversarial networks, of reinforcement learning, or of "
         "a run that was resumed." * (not told),
         (Evidence("loss", end, start),), advice * (not rises))  # fmt: skip
@@ -226,8 +239,11 @@ def interference(record: Record) -> Iterator[Finding]:
 
 @finds("rest")
 def never_reached(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Find parameters whose gradient is exactly zero in all steps, if nothing else explains it."""
-    names = record.wiring.zero_gradient
+    """Find parameters whose gradient is exactly zero in all steps, if nothing else explains it.
+
+    Biases are left out: distances between outputs do not depend on them.
+    """
+    names = [name for name in record.wiring.zero_gradient if not name.endswith("bias")]
     if names and record.is_audited and not any(finding.strength == "act" for finding in found):
         yield Finding("zero-gradient", "watch",
             f"The gradient of {listed([f'{name!r}' for name in names])} is exactly 0 in all steps.",

@@ -94,7 +94,14 @@ told(__name__, "softmax-of-one", "", suffers,
 told(__name__, "softmax-over-samples", "Softmax over the samples", "act",
      "{place} of shape {shape} normalises over the samples instead of the classes.",
      [Number("softmaxes over the samples")],
-     Advice("use the axis of the classes: dim=1"), certain=True, explains=LEARNING)  # fmt: skip
+     Advice("use the axis of the classes: dim=1"), where=lambda fact: "places" not in fact.words,
+     certain=True, explains=LEARNING)  # fmt: skip
+told(__name__, "softmax-over-samples", "", "act",
+     "{place} takes axis 1 of {shape} for the classes, but the last layer returns them along the "
+     "last axis: the softmax runs over the places.",
+     [Number("cross-entropies over the places")],
+     Advice("exchange the axes: transpose(1, 2) before this loss"),
+     where=lambda fact: "places" in fact.words)  # fmt: skip
 
 
 @fault("double-softmax", "Softmax is applied twice", explains=LEARNING)

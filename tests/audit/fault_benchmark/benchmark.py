@@ -2,7 +2,6 @@
 
     python tests/audit/fault_benchmark/benchmark.py [--seeds 5] [--first-seed 0]
         [--only NAME …] [--one-in 4] [--jobs 2] [--parts course audit] [--rows FILE]
-        [--write docs/fault-benchmark.md]
 
 Each row of the results is written to a file at once, and rows that the file has are not computed
 again, so an interrupted benchmark continues. It has four parts. `course` trains faulty and healthy
@@ -15,6 +14,7 @@ has a table of its own (`verdicts.py`).
 import argparse
 import json
 import multiprocessing
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -34,6 +34,7 @@ from audit.fault_benchmark.judge import diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
 from audit.fault_benchmark.reports import reported
+from write_up import hardware
 
 Task = tuple[str, str, int]  # part, name, seed
 BEDS = {**HEALTHY, **CASES}
@@ -86,7 +87,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:2])
     parser.add_argument("--rows", type=Path, default=Path("runs/fault-benchmark.jsonl"))
-    parser.add_argument("--write", type=Path, help="write the table to this file as well")
     given = parser.parse_args()
 
     seeds = range(given.first_seed, given.first_seed + given.seeds)
@@ -102,17 +102,11 @@ def main() -> None:
             rows[row["part"], row["name"], row["seed"]] = row
             print(json.dumps(row), file=file, flush=True)
             print(f"{number + 1}/{len(left)} {row['part']} {row['name']} {row['seconds']} s")
-    tell = (
-        verdicts.page
-        if given.parts == ["reports"]
-        else page
-        if given.reported is None
-        else reported_page.page
-    )
-    text = tell([rows[task] for task in wanted], sys.argv[1:])
-    print(text)
-    if given.write is not None:
-        given.write.write_text(text)
+    of_reports = given.parts == ["reports"]
+    tell = verdicts.page if of_reports else reported_page.page if given.reported else page
+    print(f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(sys.argv[1:])}`")
+    print(f"torch {torch.__version__}; {hardware()}.\n")
+    print(tell([rows[task] for task in wanted]))
 
 
 if __name__ == "__main__":

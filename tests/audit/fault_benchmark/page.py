@@ -1,95 +1,31 @@
-"""The fault benchmark's results as a page: totals, by fault, misses, limits."""
+"""The fault benchmark's results as tables: totals, by fault, misses."""
 
 import math
-import platform
-import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from audit.fault_benchmark.cases import CASES, HEALTHY, UNSEEN
-from audit.fault_benchmark.run import LONGER, STEPS
-from write_up import hardware, table
-
-import adiv_monitor
+from write_up import table
 
 Row = dict[str, Any]
 CHANGES = ("advice", "random", "search", "rate")
 
-INTRODUCTION = f"""
-This page answers two questions: how often does the audit name the fault of a training, and does
-its advice help? It counts both on runs with a planted fault and on healthy runs of small networks
-of several kinds, each built from a seed. The audit observes a run for {STEPS} steps. Its first
-advice is then tried on *another* seed for {LONGER} steps. Losses are means over the last quarter of
-the steps. A change pays if it lowers the loss by more than two standard errors and by 2 %.
 
-- **advice**: the first fix of the first finding that can be tried, at the learning rate that its
-  trial found best. Nothing is tried if the first finding only has advice in words, or if the
-  audit's own short runs say that nothing pays; such runs are counted separately.
-- **random change**: a fix drawn from all that apply, for all layers, at the learning rate that a
-  trial of the same length found best.
-- **random search**: random changes, until they have used as many short runs as the audit's trials;
-  the best one is kept if it paid. For every fifth seed only.
-- **learning rate**: the best of the learning rates that the audit tried, without any other change.
-
-± is the standard error of a binomial share. Runs of one case are similar, so the true error is
-larger. Rules and thresholds were made with most of these cases, but with other seeds. The networks,
-data and strengths that they were not made with have separate totals below.
-
-The monitor's reports alone show less than an audit;
-[they are counted separately](../tests/benchmarks/results/verdicts.md).
-"""
-
-OTHERS = """
-Other tools report these figures; faults, frameworks and criteria differ, so they are no direct
-comparison. AUTOTRAINER fixed 10 of 30 faults in an independent study, random search 17, HEBO and
-BOHB 19 each. On its own set AUTOTRAINER claims to fix 98 % of 422 faults, and a gain of five points
-in 82 %. DeepDiagnosis gave the right fix in 28 of 52 programs (UMLAUT 15 of 30, AUTOTRAINER 8 of
-40) and raised alarms on 68 of 188 healthy runs (36 %).
-"""
-
-
-LIMITS = """
-## Limits
-
-**Shuffled labels** cannot be distinguished, by any audit, from inputs without information on the
-labels. An audit sees only samples (x, y). With shuffled labels, y is independent of x, and the
-samples have the distribution p(x)·p(y). If nothing was shuffled but x has no information on y, the
-distribution is p(x)·p(y) as well. Whatever is computed from the samples, including a model's whole
-training, has the same distribution in both cases, so a rule that is right in one case is wrong in
-the other equally often. An audit can only find that no relation was learned. A hard task and a
-short run give that result too. So the finding is `labels-unrelated` with strength "watch", if there
-are enough samples to tell, else `loss-stuck`, which adds that the model overfits one small batch:
-that rules out most other causes.
-
-**Adversarial losses** are recognised, but not judged: the audit says nothing about their learning
-rates or about what is learned.
-
-Some healthy runs are of kinds in which the audit once raised false alarms (separate queries, keys
-and values, an unused pooler, layers registered in another order than they run in, two players,
-padded batches). Rules were corrected with these runs, so they do not count as unseen.
-"""
-
-
-def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
-    """Return the page for rows of `benchmark.py`."""
+def page(rows: Iterable[Row]) -> str:
+    """Return the tables of docs/fault-benchmark.md for rows of `benchmark.py`."""
     audits = by_case(rows)["audit"]
     faulty_cases = {name: found for name, found in audits.items() if name in CASES}
     healthy = {name: found for name, found in audits.items() if name in HEALTHY}
     lines = [
-        *head("Fault benchmark", arguments),
-        INTRODUCTION,
         *_totals("Totals", faulty_cases, healthy),
         *_totals(
             "Of these, the cases that no rule was made with",
             {name: found for name, found in faulty_cases.items() if name in UNSEEN},
             {name: found for name, found in healthy.items() if name in UNSEEN},
         ),
-        OTHERS,
         *_kinds(faulty_cases),
         *_misses(faulty_cases),
-        LIMITS,
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -100,18 +36,6 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
     for row in rows:
         parts[row["part"]][row["name"]].append(row)
     return parts
-
-
-def head(title: str, arguments: Sequence[str]) -> list[str]:
-    """Return title, command, versions and hardware."""
-    return [
-        f"# {title}",
-        "",
-        f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`",
-        "",
-        f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {hardware()}.",
-    ]
 
 
 def share(hits: int, of: int) -> str:

@@ -1,53 +1,19 @@
 """The audit's findings on reported bugs and on their fixed twins, as Markdown."""
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from audit.fault_benchmark.reported import HELD_OUT, SET_BY
 from audit.fault_benchmark.reported_sources import SOURCES
 from audit.fault_benchmark.run import Case
-from write_up import hardware, table
+from write_up import table
 
 Row = dict[str, Any]
 
-INTRODUCTION = """
-# Bugs that people report
 
-The [fault benchmark](fault-benchmark.md) plants faults of the step: learning rates, scales, dead
-units. This one plants bugs of wiring, loss and data. Each bug is planted into a healthy run, which
-is also audited without it (the fixed twin). The link leads to a report of the same mistake in
-another project; a bug without a link is one for which no report was found.
-
-The rules were made while looking at the first half. The second half has other networks and other
-ways to make the same mistakes. The authors of the rules also wrote its cases, and changed two rules
-after a look at an earlier version of this table, so it says less than cases of others would. A fact
-whose fix helps now ranks before "cannot overfit", which came first in both halves for logits
-without a temperature (23 of 24 and 26 of 27 before). And `input-partly-ignored` has strength
-"watch" if units are dead or saturated, as in a case of the second half.
-"""
-
-ADVICE = """
-Whether the first advice pays: it is tried on *another* seed, with three times as many steps. Advice
-that a program can carry out is tried as the audit's trials do. Advice in words is applied
-literally: the run without the bug stands for it, if the first finding is the bug; else it does not
-pay. A change pays if the loss is lower by more than two standard errors and by 2 %. Where the bug
-changes what the loss or the batches mean, the error on unseen samples of the run without the bug
-counts instead: the share of wrong answers, averaged over classes; of sequences at the last place,
-where nothing tells the answer; of padded ones at places that are no padding; of pairs in the wrong
-order for numbers of 0 and 1; of variance that remains for other numbers.
-Beside it: one random fix, drawn from all that apply, and the best learning rate that the audit
-tried.
-"""
-
-
-def page(rows: Sequence[Row], arguments: Sequence[str]) -> str:
-    """Return the page: both halves, the twins, and totals."""
-    command = f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`"
-    lines = [INTRODUCTION.strip(), ""]
-    if any("advice" in row for row in rows):
-        lines += [ADVICE.strip(), ""]
-    lines += [f"{command}, on {hardware()}.", ""]
+def page(rows: Sequence[Row]) -> str:
+    """Return the tables of docs/reported-bugs.md: both halves, the twins, and totals."""
+    lines = []
     for title, cases in (("Rules were set by these", SET_BY), ("Held out", HELD_OUT)):
         some = [(case, row) for case in cases for row in rows if row["name"] == case.name]
         if some:

@@ -1,33 +1,14 @@
 """The fault benchmark's verdicts from reports alone, as Markdown."""
 
-import platform
-import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from audit.fault_benchmark.cases import CASES, HEALTHY
-from audit.fault_benchmark.run import STEPS
-from write_up import hardware, table
-
-import adiv_monitor
+from write_up import table
 
 Row = dict[str, Any]
 STRENGTHS = ("act", "watch", "note", "nothing", "refused")
-
-INTRODUCTION = f"""
-Every healthy and every faulty run of the fault benchmark is trained for {STEPS} steps under
-`Monitor`, ten of which are measured, and judged by its reports alone: with the losses of all steps,
-as `log_loss` gives them, and without. "nothing" is the headline "Nothing found in what was
-measured"; "refused" is an optimizer that holds nothing that can be trained, which `Monitor` raises
-as an error. Whether the loss falls is judged by the losses: by more than noise, and by 5 % of
-itself.
-
-What reports can't tell (parameters that the optimizer does not hold, detached or frozen ones,
-labels, inputs of other units from which the network learns all the same) stands below each headline
-as such.
-"""
 
 
 def strength(verdict: Row) -> str:
@@ -45,18 +26,9 @@ def state(row: Row) -> str:
     return "falls" if row["fell"] else "does not fall"
 
 
-def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
-    """Return the page for rows of `benchmark.py --parts reports`."""
-    rows = list(rows)
-    lines = [
-        "# What reports alone say of healthy and of faulty runs",
-        "",
-        f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`",
-        "",
-        f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {hardware()}, {torch.get_num_threads()} thread(s).",
-        INTRODUCTION,
-    ]
+def page(rows: Iterable[Row]) -> str:
+    """Return the tables for rows of `benchmark.py --parts reports`."""
+    rows, lines = list(rows), []
     for verdict, words in (("known", "With the loss"), ("unknown", "Without it")):
         lines += [f"## {words}", "", *_counts(rows, verdict)]
     lines += [*_healthy(rows), *_missed(rows)]
