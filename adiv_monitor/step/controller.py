@@ -308,7 +308,7 @@ class StepController:
         selection, turn = training.due(self.schedule.turns)
         guard = Guard(failures.lost)
         others = Others(training.optimizer, selection.parameters, failures)
-        plan = self._trace.plan(selection, history.distrusted)
+        plan = self._trace.plan(selection)
         context = Context(
             guard,
             fail=failures.switch_off,
