@@ -141,7 +141,7 @@ HITS = {
     "zero-factor": probed("zero-factor"),
     "addend-outweighs": probed("addend-outweighs", times=50.0),
     "input-written": probed("input-written", WELL, change=0.75, times=5.0),
-    "rate-zero": probed("rate-zero", share=0.5, initial_lr=0.0),
+    "rate-zero": probed("rate-zero", share=0.5),
     "rounded-away": probed("rounded-away", share=0.8),
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1),
     "state-carried": probed("state-carried", words={"of": "sample", "goes on": "no"}, outputs=0.1),
@@ -611,15 +611,6 @@ def test_layers_that_move_unlike_the_others() -> None:
     assert diagnose(record(reports=begins, losses=STILL))[0].name == "uneven-rates"
 
 
-def test_a_warm_up_from_zero_is_no_rate_of_zero() -> None:
-    of = probed("rate-zero", share=0.5, initial_lr=0.0, group=0)
-    steps = [{"a": 0.1}] * 3
-    still = replace(of, reports=at_steps(*steps, rates=(0.0,)))
-    assert found(still)["rate-zero"].strength == "act"
-    rises = (*still.reports[:1], *at_steps(*steps, rates=(0.1,))[1:])
-    assert "rate-zero" not in found(replace(still, reports=rises))
-
-
 # The optimizer, the course of the loss, and the beginning
 
 
@@ -746,19 +737,6 @@ def test_a_loss_no_lower_than_that_of_knowing_nothing_is_stuck_wherever_it_began
     assert stuck.strength == "watch" and "a constant prediction" in stuck.summary
     assert "the model overfits one small batch" in stuck.summary
     assert "loss-stuck" not in found(record(losses=tuple(0.5 * x for x in fallen)))
-
-
-def test_weights_that_are_drawn_as_advised_are_not_to_be_drawn_again() -> None:
-    def advised(*gains: float) -> set[str | None]:
-        weights = {p: WeightStatistics(g, 0, 0) for p, g in zip("abc", gains, strict=True)}
-        of = record(losses=HIGH, weights=weights)
-        return {advice.fix for advice in found(of)["bad-initialisation"].advice}
-
-    assert advised(1.45, 1.38, 1.0) == {"layer-norm"}
-    assert advised(0.58, 1.38, 1.0) == advised(1.45, 1.38, 4.0) == {"layer-norm", "reinitialise"}
-    for of in HITS.values():  # nor weights that were trained
-        fixes = [a.fix for f in diagnose(replace(of, trained=True)) for a in f.advice]
-        assert "reinitialise" not in fixes
 
 
 def test_against_interference_of_tokens_no_batch_normalisation_is_advised() -> None:

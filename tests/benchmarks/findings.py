@@ -1127,7 +1127,7 @@ PICTURES: dict[str, Picture] = {
         {"loss of a constant prediction": lambda r: math.nan if r.chance is None else r.chance,
          "largest gain": lambda r: max(w.gain for w in r.weights.values())},
         (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "USUAL_RMS", "LARGE_GAIN",
-                          "LEAST_DRAWN", "MOST_DRAWN", "LARGE_BIAS", "ALIKE")),
+                          "LARGE_BIAS", "ALIKE")),
     ),
     "vanishing": Picture(
         "ten sigmoid layers; the healthy net has two ReLU layers",

@@ -105,7 +105,7 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return ()
     freed, alone = (others(_terms(setup.fork_like(fork), moved)) for moved in (False, True))
     numbers = {"with": learnt, "without": alone - freed, "others": freed,
-               "penalty": sum(own) - others(own), "penalty after": sum(after) - left}  # fmt: skip
+               "penalty": sum(own) - others(own)}  # fmt: skip
     return (Fact("", numbers),)
 
 

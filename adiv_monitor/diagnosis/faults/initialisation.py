@@ -45,8 +45,6 @@ SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
 # Transformers draw all weights with a standard deviation of 0.02: those of few inputs have a small
 # gain, as in the position biases of Swin Transformer V2, which have two.
 USUAL_RMS = 0.018
-# Gains between which weights are as drawn by Xavier's initialisation, 1, or He's, √2.
-LEAST_DRAWN, MOST_DRAWN = 0.8, 1.7
 LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
 ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
@@ -123,14 +121,10 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     said = [words.format(layer=named(record, first[measure].layer or ""),
                          value=first[measure].value, chance=record.chance or 0.0)
             for measure, words in _SAID.items() if measure in first]  # fmt: skip
-    gains = [weight.gain for weight in record.weights.values() if not weight.bare]
-    # All layers have the gain that they would have if they were drawn again.
-    drawn = bool(gains) and all(LEAST_DRAWN < gain < MOST_DRAWN for gain in gains) and not layers
-    again = Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
-                   "tanh)", "reinitialise")  # fmt: skip
     yield Finding("bad-initialisation", act_if(harmful),
         f"The initial weights are unsuitable: {'; '.join(said)}.", evidence,
-        (*[again] * (not drawn),
+        (Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
+                "tanh)", "reinitialise"),
          Advice("add layer normalisation in front of the layers", "layer-norm")),
         "With a lower learning rate, training needs longer to undo a bad start.", layers=layers,
         since=0, against=LOWER_RATES)  # fmt: skip
