@@ -33,8 +33,6 @@ from adiv_monitor.report.wording import listed
 _SAME = 1e-5  # share of an output's rms: rounding
 _BEYOND = 1.2  # factor on the share of one sample's entries
 MOVED = 0.5  # of the outputs depend on the place in the batch
-# Modules with an argument for the axis of the samples.
-ORDERED = (nn.RNNBase, nn.MultiheadAttention)
 # Functions that add up rows at given indices, or with a matrix, as graph networks do.
 BY_INDEX = ("index_add", "index_reduce", "scatter_add", "scatter_reduce")
 BY_MATRIX = (*PRODUCTS, "addmm", "_sparse_mm", "_sparse_addmm")
@@ -127,10 +125,8 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold(f"the model adds up rows as graph networks do: {mixing[0].place}")
     if _may_lie_along_1(setup.fork(), batch):
         raise Untold("samples may lie along the second axis")
-    is_ordered = any(isinstance(m, ORDERED) and not m.batch_first for m in setup.model.modules())
-    words = {"batch_first": "False"} if is_ordered else {}
     place = mixing[0].place if mixing else ""
-    return (Fact(place, {"share": share, "independent": 1 / size}, words),)
+    return (Fact(place, {"share": share, "independent": 1 / size}),)
 
 
 def _graphs(batch: Any) -> Tensor | None:
@@ -282,12 +278,6 @@ PARTS = 16  # most parts of an axis
 VARIES = 0.25  # share of the samples in which a part must differ from the next one's
 # Names of an input's axes after the first, by their number.
 _AXES = {2: ("features",), 3: ("places", "features"), 4: ("channels", "rows", "columns")}
-# Functions with a boolean mask → position and name of that argument.
-MASKS = {
-    "masked_fill": (1, "mask"),
-    "scaled_dot_product_attention": (3, "attn_mask"),
-    "multi_head_attention_forward": (14, "key_padding_mask"),
-}
 
 
 class Part(NamedTuple):
@@ -313,7 +303,6 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
     gradients, after = input_gradients(fork, batch), ChangedInputs(fork, batch)
     before = cache(lambda: ChangedInputs(still(setup.fork()), batch))
-    masks = cache(lambda: calls_of(setup.fork(), lambda call: mask_of(call) is not None, batch))
 
     def is_silent(number: int, part: Part) -> bool:
         """Return whether no output changes; where one has a gradient, nothing need be tried."""
@@ -330,7 +319,6 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return not has_gradient and is_same(after) and is_same(before())
 
     def fact(place: str, x: Tensor, share: float, **words: str) -> Fact:
-        words |= {"masked": "True"} if masks() else {}
         return Fact(place, {"share": share}, {"shape": str(tuple(x.shape)), **words})
 
     found, unused, inputs = [], [], [*zip(after.names, after.inputs, strict=True)]
@@ -359,12 +347,6 @@ def _varies(part: Tensor) -> bool:
     """Return whether the part differs between samples."""
     differs = (part != _next_sample(part)).reshape(len(part), -1).any(1)
     return len(part) > 1 and float(differs.float().mean()) >= VARIES
-
-
-def mask_of(call: Call) -> Tensor | None:
-    """Return the boolean mask that a call receives; None: none."""
-    mask = call.argument(*MASKS[call.name]) if call.name in MASKS else None
-    return mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
 
 
 # The batch before, and parts of the batch

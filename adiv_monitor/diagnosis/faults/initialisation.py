@@ -227,30 +227,16 @@ def _from_the_start(record: Record) -> bool:
 def vanishing(record: Record) -> Iterator[Finding]:
     """Find gradients that hardly reach the first layers from the start.
 
-    If only reports are known, a gradient of exactly zero does not count: it has not vanished on a
-    long path, but met dead units or a cut, which another rule finds. In an audit, one that is zero
-    from one layer to the next in all steps has met a function whose derivative is zero.
+    A gradient of exactly zero does not count: it has not vanished on a long path, but met dead
+    units or a cut, which other rules find.
     """
     ratios = gradient_ratios(record)
-    largest = max(ratios.values(), default=math.inf)
-    if largest >= VANISHED or not (record.is_audited or largest > 0):
-        return
-    found = _on_the_way(record, ratios, VANISHED, Finding(
-        "vanishing", act_if(suffers(record)), advice=(_LAYER_NORM, _BATCH_NORM, _AGAIN,
-        Advice("use ReLU-like activation functions, or add residual connections")),
-        not_advised="With a higher learning rate, the last layers move too far before the first "
-        "ones move.", against=HIGHER_RATES))  # fmt: skip
-    norms = read.heard(record, next(r for r in record.reports if r.step == found.since))
-    at_once = all(norms[path] == 0 for path in found.layers)
-    never = any(n.startswith(f"{found.evidence[1].layer}.") for n in record.wiring.zero_gradient)
-    if largest == 0 and at_once and never:
-        is_dead = dead_share(record) > DEAD_ACT  # which may be why
-        found = replace(found, name="zero-gradient", not_advised="",
-            strength=act_if(suffers(record) and not is_dead),
-            advice=(Advice("look between these layers for rounding, sign, argmax, comparisons and "
-                           "clamps, whose derivative is 0, and for units that are flat for all "
-                           "rows"),))  # fmt: skip
-    yield found
+    if 0 < max(ratios.values(), default=0.0) < VANISHED:
+        yield _on_the_way(record, ratios, VANISHED, Finding(
+            "vanishing", act_if(suffers(record)), advice=(_LAYER_NORM, _BATCH_NORM, _AGAIN,
+            Advice("use ReLU-like activation functions, or add residual connections")),
+            not_advised="With a higher learning rate, the last layers move too far before the "
+            "first ones move.", against=HIGHER_RATES))  # fmt: skip
 
 
 def _on_the_way(record: Record, ratios: dict[int, float], limit: float,
