@@ -281,16 +281,15 @@ _AXES = {2: ("features",), 3: ("places", "features"), 4: ("channels", "rows", "c
 
 
 class Part(NamedTuple):
-    """A part of an input: entries of one axis."""
+    """A part of an input: some entries of one axis."""
 
     name: str
     axis: int
-    start: int
-    stop: int
+    entries: range
 
     def of(self, x: Tensor) -> Tensor:
         """Return a view of this part of an input."""
-        return x.narrow(self.axis, self.start, self.stop - self.start)
+        return x.narrow(self.axis, self.entries.start, len(self.entries))
 
 
 @asks("input-partly-ignored")
@@ -328,9 +327,9 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         silent = [part for part in parts if is_silent(number, part)]
         if len(silent) < len(parts):
             for axis, some in groupby(silent, key=lambda part: part.name):
-                entries = listed([f"{i}" for part in some for i in range(part.start, part.stop)])
+                entries = listed([f"{i}" for part in some for i in part.entries])
                 found.append(fact(f"{axis} {entries} of {of}", x, len(silent) / len(parts)))
-        elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
+        elif _varies(x) and is_silent(number, Part("", 0, range(len(x)))):
             unused.append(fact(f"input '{name}'", x, 1.0, whole="True"))
     return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
 
@@ -340,7 +339,7 @@ def _parts(x: Tensor) -> Iterator[Part]:
     for axis, name in enumerate(("places",) if is_tokens else _AXES.get(x.ndim, ()), start=1):
         length, count = x.shape[axis], min(x.shape[axis], PARTS)
         edges = [i * length // count for i in range(count + 1)] if length > 1 else []
-        yield from (Part(name, axis, start, stop) for start, stop in pairwise(edges))
+        yield from (Part(name, axis, range(*ends)) for ends in pairwise(edges))
 
 
 def _varies(part: Tensor) -> bool:
