@@ -361,7 +361,6 @@ case("mul-channels-first", lambda p, x: x * p.w, (3, 1, 1), (2, 3, 2, 2), gain(1
 case("mul-several-dims", lambda p, x: x * p.w, (3, 1, 2), (2, 3, 4, 2), gain(1, 3, groups=6))
 case("mul-larger-than-data", lambda p, x: p.w * x, (5, 4), (4,), gain(0, 1, groups=20))
 case("mul-by-mask", lambda p, x: p.w * (x > 0), (4,), (2, 3, 1), gain(-1, groups=4))
-case("mul-in-place", lambda p, x: x.mul_(p.w), (4,), (2, 3, 4), gain(-1, groups=4), overwrites=True)
 case("div", lambda p, x: p.w / x, (4,), (2, 3, 4), gain(-1, groups=4))
 case(
     "addcmul",

@@ -161,7 +161,8 @@ def numbers(record: dict[str, Any], at: str = "") -> dict[str, Any]:
     return found
 
 
-OWN: dict[str, Any] = {"batch": [], "next_batch": []}  # of the first rank alone
+# Of the first rank alone.
+OWN: dict[str, Any] = {"batch": [], "batch_spread": [], "next_batch": []}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:

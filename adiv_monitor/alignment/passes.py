@@ -92,6 +92,8 @@ class Uses(Recording):
         refused: by name of a parameter that the pass uses, why it is not measured.
     """
 
+    follows_all = False  # the weight's values suffice
+
     def __init__(self, model: nn.Module, probe: Probe) -> None:
         self.refused: dict[str, str] = {}
         self._probe = probe
@@ -154,6 +156,10 @@ class Uses(Recording):
         layer = self.layers.of(use, known)
         if layer is None:
             return
+        if use.kind == "module":
+            why = "no rule describes how it is used, or a transform of torch.func hides its rows"
+            self.refused |= {self._parameters[id(p)]: why for p in layer.parameters}
+            return
         sources = self._sources(output)
         if layer.weight is None or _is_entrywise(use):
             self._act(layer.parameters, sources)
@@ -170,13 +176,6 @@ class Uses(Recording):
         for made in (output, output._base):
             if made is not None and made.grad_fn is not None:
                 self._made[made.grad_fn].add(layer.path)
-
-    def whole(self, module: nn.Module, names: list[str], *_: Any) -> None:
-        """Say why parameters without a rule are not measured."""
-        for name in names:
-            self.refused[self._parameters[id(module.get_parameter(name))]] = (
-                "no rule describes how it is used, or a transform of torch.func hides its rows"
-            )
 
     def _act(self, parameters: Iterable[nn.Parameter], paths: Iterable[str]) -> None:
         """Note parameters that are added to, or scale, the outputs of layers entry by entry."""

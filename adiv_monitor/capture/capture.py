@@ -25,10 +25,10 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer, Selection, named_modules
 from adiv_monitor.capture.trace import Plan, Trace
+from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Piece, Pieces, overlap
 from adiv_monitor.capture.weights.provenance import Provenance
-from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.report.wording import NO_GRADIENT
 
@@ -64,7 +64,6 @@ class Capture:
         layers: the layers found so far.
         rows: the rows of the watched layers, by path.
         watching: finds the uses, and the first module that runs.
-        without_rule: the parameters without a rule.
         plan: the modules with known uses.
         pieces: all pieces of parameters that were seen.
         passes: follows the backward passes.
@@ -96,22 +95,19 @@ class Capture:
         self._model = model
         self.selection = selection
         self.plan = plan
-        is_watched = plan is None or bool(plan.watched)
-        provenance = Provenance(model, selection.parameters, pieces, is_asked=is_watched)
+        provenance = Provenance(model, selection.parameters, pieces)
         self.pieces = provenance.pieces
-        self.without_rule = ParametersWithoutRule(selection)
-        self.forwards = Forwards(selection, context.guard, plan)
-        names = Names(model, selection, self.forwards)
+        forwards = Forwards()
+        names = Names(model, selection, forwards)
         self.layers = Layers(names, provenance, chooser, context)
         self.rows = self.layers.rows
-        self._catch = Catch(self.layers, self.forwards, self.without_rule)
-        self.watching = Watching(
-            selection, self.forwards, self.layers, self.without_rule, self._catch
-        )
+        self._catch = Catch(self.layers)
+        self.watching = Watching(selection, forwards, self.layers, self._catch, plan)
+        self._watch = Watch(selection, forwards, self.watching, context.guard, plan)
 
     def attach(self) -> None:
         """Put hooks on the modules. `detach` removes them, even if this method raises."""
-        self.forwards.watch(self.watching)
+        self._watch.put_on()
 
     def detach(self) -> None:
         """Remove every hook; hooks in graphs that are already built become inactive."""
@@ -122,9 +118,8 @@ class Capture:
         call_all(
             self.watching.detach,
             self.passes.detach,
-            self.forwards.remove,
+            self._watch.remove,
             self._catch.detach,
-            self.without_rule.release,
         )
 
     def saw_calls(self) -> bool:
@@ -150,8 +145,7 @@ class Capture:
             rows.is_shared = False  # of an earlier attempt
             if len(rows.tasks) > 1:
                 rows.settle()
-            # The first parameter has a gradient nearly always.
-            has_none = layer.parameters[0].grad is None and _has_none(layer)
+            has_none = not [p for p in layer.parameters if p.grad is not None]
             is_reached = bool(rows.calls)
             if is_reached and has_none:
                 self.removed += layer.parameters
@@ -161,8 +155,10 @@ class Capture:
                 lost[layer] = _REMOVED if is_reached else NO_GRADIENT if has_none else _ELSEWHERE
                 rows.release()
         trained = {p for layer in found for p in layer.parameters} if lost else set()
+        refused = self.watching.refused if lost else {}
+        trained |= {self.selection.held[key] for key in refused}
         for layer, why in lost.items():  # a use without a gradient is none if others train it
-            if not all(p in trained or self.without_rule.why(id(p)) for p in layer.parameters):
+            if not trained.issuperset(layer.parameters):
                 self.unreached[layer.path] = why
         self.evaluated = tuple(_evaluated(self._model)) if self.layers.modes == {False} else ()
         self.passes.meant = is_alone and self.watching.differentiates_inputs
@@ -171,7 +167,7 @@ class Capture:
 
     def _share(self, reached: Mapping[Layer, LayerRows]) -> None:
         """Mark the layers that share at least one parameter entry with another use."""
-        elsewhere = self.without_rule.unmeasured
+        elsewhere = self.watching.refused
         every = [*map(id, chain.from_iterable(map(attrgetter("parameters"), reached)))]
         if len(every) == len({*every}) and elsewhere.keys().isdisjoint(every):
             return
@@ -200,14 +196,23 @@ class Capture:
         trained = {id(p) for p in self.selection.parameters if p.grad is not None}
         trained.update(map(id, self.removed))
         reached = {m: not trained.isdisjoint(map(id, several)) for m, several in held.items()}
-        return [p for module in self.forwards.runs.cut_off(reached) for p in held[module]]
+        ran = [(m, carries) for m, carries in self.watching.runs.items() if m in held]
+        trains = [i for i, (m, carries) in enumerate(ran) if reached[m] and not carries]
+        found: list[nn.Parameter] = []
+        follows = False  # the output of a module that is cut off
+        for module, carries in ran[: max(trains, default=0)]:
+            follows = not reached[module] and (follows or not carries)
+            found += held[module] if follows else ()
+        return found
 
     def tell(self, trace: Trace) -> None:
         """Pass the recorded uses to the trace for later steps. Call this after `detach`."""
         held = {id(p) for layer in self.layers.found.values() for p in layer.parameters}
         without = self.without_gradient or set()
         unseen = set(map(id, self.selection.due_parameters)) - held - without
-        self._survey_note = trace.learn(self.selection, self.plan, self.watching.record, unseen)
+        watching, is_survey = self.watching, self.plan is None
+        given = watching.sites, watching.others, unseen
+        self._survey_note = trace.learn(*given, is_survey=is_survey)
 
     def notes(self) -> list[str]:
         """Return notes for the report."""
@@ -215,10 +220,6 @@ class Capture:
         if any(rows.dropped for rows in self.rows.values()):
             notes.append(_DROPPED)
         return notes
-
-
-def _has_none(layer: Layer) -> bool:
-    return all(parameter.grad is None for parameter in layer.parameters)
 
 
 def _evaluated(model: nn.Module) -> Iterator[str]:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.check import Equations, of_gradient
-from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import has_data, on_gradient, trains
 from adiv_monitor.capture.late_rows import LateRows
@@ -32,18 +31,13 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import gradient as gradient_of
 from adiv_monitor.capture.weights.shards import is_shard
-from adiv_monitor.capture.whole_modules.outputs import Outputs
-from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, uses_of
 from adiv_monitor.features.rows import Rows, behind_view, norms
-from adiv_monitor.features.uses import NESTED, Refused, Use, as_it_is
+from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.maths import ceiling
-from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import is_seen, run_apart
-from adiv_monitor.rerun.twin import Arguments
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -61,12 +55,11 @@ class _Running(threading.local):
         trains: whether it belongs to a training step.
         gradients: whether its gradients get a graph of their own.
         autocast: whether autocast is on.
-        is_seen: whether it does, and modes or hooks of the training would see what is computed.
         steps: the number of optimizer steps that have begun.
     """
 
     task = -1
-    trains = gradients = autocast = is_seen = False
+    trains = gradients = autocast = False
     steps = 0
 
 
@@ -75,19 +68,13 @@ class Catch:
 
     Args:
         layers: the layers.
-        forwards: the running forward calls.
-        without_rule: measures modules as a whole.
     """
 
-    def __init__(
-        self, layers: Layers, forwards: Forwards, without_rule: ParametersWithoutRule
-    ) -> None:
+    def __init__(self, layers: Layers) -> None:
         self._layers = layers
         self._rows = layers.rows
         self._context = layers.context
         self._guard, self._passes = layers.context.guard, layers.context.passes
-        self._forwards = forwards
-        self._without_rule = without_rule
         self._provenance = layers.provenance
         self._running = _Running()
         self._nodes: dict[int, Any] = {}  # that accumulate gradients, by id of the parameter
@@ -146,48 +133,13 @@ class Catch:
             self._late.add(late)
         return used
 
-    def whole(
-        self,
-        module: nn.Module,
-        names: list[str],
-        arguments: Arguments,
-        outputs: Outputs,
-        tensors: list[Tensor],
-    ) -> None:
-        """Catch rows of a module that is measured as a whole, and hook its output."""
-        if not any(x.numel() for x in tensors):  # of an empty batch
-            return
-        left = [module.get_parameter(name) for name in names]
-        given = tensors_in(*arguments[0], *arguments[1].values())
-        if any(x.is_nested for x in (*tensors, *given)):
-            self._without_rule.refuse(left, NESTED)
-            return
-        layer = self._layers.of_whole(module, left)
-        if layer is None or layer.path not in self._rows:
-            return
-        rows, z = self._rows[layer.path], outputs.rows(tensors)
-        call = rows.new_call(tuple(z.shape[:-1]), z.device)
-        call.z = call.rows.take(z)
-        try:
-            call.features = self._without_rule.features(
-                module, names, arguments, outputs, call.z, self._forwards.forward, call.rows
-            )
-            if any(other.z.shape[1] != call.z.shape[1] for other in rows.alive()):
-                raise Refused("the rows of its output have another length at every call")
-        except Refused as refusal:
-            self._without_rule.refuse(left, str(refusal))
-            self._layers.forget(layer.path)
-            return
-        arrive = partial(self._reached, (layer.path,), self._arrives, call, as_it_is)
-        outputs.hook(tensors, arrive, self._guard)
-
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Take the rows of a call, and return their features, untrained ones included."""
         layer, rows, check = call.layer, call.rows, self._context.check
         features = use.features(rows)
         call.features = features.restrict(**layer.trained)
         call.z = rows.take(z)
-        if layer.has_scales:
+        if layer.weight is not None and layer.is_direct:  # its rows have scales
             whole = use.whole()
             call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
         if rows.total:
@@ -205,57 +157,41 @@ class Catch:
 
         The last argument is None where the loss does not depend on this output of a function.
         """
-        if not self._active or args[-1] is None or self._guard.broken:
+        if not self._active or args[-1] is None:
             return
         running, task = self._running, torch._C._current_graph_task_id()
+        if task < 0 or task != running.task:
+            self._begins(task)
+        if not running.trains:
+            return
+        if running.gradients:
+            torch._C._set_grad_enabled(False)
         try:
-            if task < 0 or task != running.task:
-                self._begins(task)
-            if running.gradients:
-                torch._C._set_grad_enabled(False)
-            if running.is_seen:
-                run_apart(self._run, paths, function, *args)
-            elif running.trains:
-                self._run(paths, function, *args)
-        except Exception as error:
-            self._guard.failed(error)
-        except BaseException:
-            self._guard.broken = True
-            raise
+            self._guard(self._run, paths, function, *args)
         finally:
-            if running.gradients:
-                torch._C._set_grad_enabled(True)
+            torch._C._set_grad_enabled(running.gradients)
 
     def _begins(self, task: int) -> None:
         """Read what holds for a whole backward pass."""
         running = self._running
-        running.trains = running.is_seen = False
         running.task, running.gradients = task, torch.is_grad_enabled()
         running.autocast = torch._C._is_any_autocast_enabled()
-        running.steps = self._passes.steps()
-        running.trains = trains(None)
-        running.is_seen = running.trains and is_seen()
+        running.trains, running.steps = trains(None), self._passes.steps()
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Call a function for layers. If it fails, they are not watched any more."""
-        for path in paths:
-            if path in self._rows:
-                break
-        else:
-            return
-        if not has_data(args[-1]):
+        watched = self._rows.keys() & paths
+        if not watched or not has_data(args[-1]):
             return
         try:
-            with torch._C.DisableTorchFunction():
-                if self._running.autocast:
-                    with without_autocast(self._rows[path].layer.parameters[0]):
-                        function(*args)
-                else:
+            if self._running.autocast:
+                with without_autocast(self._rows[min(watched)].layer.parameters[0]):
                     function(*args)
+            else:
+                function(*args)
         except Exception as error:
-            for path in paths:
-                if path in self._rows:
-                    self._layers.failed(path, error)
+            for path in watched:
+                self._layers.failed(path, error)
 
     def _arrives(self, call: Call, layout: Layout, gradient: Tensor) -> None:
         """Take the gradient of a call's output."""
@@ -273,15 +209,14 @@ class Catch:
     def _begins_at(self, rows: LayerRows, call: Call, task: int) -> None:
         """Begin a backward pass at a layer: what earlier passes left may have been zeroed."""
         lead, passes = rows.layer.parameters[0], self._passes
-        stand_in = self._provenance.stand_in(lead)
-        counts = self._accumulates(lead if stand_in is None else stand_in)
+        sharded = self._provenance.sharded if is_shard(lead) else None
+        counts = self._accumulates(lead if sharded is None else sharded.stand_in(lead))
         before = [*rows.tasks]
         counted = [task for task in before if rows.tasks[task].counts] if before else before
         rows.versions = versions(rows.layer)
         rows.tasks[task] = Pass(counts, (rows.versions[0], self._running.steps))
-        is_zeroed = lead.grad is None
-        if is_zeroed and stand_in is not None:  # a gradient may not have reached its shard yet
-            is_zeroed = stand_in.grad is None and not self._provenance.waiting(lead)()
+        # A gradient may not have reached its shard yet.
+        is_zeroed = lead.grad is None and not (sharded and sharded.has_gradient(lead))
         if is_zeroed and before:
             rows.zeroed(counted, passes)
             rows.forget(before)
@@ -311,17 +246,12 @@ class Catch:
 
     def _replayed(self, call: Call, linear: Map, error: Tensor) -> None:
         """Take the rows that a replay computed for one layer of a recurrent call."""
-        path = call.layer.path
-        if path not in self._rows:
-            return
-        try:
+        if call.layer.path in self._rows:
             if not call.arrived:
                 of_rows = affine(linear.inputs, linear.use.weight, linear.use.bias)
                 self._look(call, of_rows, linear.z)
             self._arrives(call, as_it_is, linear.gradient)
-        except Exception as failure:
-            self._layers.failed(path, failure)
-        call.replay_error = error
+            call.replay_error = error
 
 
 def _earlier(call: Call) -> Equations | None:

@@ -7,7 +7,7 @@ output from the bias alone, where h = Σ_r g_r φ_b. `step/gradient_check.py` so
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
@@ -24,7 +24,7 @@ from adiv_monitor.features.uses import Use
 
 # A layer with few outputs gets several vectors, until it has this many equations.
 _EQUATIONS = 16
-# Numbers of features that are gathered at once.
+# The most numbers of features of all rows that are gathered for the products.
 _MOST = 2**22
 
 
@@ -61,10 +61,6 @@ class Products:
         return of_weight, of_bias
 
 
-def _all() -> None:
-    return None
-
-
 class Check:
     """Computes products with vectors that are the same in all steps and ranks.
 
@@ -72,7 +68,7 @@ class Check:
         telling: returns `only`; it is asked once, in the forward pass.
     """
 
-    def __init__(self, telling: Callable[[], str | None] = _all) -> None:
+    def __init__(self, telling: Callable[[], str | None]) -> None:
         self._telling = telling
         self._drawn: dict[object, Tensor] = {}
 
@@ -105,7 +101,19 @@ class Check:
                 return Products(v, None, bias) if is_number and bias is not None else None
             if v is not None and use.times is not None:
                 return Products(v, use.times(v), bias)
-            return _gathered(use, features, rows, v, has_bias=bias is not None)
+            if rows.chosen is not None:
+                numbers = sum(tensor.numel() for tensor in features._tensors.values())
+                if numbers * rows.total > _MOST * max(rows.count, 1):
+                    return None
+                features = use.features(Rows(rows.shape, None, rows.device))
+            products = None if v is None else features.times(v)
+            if isinstance(features, DenseFeatures):
+                if products is not None and features.weight_gain is not None:
+                    products = products * features.weight_gain[..., None]
+                if bias is not None:
+                    gain, bias = features.bias_gain, features.bias
+                    bias = bias if bias is None or gain is None else bias * gain
+            return Products(v, products, bias[..., None] if isinstance(bias, Tensor) else bias)
 
     def _vectors(self, layer: Layer, features: Features, use: Use) -> Tensor:
         """Return vectors for a layer, exact in every dtype."""
@@ -122,41 +130,6 @@ class Check:
         return self._drawn[key]
 
 
-def _gathered(
-    use: Use, features: Features, rows: Rows, v: Tensor | None, *, has_bias: bool
-) -> Products:
-    """Compute the products from the features of all rows, part by part."""
-    of_weight, of_bias = [], []
-    for part in _parts(use, features, rows):
-        if v is not None:
-            products = part.times(v)
-            if isinstance(part, DenseFeatures) and part.weight_gain is not None:
-                products = products * part.weight_gain[..., None]
-            of_weight.append(products)
-        if has_bias:
-            assert isinstance(part, DenseFeatures) and part.bias is not None
-            of_bias.append(part.bias if part.bias_gain is None else part.bias * part.bias_gain)
-    biases = [bias[..., None] for bias in of_bias if isinstance(bias, Tensor)]
-    number = of_bias[0] if of_bias else None
-    return Products(
-        v, torch.cat(of_weight) if of_weight else None, torch.cat(biases) if biases else number
-    )
-
-
-def _parts(use: Use, features: Features, rows: Rows) -> Iterable[Features]:
-    """Return the features of all rows."""
-    if rows.chosen is None:
-        return [features]
-    numbers = sum(tensor.numel() for tensor in features._tensors.values())
-    most = max(1, _MOST * max(rows.count, 1) // max(numbers, 1))
-    if most >= rows.total:
-        return [use.features(Rows(rows.shape, None, rows.device))]
-    return (
-        use.features(Rows(rows.shape, np.arange(i, min(i + most, rows.total)), rows.device))
-        for i in range(0, rows.total, most)
-    )
-
-
 def of_gradient(
     features: Features, weight: Tensor | None, bias: Tensor | None, v: Tensor | None
 ) -> Equations:
@@ -171,9 +144,5 @@ def of_gradient(
 def added(several: Sequence[Equations]) -> Equations:
     """Return the sum of the sides of equations."""
     of_weight, of_bias = ([x for x in each if x is not None] for each in zip(*several, strict=True))
-    return sum_of(of_weight), sum_of(of_bias)
-
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the sum of tensors; None if there are none."""
-    return reduce(torch.add, tensors) if tensors else None
+    sums = [reduce(torch.add, tensors) if tensors else None for tensors in (of_weight, of_bias)]
+    return sums[0], sums[1]

@@ -27,7 +27,7 @@ class Context:
         switched_off: paths of the layers that are not watched because one of their hooks raised;
             `fail` adds to them.
         checked: paths of the layers whose module's rule was already checked against the output.
-        begins: called when the first layer's forward pass with gradients begins.
+        begins: called when the first module with parameters has run with gradients.
         passes: follows the backward passes.
         check: checks gradients; None: this step has no check.
         attainable: whether to gather all rows as well, for the ceiling.

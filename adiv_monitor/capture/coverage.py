@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -18,12 +17,9 @@ FROZEN = (
     "it is frozen, but it has a gradient (zero, perhaps), so the optimizer may still move it by "
     "momentum or weight decay: `zero_grad(set_to_none=True)` prevents that"
 )
-_NOT_NOW = (
-    "it has a gradient, but it was not used where earlier steps used it (the gradient is zero, or "
-    "of an earlier step?): at the next measured step all functions are watched again"
-)
 _UNSEEN = (
-    "it has a gradient, but no function was seen to use it inside the forward pass of a module: it "
+    "it has a gradient, but no rule describes how it is used, and no module that holds it returns "
+    "the result as rows; or no function was seen to use it inside the forward pass of a module: it "
     "is used by compiled or scripted code, by a copy of the module (nn.DataParallel?), through "
     "torch.func, under re-entrant checkpointing (`use_reentrant=False` is seen) or outside of "
     "`forward`, or its gradient is zero, set by hand or of an earlier step"
@@ -65,11 +61,9 @@ def coverage_of(
         off: by path, why layers, or parameters, are not watched any more.
         is_measured: whether the step was measured.
     """
-    seen = capture.layers.found
-    watched = {path for path, layer in seen.items() if off and selection.is_due(layer)}
-    known = {**told, **{path: why for path, why in off.items() if path in watched}}
-    selection = _accountable(selection, seen.values())
-    sizes, due = selection.sizes, selection.due
+    seen, due = capture.layers.found, selection.due
+    off_now = {p: why for p, why in off.items() if p in seen and selection.is_due(seen[p])}
+    known = {**told, **off_now}
     trained = [p for p in selection.trained if due is None or id(p) in due]
     missing = _missing(trained, [seen[path] for path in seen if path in measured])
     lacking = missing
@@ -79,10 +73,10 @@ def coverage_of(
     def why(parameter: nn.Parameter) -> str:
         if not is_measured:
             return "the step was not measured, as a note says"
-        return _why_off(parameter, selection, off) or _why(parameter, capture)
+        return off.get(selection.places[id(parameter)][0].path) or _why(parameter, capture)
 
     frozen = [p for p in trained if not p.requires_grad and id(p) not in selection.places]
-    names, total = selection.names, sum([sizes[id(p)] for p in trained])
+    names, total = selection.names, sum([selection.sizes[id(p)] for p in trained])
     return Coverage(
         elements=total,
         share=(total - sum(missing.values())) / total if total else 0.0,
@@ -94,16 +88,6 @@ def coverage_of(
             **known,
         },
     )
-
-
-def _accountable(selection: Selection, layers: Iterable[Layer]) -> Selection:
-    """Return a selection in which all parameters of a layer are due with the first one."""
-    if selection.due is None:
-        return selection
-    ids = {True: set[int](), False: set[int]()}
-    for layer in layers:
-        ids[selection.is_due(layer)].update(map(id, layer.parameters))
-    return replace(selection, due=(set(selection.due) - ids[False]) | ids[True])
 
 
 def _missing(trained: Iterable[Tensor], layers: Iterable[Layer]) -> dict[int, int]:
@@ -148,16 +132,6 @@ def _unexplained(
     return found
 
 
-def _why_off(parameter: nn.Parameter, selection: Selection, off: Mapping[str, str]) -> str | None:
-    """Return why the module of a parameter is not watched any more; None if it is."""
-    module = selection.places[id(parameter)][0].path
-    if module in off:
-        return off[module]
-    firsts = [places[0] for places in selection.places.values()] if off else []
-    # A failure before the layer is known is recorded under the module's first parameter.
-    return next((off[x.full_name] for x in firsts if x.path == module and x.full_name in off), None)
-
-
 def _why(parameter: nn.Parameter, capture: Capture) -> str:
     """Return why a parameter, or a part of it, belongs to no layer with a result."""
     key, selection = id(parameter), capture.selection
@@ -174,11 +148,8 @@ def _why(parameter: nn.Parameter, capture: Capture) -> str:
             f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "
             f'register_features({kind.__name__}, weight="…", bias="…")'
         )
-    elif (found := capture.without_rule.why(key)) is not None:
-        reason = found
     elif parts := capture.layers.of_parts(parameter):
         return f"only a part of it was seen to be used, as {listed(parts)}"
     else:
-        is_new = capture.plan is not None and key not in capture.plan.unseen
-        reason = _NOT_NOW if is_new else _UNSEEN
+        reason = _UNSEEN
     return f"{kind.__module__}.{kind.__qualname__}: {reason}"

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from adiv_monitor.rerun.thread import run_apart
+import torch
+
+from adiv_monitor.rerun.thread import is_seen, run_apart
 
 
 def _raised(error: Exception) -> None:
@@ -29,12 +31,14 @@ class Guard:
 
     def __call__(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook."""
-        if not self.broken:
-            run_apart(self._within, body, *args)
-
-    def _within(self, body: Callable[..., None], *args: Any) -> None:
+        if self.broken:
+            return
         try:
-            body(*args)
+            with torch._C.DisableTorchFunction():
+                if is_seen():
+                    run_apart(body, *args)
+                else:
+                    body(*args)
         except Exception as error:
             self.failed(error)
         except BaseException:

@@ -150,13 +150,11 @@ def trains(value: object) -> bool:
 
     Otherwise a function over the model runs, which the hook must ignore: a transform of
     `torch.func`, a batched gradient, a trace, an export, or a run without data (fake and meta
-    tensors).
+    tensors). All hooks pass over compiled code.
     """
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
+    if torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or is_traced():
-        return False
-    return has_data(value)
+    return not is_traced() and has_data(value)
 
 
 def has_data(value: Any) -> bool:

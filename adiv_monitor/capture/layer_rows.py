@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.check import Equations, Products, added
-from adiv_monitor.capture.passes import Passes
+from adiv_monitor.capture.passes import Passes, Zeroed
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
@@ -239,7 +239,7 @@ class LayerRows:
         last = max(tasks)
         after = min((task for task in self.tasks if task > last), default=last)
         is_other = self.tasks[after].state != self.tasks[last].state
-        passes.were_zeroed(tasks, norm, is_other=is_other)
+        passes.zeroed.append(Zeroed(tasks, norm, is_other))
         self.forget(tasks)
 
     def settle(self) -> None:

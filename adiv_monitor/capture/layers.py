@@ -8,16 +8,9 @@ from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import Source, together
+from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.capture.weights.provenance import Provenance
-from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import Refused, Use, shape_alike
-
-_CHANGES = (
-    "its weight is computed from parameters anew at every call, from other constants or random "
-    "numbers: only calls with the same weight are measured together"
-)
+from adiv_monitor.features.uses import Use, shape_alike
 
 
 class Layers:
@@ -69,27 +62,23 @@ class Layers:
         names = self.names.of(use, lead) if known is None else [known]
         return self._find(names, use, weight, bias)
 
-    def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
+    def of_whole(self, use: Use, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """Return the layer that stands for a module as a whole with respect to these parameters."""
-        source = together([self.provenance.pieces.of(p) for p in parameters], module)
-        use = Use("module", None, None, _no_features)
-        return self._find(self.names.of_whole(module, parameters), use, source, None)
+        pieces = [self.provenance.pieces.of(p) for p in parameters]
+        names = self.names.of_whole(module, parameters)
+        return self._find(names, use, Source(pieces, through=module), None)
 
     def _find(
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
     ) -> Layer | None:
         """Return the first named layer with the same form and sources, or create a new one."""
-        made = use.kind, use.form, *_identity(weight, bias)
+        made = use.kind, use.form, weight and weight.identity, bias and bias.identity
         for path in names:
             known = self.found.get(path)
             if known is None:
                 return self._new(path, use, weight, bias)
-            alike = made == (known.kind, known.form, *_identity(known.weight, known.bias))
-            if alike and shape_alike(known.shaped, use.shaped, use.weight):
-                if known.is_made_of(weight, bias):
-                    return known
-                self.rows.pop(path, None)
-                raise Refused(_CHANGES)
+            if made == known.identity and shape_alike(known.shaped, use.shaped, use.weight):
+                return known
         raise ValueError("its rule finds other parameters at every call")
 
     def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
@@ -99,23 +88,15 @@ class Layers:
         assert lead is not None
         place = self.names.place(id(lead.pieces[0].parameter))
         module = lead.through if lead.pieces[1:] else None
-        return self._register(
-            Layer(
-                path,
-                module or self.names.owner(place),
-                use.kind,
-                weight,
-                bias,
-                use.shaped,
-                self.names.position[place.full_name],
-                use.form,
-            )
-        )
+        owner = module or self.names.owner(place)
+        how = use.shaped, place.position, use.form
+        return self._register(Layer(path, owner, use.kind, weight, bias, *how))
 
     def _register(self, layer: Layer) -> Layer:
         """Register a layer that was found, and watch it if it is due."""
         self.found[layer.path] = layer
-        if not self.is_off(layer.path) and self.names.selection.is_due(layer):
+        due, first = self.names.selection.due, layer.parameters[0]
+        if layer.path not in self.context.switched_off and (due is None or id(first) in due):
             self.rows[layer.path] = LayerRows(layer, self._chooser)
         return layer
 
@@ -126,24 +107,7 @@ class Layers:
 
     # --- layers that are not watched -------------------------------------------------------------
 
-    def is_off(self, path: str) -> bool:
-        """Return whether the layer or parameter at this path must not be watched."""
-        return path in self.context.switched_off
-
-    def forget(self, path: str) -> None:
-        """Remove a layer that turned out not to exist."""
-        del self.found[path]
-        self.rows.pop(path, None)
-
     def failed(self, path: str, error: Exception) -> None:
         """Stop watching a layer whose hook raised an exception."""
         self.rows.pop(path, None)
         self.context.fail(path, error)
-
-
-def _no_features(rows: Rows) -> Features:
-    raise NotImplementedError("the effect of a module as a whole on its rows is known from a rerun")
-
-
-def _identity(weight: Source | None, bias: Source | None) -> tuple[object, object]:
-    return weight and weight.identity, bias and bias.identity

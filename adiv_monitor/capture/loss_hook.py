@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.hook import Hook, ModuleHook, trains
-from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.rerun.surroundings import reruns
 
@@ -18,7 +17,7 @@ LossOf = nn.Module | Callable[[Any], Tensor]
 _OTHERWISE = "Pass the module that the loop calls as `loss=`, or call `monitor.log_loss(loss)`."
 
 
-class LossHook:
+class LossHook(ModuleHook):
     """A hook that passes on the loss of forward passes with gradients enabled.
 
     Args:
@@ -45,30 +44,19 @@ class LossHook:
         self._fail = fail
         self._can_be_called = self._of is None or takes(self._of, None)
         name = getattr(loss, "__name__", type(loss).__name__)
+        why = f"{name} gave no value with a gradient for the model's output"
         if isinstance(loss, nn.Module):
-            why = (
-                f"the given {class_name(loss)} was not seen to be called with gradients (is it "
-                "another instance than the one that the training calls, or compiled?)"
-            )
-        elif self._can_be_called:
-            why = f"{name} gave no value with a gradient for the model's output"
-        else:
-            why = (
-                f"{name} takes more than one argument; a function given as `loss=` is called with "
-                "the model's output alone, and calls of it in the loop are not seen"
-            )
+            why = f"the given {name} was not seen to be called (another instance is, or compiled?)"
+        elif not self._can_be_called:
+            why = f"{name} takes more than one argument, expected the model's output alone"
         self.unseen = f"The loss is not known: {why}. {_OTHERWISE}"
         module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
-        self._hook = ModuleHook(module, Hook(self._guarded), before=False)
+        super().__init__(module, Hook(self._guarded), before=False)
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
         if self._can_be_called:
-            self._hook.put_on()
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
+            super().put_on()
 
     def _guarded(self, module: nn.Module, args: Any, kwargs: object, output: Any) -> None:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():

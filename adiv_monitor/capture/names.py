@@ -1,7 +1,7 @@
 """Names of layers in reports, based on the modules that hold their parameters."""
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 from itertools import count
 
 from torch import nn
@@ -16,17 +16,16 @@ from adiv_monitor.features.uses import Use
 _MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
 
 
+@cache
+def _name_of(kind: type) -> str:
+    made = {f"{prefix}{base.__name__}": base for base in kind.__bases__ for prefix in _MADE}
+    return _name_of(made[kind.__name__]) if kind.__name__ in made else kind.__name__
+
+
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class without torch's prefix: "Linear" for an `FSDPLinear`."""
     kind: type = type(module)
     return _name_of(kind)
-
-
-@cache
-def _name_of(kind: type) -> str:
-    made = {f"{prefix}{base.__name__}": base for base in kind.__bases__ for prefix in _MADE}
-    own = made.get(kind.__name__)
-    return kind.__name__ if own is None else _name_of(own)
 
 
 class Names:
@@ -47,18 +46,10 @@ class Names:
         self.selection = selection
         self._forwards = forwards
 
-    @cached_property
-    def position(self) -> dict[str, int]:
-        """Full name of a place → its position in the model."""
-        order = {module: i for i, module in enumerate(self.selection.paths_of)}
-        every = [place for places in self.selection.places.values() for place in places]
-        every.sort(key=lambda place: order[place.module])
-        return {place.full_name: i for i, place in enumerate(every)}
-
     def first(self, parameters: Collection[int]) -> Place:
         """Return the place of the parameter that comes first in the model."""
         places = self.selection.places
-        return self.place(min(parameters, key=lambda p: self.position[places[p][0].full_name]))
+        return self.place(min(parameters, key=lambda p: places[p][0].position))
 
     def place(self, parameter: int) -> Place:
         """Return the place of a parameter, preferably in the running module."""

@@ -15,7 +15,7 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import has_data, on_gradient
 
 
-class _Zeroed(NamedTuple):
+class Zeroed(NamedTuple):
     """Passes whose gradients were zeroed, at one layer.
 
     Attributes:
@@ -39,6 +39,7 @@ class Passes:
     Attributes:
         meant: whether zeroed passes are meant: inputs are differentiated, as for adversarial ones.
         accumulated: the graph tasks that accumulated gradients.
+        zeroed: the passes whose gradients were zeroed, layer by layer.
         classes: `classes_of` what the first loss was given.
     """
 
@@ -50,7 +51,7 @@ class Passes:
         self._guard = guard or Guard()
         self._hooks: list[RemovableHandle] = []
         self._entered: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
-        self._zeroed: list[_Zeroed] = []
+        self.zeroed: list[Zeroed] = []
         self._active = True
 
     def detach(self) -> None:
@@ -77,8 +78,7 @@ class Passes:
         """Copy the gradient at a loss, which the user may have given and may overwrite."""
         if self._active and gradient is not None and has_data(gradient):
             of_task = self._entered.setdefault(torch._C._current_graph_task_id(), {})
-            with torch._C.DisableTorchFunction():
-                of_task[number] = gradient.detach().clone().reshape(())
+            of_task[number] = gradient.detach().clone().reshape(())
 
     def _counted(self) -> list[int]:
         """Return the passes that entered a loss and accumulated gradients, also one within them."""
@@ -91,20 +91,10 @@ class Passes:
         """For each pass, the gradient at the loss; the sum over the losses that it has."""
         return [reduce(torch.add, self._entered[task].values()) for task in self._counted()]
 
-    def were_zeroed(self, tasks: Sequence[int], norm: Tensor, *, is_other: bool) -> None:
-        """Note that the gradients of some passes were zeroed at a layer.
-
-        Args:
-            tasks: the graph tasks of these passes.
-            norm: norm of what they brought.
-            is_other: whether an optimizer stepped, or the weight changed, since.
-        """
-        self._zeroed.append(_Zeroed(tasks, norm, is_other))
-
     @property
     def norms(self) -> list[Tensor]:
         """The norms of all gradients that were zeroed."""
-        return [found.norm for found in self._zeroed]
+        return [found.norm for found in self.zeroed]
 
     def told(self, losses: Sequence[float], norms: Sequence[float]) -> tuple[Sequence[float], int]:
         """Return the step's gradients at the loss, and the number of its zeroed passes.
@@ -118,10 +108,10 @@ class Passes:
         """
         others = [
             max(found.tasks)
-            for found, norm in zip(self._zeroed, norms, strict=True)
+            for found, norm in zip(self.zeroed, norms, strict=True)
             if found.is_other or not math.isfinite(norm)
         ]
         last = max(others, default=-1)
         first = sum(task <= last for task in self._counted())
-        zeroed = {task for found in self._zeroed for task in found.tasks if task > last}
+        zeroed = {task for found in self.zeroed for task in found.tasks if task > last}
         return losses[first:], 0 if self.meant else len(zeroed)

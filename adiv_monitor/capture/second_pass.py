@@ -11,10 +11,10 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.takes import Takes
+from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Pieces
 from adiv_monitor.capture.weights.provenance import Provenance
-from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 
 
 class SecondPass(Takes):
@@ -27,9 +27,12 @@ class SecondPass(Takes):
         watching: the class that finds uses.
 
     Attributes:
+        follows_all: see `Provenance`.
         layers: the layers.
         watching: what finds the uses.
     """
+
+    follows_all = True
 
     def __init__(
         self,
@@ -39,18 +42,17 @@ class SecondPass(Takes):
         watching: type[Watching] = Watching,
     ) -> None:
         guard = Guard()  # no training step runs that could be disturbed
-        self._provenance = Provenance(model, selection.parameters, pieces)
-        self._forwards = Forwards(selection, guard, repeated=True)
+        of, follows = selection.parameters, self.follows_all
+        provenance = Provenance(model, of, pieces, follows_all=follows)
+        self._forwards = Forwards()
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
-        self.layers = Layers(names, self._provenance, chooser, Context(guard))
-        self._without_rule = ParametersWithoutRule(selection)
-        given = selection, self._forwards, self.layers, self._without_rule, self
-        self.watching = watching(*given, repeated=True)
+        self.layers = Layers(names, provenance, chooser, Context(guard))
+        self.watching = watching(selection, self._forwards, self.layers, self, repeated=True)
+        self._watch = Watch(selection, self._forwards, self.watching, guard, repeated=True)
 
     def __enter__(self) -> None:
-        self._provenance.start()  # with the buffers of this run
-        self._forwards.watch(self.watching)
+        self._watch.put_on()
 
     def __exit__(self, *error: object) -> None:
-        call_all(self.watching.detach, self._without_rule.release, self._forwards.remove)
+        call_all(self.watching.detach, self._watch.remove)

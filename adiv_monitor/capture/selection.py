@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import count
 from operator import attrgetter
 
 import torch
@@ -77,23 +78,15 @@ class Layer:
         return {"weight": self.weight is not None, "bias": self.bias is not None}
 
     @cached_property
-    def has_scales(self) -> bool:
-        """Whether its own move of a row is a multiple of that row's gradient: its scale."""
-        return self.weight is not None and self.is_direct
-
-    @cached_property
     def is_direct(self) -> bool:
         """Whether it uses its pieces unchanged, so that their gradient is that of its rows."""
         return all(source is None or source.is_view for source in (self.weight, self.bias))
 
-    def is_through(self, module: nn.Module) -> bool:
-        """Return whether it covers all effects of parameters on the output of this module."""
-        return self.weight is not None and self.weight.through is module
-
-    def is_made_of(self, weight: Source | None, bias: Source | None) -> bool:
-        """Return whether weight and bias of another call change as this layer's do."""
-        pairs = (self.weight, weight), (self.bias, bias)
-        return all(mine is None or mine.is_as(other) for mine, other in pairs)
+    @cached_property
+    def identity(self) -> object:
+        """Equal for uses of the same parameters in the same way."""
+        weight, bias = self.weight and self.weight.identity, self.bias and self.bias.identity
+        return self.kind, self.form, weight, bias
 
     def change(self, parts: Parts) -> tuple[Tensor | None, Tensor | None]:
         """Return the change of weight and bias with the pieces; None where not trained."""
@@ -113,11 +106,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Place:
-    """The module and the name under which a model holds a parameter."""
+    """The module and the name under which a model holds a parameter, and its position in there."""
 
     path: str
     module: nn.Module
     name: str
+    position: int = 0
 
     @cached_property
     def full_name(self) -> str:
@@ -182,11 +176,9 @@ class Selection:
         return [p for key, p in self.held.items() if self.due is None or key in self.due]
 
     @cached_property
-    def owners(self) -> list[nn.Module]:
-        """The modules that hold the parameters directly and can have hooks."""
-        places = (place for several in self.places.values() for place in several)
-        modules = dict.fromkeys(place.module for place in places)
-        return [module for module in modules if module in self.modules]
+    def owners(self) -> set[nn.Module]:
+        """The modules that hold the parameters directly."""
+        return {place.module for places in self.places.values() for place in places}
 
     @property
     def paths(self) -> list[str]:
@@ -307,41 +299,40 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
+    numbers = count()
     sharded, parallel = held_in_place_of(model), is_parallel(model)
     modules = {module: path for path, module in named_modules(model)}
     for module, path in modules.items():
-        own = {
-            name: sharded.get(id(p), p) for name, p in module._parameters.items() if p is not None
-        }
-        if not own or not is_chosen(path, module, choice):
+        own = module._parameters.items()
+        every = [
+            (Place(path, module, name, next(numbers)), sharded.get(id(p), p))
+            for name, p in own
+            if p is not None
+        ]
+        if not every or not is_chosen(path, module, choice):
             continue
-        held_here, here = {}, {}
-        for name, parameter in own.items():
-            here[name] = place = Place(path, module, name)
-            names.setdefault(id(parameter), place.full_name)
-            if parameter.requires_grad and (held is None or id(parameter) in held):
-                held_here[name] = parameter
-        if not held_here:
-            if any(p.requires_grad for p in own.values()):
+        for place, p in every:
+            names.setdefault(id(p), place.full_name)
+        here = [x for x in every if x[1].requires_grad and (held is None or id(x[1]) in held)]
+        if not here:
+            if any(p.requires_grad for _, p in every):
                 unsupported[path] = "the optimizer holds none of its parameters"
             continue
         rule = find_rule(module)
         if isinstance(rule, str):
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue
-        unusable = {
-            n: why for n, p in held_here.items() if (why := _unusable(p, parallel=parallel))
-        }
+        unusable = {x.name: why for x, p in here if (why := _unusable(p, parallel=parallel))}
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
         if rule is not None:
             if unusable:
                 continue
             rules[module] = rule
-        for name, parameter in held_here.items():
-            if name not in unusable:
-                places.setdefault(id(parameter), []).append(here[name])
-                kept[id(parameter)] = parameter
+        for place, p in here:
+            if place.name not in unusable:
+                places.setdefault(id(p), []).append(place)
+                kept[id(p)] = p
     for index, tensor in enumerate(held.values() if held and choice is None else ()):
         if tensor.requires_grad and id(tensor) not in names:
             names[id(tensor)] = path = f"optimizer parameter {index}"

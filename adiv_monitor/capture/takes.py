@@ -2,15 +2,13 @@
 
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.recurrent import RecurrentCall
 from adiv_monitor.features.uses import Use
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.twin import Arguments
 
 
 class Takes(Protocol):
@@ -21,7 +19,7 @@ class Takes(Protocol):
 
         Args:
             use: the use.
-            output: the result of the function.
+            output: the result of the function, or of a module that is measured as a whole.
             known: the layer, if it is known already; or the path of a module whose class has a
                 rule, which may not describe the output.
         """
@@ -31,23 +29,4 @@ class Takes(Protocol):
         self, made: RecurrentCall, outputs: tuple[Tensor, ...], random: Randomness | None
     ) -> list[Tensor]:
         """Take a recurrent call and return the weights that its uses account for; see `use`."""
-        ...
-
-    def whole(
-        self,
-        module: nn.Module,
-        names: list[str],
-        arguments: Arguments,
-        outputs: Outputs,
-        tensors: list[Tensor],
-    ) -> None:
-        """Take a module that has run and is to be measured as a whole.
-
-        Args:
-            module: the module.
-            names: the names of the parameters to measure.
-            arguments: the arguments of its forward.
-            outputs: determines which tensors of the output are z.
-            tensors: these tensors.
-        """
         ...

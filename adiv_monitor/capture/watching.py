@@ -1,56 +1,55 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from adiv_monitor.capture.batch import sums_of
-from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall, Watcher
+from adiv_monitor.capture.forwards import Forwards, FunctionToCall
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.selection import Place, Selection
+from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.site import Called, Site, site_of, versions
 from adiv_monitor.capture.takes import Takes
-from adiv_monitor.capture.trace import Called, Given, Known, Record, versions
-from adiv_monitor.capture.weights.computed import CASTS, NotFollowed
+from adiv_monitor.capture.trace import Plan
+from adiv_monitor.capture.weights.computed import CASTS
 from adiv_monitor.capture.weights.pieces import whole_of
-from adiv_monitor.capture.whole_modules.outputs import Outputs
-from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
+from adiv_monitor.capture.weights.provenance import NotFollowed
+from adiv_monitor.capture.without_rule import ParametersWithoutRule, place_of_z
 from adiv_monitor.features.recurrent import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, found_by, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import apart
 
-# These functions overwrite an input that the rows need.
-_OVERWRITE = ("mul_", "multiply_", "__imul__")
 _ATTRIBUTES = ("__get__", "__set__")
-# These functions use only shape, dtype and device of a tensor.
-_FORMS = ("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty")
-_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 # These functions are written in Python; the functions that they call use the parameters.
 OPENED = ("multi_head_attention_forward",)
 
 
-class Watching(Watcher):
+class Watching:
     """Finds the uses of parameters in a forward pass and passes them to `takes`.
 
     Args:
         selection: the parameters to measure.
-        forwards: the running forward calls; it reports their functions to this watcher.
+        forwards: the running forward calls.
         layers: the layers that were found.
-        without_rule: records which parameters the rules account for and which they do not.
         takes: receives the uses.
+        plan: the modules with known uses; None: none.
         repeated: whether the watched forward passes are reruns.
 
     Attributes:
-        record: the uses that were seen, by module.
+        sites: the uses that were seen, by module; None: a module has none of its own.
+        others: the modules whose uses plain hooks can't catch.
+        runs: the modules that ran, in the order in which they ended, and whether an input required
+            a gradient; None: they ran without gradients alone.
         refused: id of a parameter → why the function that uses it can't be measured.
         first: the first module with parameters that ran; None: none did.
         batch: `sums_of` what entered it.
@@ -62,116 +61,118 @@ class Watching(Watcher):
         selection: Selection,
         forwards: Forwards,
         layers: Layers,
-        without_rule: ParametersWithoutRule,
         takes: Takes,
+        plan: Plan | None = None,
         *,
         repeated: bool = False,
     ) -> None:
-        self.record = Record()
-        self.refused = without_rule.unmeasured
+        self.sites: dict[nn.Module, Site | None] = {}
+        self.others: set[nn.Module] = set()
+        self.runs: dict[nn.Module, bool | None] = {}
         self.first: nn.Module | None = None
         self.batch: tuple[Tensor, ...] = ()
         self.differentiates_inputs = False
         self._selection = selection
-        self._owners = set(selection.owners)
+        known = plan.known.values() if plan is not None and plan.watched else ()
+        layers_of_known = chain.from_iterable(site.layers for site in known)
+        self._without_rule = ParametersWithoutRule(selection, layers_of_known)
+        self.refused = self._without_rule.unmeasured
         self._ruled = selection.rules.keys()
         self._forwards = forwards
         self._layers = layers
         self._provenance = layers.provenance
-        self._without_rule = without_rule
         self._takes = takes
-        self._first_begins: Callable[[], object] | None = layers.context.begins
         self._repeated = repeated
-        self._accounts = forwards.watches or bool(selection.shards)
         self._active = True
 
     def detach(self) -> None:
-        """Stop watching."""
+        """Stop watching, and release copies of parameters."""
         self._active = False
+        self._without_rule.release()
 
     # --- modules ---------------------------------------------------------------------------------
 
-    def begins(self, forward: Forward) -> None:
-        """Record that a module's forward begins."""
-        if self._first_begins is not None and forward.module in self._owners:
-            self._layer_begins()
+    def ran(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record that a module has run; its last run with gradients enabled counts."""
+        enabled, carries = torch.is_grad_enabled(), self.runs.get(module)
+        if enabled or carries is None:
+            self.runs.pop(module, None)
+            given = tensors_in(*args, *kwargs.values()) if enabled else ()
+            carried = bool(carries) or any(tensor.requires_grad for tensor in given)
+            self.runs[module] = carried if enabled else None
 
-    def _layer_begins(self) -> None:
-        begins, self._first_begins = self._first_begins, None
-        if begins is not None:
-            begins()
-
-    def _ran(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at what enters the first module with parameters that has run."""
-        if self.first is None and module in self._owners and not self._repeated:
+        if self.first is None and module in self._selection.owners and not self._repeated:
+            self._layers.context.begins()
             self.first, self.batch = module, sums_of(args, kwargs)
         if module is self.first:
             given = tensors_in(*args, *kwargs.values())
             self.differentiates_inputs |= any(tensor.requires_grad for tensor in given)
 
-    def plain(
-        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    def known(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
         """Take the use of a module whose use of its parameters is known from earlier steps."""
-        module = known.module
+        module = site.module
         if self.first is None or module is self.first:
-            self._layer_begins()
-            self._ran(module, args, kwargs)
-        if known.rule is None:
+            self._enters(module, args, kwargs)
+        if site.rule is None:
             self._look_at_ruled(module, args, kwargs, output)
             return
-        given = known.call(args, kwargs)
+        given = site.arguments(args, kwargs)
         if given is None:
-            self.record.others.add(module)
-            return
-        if self._accounts:
-            for p in given.trained:
-                self._without_rule.account(self._provenance.parameters_of(p))
-        if not given.trained:  # frozen for now
+            self.others.add(module)
             return
         try:
             if torch._C._is_any_autocast_enabled():
                 with without_autocast(output):
-                    self._take_known(known, given, output)
+                    self._take_known(site, *given, output)
             else:
-                self._take_known(known, given, output)
+                self._take_known(site, *given, output)
         except Exception as error:
-            self._fails(error, given.trained)
+            self._fails(error, site.layers[0].parameters)
 
-    def _take_known(self, known: Known, given: Given, output: Tensor) -> None:
-        inputs = given.inputs
-
+    def _take_known(
+        self,
+        site: Site,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[Any],
+        output: Tensor,
+    ) -> None:
         def of_model(value: object) -> bool:
             for each in inputs:  # noqa: SIM110
                 if each is value:
                     return False
             return True
 
-        assert known.rule is not None
-        found = found_by(known.rule, FunctionCall(output, of_model), given.args, given.kwargs)
-        if len(found) != len(known.layers):
-            self.record.others.add(known.module)
+        assert site.rule is not None
+        found = found_by(site.rule, FunctionCall(output, of_model), args, kwargs)
+        if len(found) != len(site.layers):
+            self.others.add(site.module)
             return
-        for use, layer in zip(found, known.layers, strict=True):
-            same = False not in [p.requires_grad for p in layer.parameters]
-            self._takes.use(use, output, layer if same else None)
+        for use, layer in zip(found, site.layers, strict=True):
+            is_frozen = False in [p.requires_grad for p in layer.parameters]
+            self._takes.use(use, output, None if is_frozen else layer)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Handle the end of a module's forward."""
-        if isinstance(module, ParametrizationList) and isinstance(output, Tensor):
-            self.record.others.update(module.modules())
-            with self._noting([*module.parameters()]):
-                self._provenance.parametrized(module, output, self._forwards.forward.random)
         if module in self._ruled:
             self._look_at_ruled(module, args, kwargs, output)
-            self.record.ruled(module)
+            self.sites[module] = Site.of(module)
         else:
             if self._without_rule.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
-            self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
-        self._ran(module, args, kwargs)
+            called, site = self._forwards.forward.called, None
+            if len(called) == 1:
+                site = site_of(module, called[0], args, kwargs, output)
+            if (called and site is None) or self.sites.get(module, site) != site:
+                self.others.add(module)
+            self.sites[module] = site
+        self._enters(module, args, kwargs)
 
     def _look_at_ruled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -201,36 +202,77 @@ class Watching(Watcher):
             inputs = tensors_in(*args, *kwargs.values())
             if self._forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
                 return  # the module computes a weight, not activations
-            outputs = Outputs(output, inputs)
-            tensors = outputs.of(output)
-            names = self._without_rule.claim(module, tensors, inputs) if tensors else []
-            if names:
-                self.record.others.update(module.modules())
-                self._takes.whole(module, names, (args, kwargs), outputs, tensors)
+            place = place_of_z(output, inputs)
+            if place is None:
+                return
+            z = tensors_in(output)[place]
+            names = self._without_rule.claim(module, z, inputs)
+            if not names:
+                return
+            self.others.update(module.modules())
+            left = [module.get_parameter(name) for name in names]
+            random = self._forwards.forward.random
+            try:
+                if any(x.is_nested for x in (z, *inputs)):
+                    raise Refused(NESTED)
+                given = module, names, (args, kwargs), place, z, random
+                use = self._without_rule.use(*given)
+                layer = self._layers.of_whole(use, module, left) if z.numel() else None
+                if layer is not None:
+                    self._takes.use(use, z, layer)
+            except Refused as refusal:
+                self._without_rule.refuse(map(id, left), str(refusal))
 
     # --- functions -------------------------------------------------------------------------------
 
-    def called(self, call: FunctionToCall) -> Any:
-        """Call a torch function and find which parameters it uses."""
-        args, kwargs, provenance = call.args, call.kwargs, self._provenance
-        name = getattr(call.function, "__name__", "")
+    def begins_call(self, call: FunctionToCall) -> None:
+        """Look at the arguments of a torch function that is about to be called."""
         if not self._is_looking():
-            return call()
-        if name in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
-            data = [] if provenance.of_model(args[0]) else [args[0]]
+            return
+        given = call.args[:1] if call.name in CASTS else (*call.args, *call.kwargs.values())
+        values, provenance = tensors_in(*given), self._provenance
+        call.is_seen, call.has_data = True, not all(map(provenance.of_model, values))
+        if call.name not in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
+            call.trained = [value for value in values if provenance.parameters_of(value)]
+        if not (call.trained and self._takes_gradients):
+            return
+        if call.name in OPENED:
+            self._is_special()
+            call.is_seen, call.run = False, partial(self._forwards.opened, call.function)
+        elif call.function in RECURRENT:
+            self._is_special()
+            with self._noting(call.trained):
+                call.recurrent = read_call(call.function, call.args, call.kwargs)
+                if call.recurrent.draws and call.recurrent.refusal is None:
+                    call.random = Randomness([call.recurrent.input.device])
+
+    def ends_call(self, call: FunctionToCall) -> None:
+        """Find which parameters a torch function has used."""
+        if not call.is_seen:
+            return
+        args, made, used = call.args, call.result, list[Tensor]()
+        is_attribute = call.name in _ATTRIBUTES
+        if made is None and args and not is_attribute:
+            made = args[0]
+        if call.trained and self._takes_gradients:
+            if not all(map(has_data, tensors_in(made))):
+                return
+            used = self._uses(call, made)
+            if not used:
+                self._is_special()
+        if call.has_data or used:
+            for tensor in used:
+                self._without_rule.account(self._provenance.parameters_of(tensor))
+            # What is written to may have been constant zeros.
+            is_written = bool(args) and made is args[0] and not is_attribute
+            self._provenance.spend(made, written=is_written)
         else:
-            values = _values_in(name, args, kwargs)
-            data = [value for value in values if not provenance.of_model(value)]
-            if trained := [value for value in values if provenance.parameters_of(value)]:
-                return self._called_with(trained, call, name, is_data=bool(data))
-        result = call()
-        if not data:
-            provenance.remember(result)
-        elif name not in _ATTRIBUTES and args and (result is args[0] or result is None):
-            provenance.spend(args[0], written=True)  # it may have been constant zeros
-        else:
-            provenance.spend(result, written=False)
-        return result
+            self._provenance.computes(call.function, args, call.kwargs, made)
+
+    @property
+    def _takes_gradients(self) -> bool:
+        """Whether a use has a gradient; in a rerun, checkpointed functions run without them."""
+        return torch.is_grad_enabled() or self._repeated
 
     def _is_looking(self) -> bool:
         """Return whether functions called now can be part of a measured use."""
@@ -240,87 +282,40 @@ class Watching(Watcher):
             and not (self._ruled and self._forwards.innermost in self._ruled)
         )
 
-    def _called_with(
-        self, trained: list[Tensor], to_call: FunctionToCall, name: str, *, is_data: bool
-    ) -> Any:
-        """Call a function that takes trained tensors, and possibly data from the batch."""
-        function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        # In a rerun, checkpointed functions run only with gradients disabled.
-        gradients = torch.is_grad_enabled() or self._repeated
-        if gradients and name in OPENED:
-            self._is_special()
-            return self._forwards.opened(to_call)
-        if gradients and function in RECURRENT:
-            self._is_special()
-            return self._recurrent(to_call, trained)
-        provenance = self._provenance
-        kept = args
-        if name in _OVERWRITE and not provenance.of_model(args[0]):
-            kept = (args[0].detach().clone(), *args[1:])
-        result = to_call()
-        made = args[0] if name == "__setitem__" else result
-        if not all(map(has_data, tensors_in(made))):
-            return result
-        used: list[Tensor] = []
-        if gradients and isinstance(made, Tensor):
-            call = FunctionCall(made, provenance.of_model, self._forwards.inside)
-            used = self._uses(name_of(function), call, kept, kwargs, trained)
-        if (gradients and not used) or kept is not args:
-            self._is_special()
-        if is_data or used:
-            self._explain(name, trained if gradients else [], used)
-            provenance.spend(made, written=bool(args) and made is args[0])
-        else:
-            with self._noting(trained):
-                provenance.computes(function, args, kwargs, made, trained)
-        return result
-
-    def _uses(
-        self,
-        name: str,
-        call: FunctionCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        trained: list[Tensor],
-    ) -> list[Tensor]:
+    def _uses(self, call: FunctionToCall, made: object) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
-        with self._noting(trained) as used, without_autocast(call.result):
-            found = uses_in(name, call, args, kwargs)
+        trained, used = call.trained, call.trained
+        if call.function in RECURRENT:
+            outputs = tuple(tensors_in(made))
+            if call.recurrent is not None and trains(outputs[0]):
+                with self._noting(trained) as used:
+                    used += self._takes.maps(call.recurrent, outputs, call.random)
+            return used
+        if not isinstance(made, Tensor):
+            return []
+        name, args, kwargs = name_of(call.function), call.args, call.kwargs
+        with self._noting(trained) as used, without_autocast(made):
+            function = FunctionCall(made, self._provenance.of_model, self._forwards.inside)
+            found = uses_in(name, function, args, kwargs)
             taken: list[Call | None] = []
             for use in found:
                 try:
-                    taken.append(self._takes.use(use, call.result))
+                    taken.append(self._takes.use(use, made))
                 except NotFollowed:  # left to the module around it
                     continue
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
             layers = [noted.layer for noted in taken if noted is not None]
-            if len(layers) < len(found) or is_in_place(name) or "out" in kwargs:
+            values = (*args, *kwargs.values())
+            if len(layers) < len(found) or any(x is made for x in values):  # in place
                 self._is_special()
             elif found:
-                at = versions(args, kwargs, call.result)
-                called = Called(name, args, kwargs, call.result, at, layers)
+                called = Called(name, args, kwargs, made, versions(*values, made), layers)
                 self._forwards.forward.called.append(called)
         return used
 
     def _is_special(self) -> None:
-        """Mark the running module as one whose uses a plain hook can't capture."""
-        self.record.others.add(self._forwards.innermost)
-
-    def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor]) -> Any:
-        """Call a recurrent function and pass on the linear maps inside it."""
-        function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        call = random = None
-        with self._noting(trained):
-            call = read_call(function, args, kwargs)
-            if call.draws and call.refusal is None:
-                random = Randomness([call.input.device])
-        result = to_call()
-        outputs, used = tuple(tensors_in(result)), trained
-        if call is not None and trains(outputs[0]):
-            with self._noting(trained) as used:
-                used += self._takes.maps(call, outputs, random)
-        self._explain(function.__name__, trained, used)
-        return result
+        """Mark the running module as one whose uses a plain hook can't catch."""
+        self.others.add(self._forwards.innermost)
 
     @contextmanager
     def _noting(self, trained: Sequence[Tensor], path: str | None = None) -> Iterator[list[Tensor]]:
@@ -328,11 +323,11 @@ class Watching(Watcher):
 
         Args:
             trained: the tensors that the body looks at.
-            path: the layer that fails with it; None: that of the first tensor.
+            path: the path that fails with it; None: that of the module of the first tensor.
         """
         used: list[Tensor] = []
         try:
-            with apart(), torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad():
                 yield used
         except Exception as error:
             self._fails(error, trained, path)
@@ -341,26 +336,13 @@ class Watching(Watcher):
     def _fails(self, error: Exception, trained: Sequence[Tensor], path: str | None = None) -> None:
         """Record that a use can't be measured, or that a layer has failed."""
         self._is_special()
-        if not isinstance(error, Refused):
-            self._layers.failed(self._place(trained[0]).full_name if path is None else path, error)
+        if isinstance(error, Refused):
+            for tensor in trained:
+                self._without_rule.refuse(self._provenance.parameters_of(tensor), str(error))
             return
-        for tensor in trained:
-            keys = self._provenance.parameters_of(tensor)
-            self.refused |= dict.fromkeys(keys, str(error))
-
-    def _place(self, tensor: Tensor) -> Place:
-        """Return the place of the first parameter that a tensor is made of."""
-        return self._layers.names.first(self._provenance.parameters_of(tensor))
-
-    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
-        """Record which parameters the uses account for and which no rule can follow."""
-        accounted = set(map(id, used))
-        for tensor in trained:
-            keys = self._provenance.parameters_of(tensor)
-            if id(tensor) in accounted:
-                self._without_rule.account(keys)
-            else:
-                self._without_rule.leave(keys, name)
+        if path is None:
+            path = self._layers.names.first(self._provenance.parameters_of(trained[0])).path
+        self._layers.failed(path, error)
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
@@ -368,15 +350,3 @@ def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
     if used is None or used is tensor:
         return used is tensor
     return used._base is not None and used._base is whole_of(tensor)
-
-
-def is_in_place(name: str) -> bool:
-    """Return whether a function of this name writes to its first argument."""
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def _values_in(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors in a function's arguments whose values matter, not just dtype or shape."""
-    if name in CASTS:
-        return tensors_in(*args[:1])
-    return [] if name in _FORMS else tensors_in(*args, *kwargs.values())

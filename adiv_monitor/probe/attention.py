@@ -177,7 +177,7 @@ class Attentions:
                 scores = attention(**given)
             k = of_heads(by_head(given["key"]), q.shape[1]).expand(len(q), -1, -1, -1)
             taken = _Call(held, q, k, scores)
-            self.ask(call(), partial(setattr, taken, "gradient"))
+            self.ask(call.result, partial(setattr, taken, "gradient"))
             self.calls[path].append(taken)
             before.append(taken)
 

@@ -58,11 +58,11 @@ class _Looking(Watching):
             self.attentions.ends(self._forwards.forward, args, kwargs)
         super().ends(module, args, kwargs, output)
 
-    def called(self, call: FunctionToCall) -> Any:
-        """Call a torch function."""
+    def ends_call(self, call: FunctionToCall) -> None:
+        """Look at a torch function that was called."""
         if self.attentions is not None and self._is_looking():
             self.attentions.look(call, self._forwards.running)
-        return super().called(call)
+        super().ends_call(call)
 
 
 class ProbeRows(Recording):
@@ -124,9 +124,6 @@ class ProbeRows(Recording):
                 call.G = call.rows.take(layout(gradient))
 
             self.ask(viewed, arrive)
-
-    def whole(self, *_: object) -> None:
-        """Pass over a module that is measured as a whole."""
 
     def ask(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
         """Let a function take the gradient of a tensor, if there is one."""

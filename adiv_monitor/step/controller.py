@@ -308,7 +308,7 @@ class StepController:
         selection, turn = training.due(self.schedule.turns)
         guard = Guard(failures.lost)
         others = Others(training.optimizer, selection.parameters, failures)
-        plan = self._trace.plan(selection, history.distrusted)
+        plan = self._trace.plan(selection)
         context = Context(
             guard,
             fail=failures.switch_off,
@@ -409,8 +409,8 @@ class StepController:
 
     def _stepped(self, armed: Armed) -> None:
         """Measure the parameters' update; the rest waits until the next step begins."""
-        has_optimizer, notes = self.training.optimizer is not None, self.failures.notes
-        if not has_optimizer:
+        optimizer, notes = self.training.optimizer, self.failures.notes
+        if optimizer is None:
             armed.step.gradient_is_final(None)
         self.disarm()
         armed.capture.tell(self._trace)
@@ -421,9 +421,9 @@ class StepController:
             )
             self.failures.warn("closure", f"adiv_monitor: {why}")
             armed.step.discard(why)
-        elif has_optimizer:
+        elif optimizer is not None:
             armed.step.updated()
-            armed.ends_with_state = has_state(self.training.optimizer)
+            armed.ends_with_state = has_state(optimizer)
         if self._alignment is not None:
             armed.alignment = self.failures.safely(self._alignment.read) or {}
         held = self.training.trained()
@@ -434,7 +434,7 @@ class StepController:
             )
         armed.selection = armed.selection.stepped(held)
         self._taken = armed
-        if not has_optimizer:
+        if optimizer is None:
             self.read()
         elif not self._is_compiled:  # a hook would become part of the compiled code
             armed.await_batch()

@@ -86,9 +86,10 @@ def learning_rates(optimizer: Optimizer) -> Rates:
     )
 
 
-def has_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer holds a tensor in its state."""
-    held = (value for of in optimizer.state.values() for value in of.values())
+def has_state(optimizer: Optimizer | None) -> bool:
+    """Return whether there is an optimizer that holds a tensor in its state."""
+    states = () if optimizer is None else optimizer.state.values()
+    held = (value for of in states for value in of.values())
     return any(isinstance(value, Tensor) for value in held)
 
 

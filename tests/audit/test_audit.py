@@ -245,6 +245,7 @@ def test_a_loss_of_outputs_and_targets_is_as_one_of_model_and_batch() -> None:
         (nn.CrossEntropyLoss(), True),
         (cross_entropy, False),
         (lambda m, b: b, False),
+        (lambda f, xy: xy, False),
         (lambda *given: given, False),
     ],
 )

@@ -66,6 +66,9 @@ def probed(
     return record(probed={name: Probed((fact,))}, losses=losses)
 
 
+LEFT_OUT = {"edit": "left out", "of": "model"}
+
+
 def units(function: str = "relu", dead: int = 0, share: float = 0.1, batches: int = 20) -> Record:
     of = {"5": UnitStatistics(function, 64, dead, share, batches)}
     return record(units=of, losses=STILL)
@@ -254,8 +257,9 @@ MILDER = [
     ("group-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"}, sums=1.0)),
-    ("one-edit act", probed("one-edit", words={"edit": "left out"}, loss=0.4, without=1.0)),
-    ("one-edit watch", probed("one-edit", words={"edit": "left out"}, loss=0.6, without=1.0)),
+    ("one-edit act", probed("one-edit", words=LEFT_OUT, loss=0.4, without=1.0)),
+    ("one-edit watch", probed("one-edit", words=LEFT_OUT, loss=0.6, without=1.0)),
+    ("one-edit watch", probed("one-edit", words=LEFT_OUT | {"of": "loss"}, loss=0.4, without=1.0)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),

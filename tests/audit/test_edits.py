@@ -49,6 +49,7 @@ KEPT = {
     "an activation": called(torch.relu, X),
     "random numbers": called(torch.randn_like, X),
     "a function of the loss": called(torch.exp, X, path=None),
+    "a difference in the loss": called(torch.sub, X, Y, path=None),
     "a mask of the future": called(Tensor.masked_fill, X, MASK, 7.0),
     "a constant that is added": called(torch.add, X.clone().requires_grad_(), Y),
     "no place at an end": called(Tensor.__getitem__, X, 1),

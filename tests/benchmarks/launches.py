@@ -59,7 +59,7 @@ CHECKED, UNCHECKED = 1, 5  # steps before one in which the gradients are checked
 
 _MONITOR = Path(adiv_monitor.__file__).parent
 # Places that pass a mode's intercepted calls on to torch: the calls belong to their callers.
-_HANDED_ON = (Path("capture/forwards.py"), Path("capture/watching.py"))
+_HANDED_ON = (Path("capture/forwards.py"), Path("capture/watch.py"))
 _aten = torch.ops.aten
 _NO_KERNEL = {
     *(_aten._unsafe_view, _aten.lift_fresh, _aten._reshape_alias),

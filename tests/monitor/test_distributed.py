@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
 
 from adiv_monitor import AlarmError, Monitor
 from adiv_monitor.report import StepReport
@@ -202,6 +203,18 @@ def on_its_probe(rank: int | None) -> StepReport | None:
 
 def mean_sine(output: Tensor) -> Tensor:
     return output.sin().flatten(1).mean(1)
+
+
+def module_as_a_whole(rank: int | None) -> StepReport | None:
+    """Take a step with a layer that is run again, to be measured as a whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), weight_norm(nn.Linear(6, 3))).double()
+    x = torch.randn(8, 5, dtype=torch.float64)
+    net = model if rank is None else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(net, optimizer, max_rows=None, on_error="raise") as monitor:
+        train(net, optimizer, x if rank is None else x[4 * rank :][:4])
+    return monitor.latest
 
 
 def all_rows_in_one(rank: int) -> StepReport | None:
@@ -484,6 +497,7 @@ TASKS = (
     optimizer_in_parts,
     averaged_by_hand,
     on_its_probe,
+    module_as_a_whole,
     all_rows_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
@@ -559,6 +573,13 @@ def test_probes_of_the_ranks_together_are_one(found: dict[int, list[Found]]) -> 
     assert expected is not None and expected.realised_loss_change
     assert all(reading.attention_cosine for reading in expected.attention.values())
     assert_same(reports[0], expected.to_dict(quantiles=True))
+
+
+def test_a_module_as_a_whole_has_the_rows_of_all_ranks(found: dict[int, list[Found]]) -> None:
+    expected = module_as_a_whole(None)
+    assert expected is not None and expected.layers["2"].kind == "module"
+    for own in found[2]:
+        assert_same(own["module_as_a_whole"].to_dict(), expected.to_dict())
 
 
 def test_a_rank_that_takes_all_of_its_rows_is_sampled_as_the_others_are(

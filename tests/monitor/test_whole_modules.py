@@ -16,6 +16,7 @@ from setups import EXACT, one_step, same
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
@@ -151,7 +152,7 @@ class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.noisy = Noisy()
-        self.last = nn.Linear(4, 4)
+        self.last = spectral_norm(nn.Linear(4, 4))
         self.register_buffer("calls", torch.zeros(()))
         self.penalties: list[Tensor] = []
 

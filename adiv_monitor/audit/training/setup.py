@@ -268,8 +268,11 @@ def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
+_OUTPUTS = frozenset(
+    {"output", "outputs", "out", "logits", "input", "pred", "predictions", "y_pred"}
+)
+_TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true", "t"})
 _MODELS = frozenset({"model", "net", "network", "module", "m"})
-_BATCHES = frozenset({"batch", "b", "data"})
 
 
 class LossError(ValueError):
@@ -379,8 +382,10 @@ def of_batch(loss: Callable[..., Any], name: str = "") -> Loss:
     except (TypeError, ValueError):  # it takes others, or does not tell
         return loss
     names = [name for name, p in found.parameters.items() if p.kind != p.VAR_POSITIONAL]
-    takes_model = len(names) < 2 or names[0] in _MODELS or names[1] in _BATCHES
-    return loss if takes_model else TargetLoss(name or name_of(loss), loss)
+    takes_outputs = len(names) > 1 and (names[0] in _OUTPUTS or names[1] in _TARGETS)
+    if takes_outputs and names[0] not in _MODELS:
+        return TargetLoss(name or name_of(loss), loss)
+    return loss
 
 
 def name_of(loss: Callable[..., Any] | None) -> str:

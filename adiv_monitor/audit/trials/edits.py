@@ -76,10 +76,16 @@ def _transposed(call: Call, pair: tuple[int, int]) -> Any:
 
 def _operands(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
     second = call.args[1] if call.args[1:] else None
+    if call.path is None:  # another sign or weight makes another loss
+        return
     if call.name in _ORDERED and isinstance(second, Tensor) and second.shape == tensors[0].shape:
         yield Edit("with its operands exchanged", _exchanged)
-    if call.name in _SCALE and type(second) in (int, float) and abs(second) not in (0, 1):
-        yield Edit("by the inverse number", lambda call: call.function(call.args[0], 1 / second))
+    if call.name in _SCALE and type(second) in (int, float) and second not in (-1, 0, 1):
+        yield Edit("by the inverse number", _inverse)
+
+
+def _inverse(call: Call) -> Any:
+    return call.function(call.args[0], 1 / call.args[1])
 
 
 def _exchanged(call: Call) -> Any:

@@ -102,10 +102,11 @@ def with_edits(
     for _, number in sorted(begun)[:BEST]:
         candidate = candidates[number]
         trial = compared("", candidate.losses(setup, record, cap), without, setup.steps)
-        others = [trial.loss_without, *(of.loss for of in record.rates.values())]
+        others = [trial.loss_without, *(rate.loss for rate in record.rates.values())]
         if trial.pays and trial.loss < candidate.share * min(others):
             numbers = {"loss": trial.loss, "without": trial.loss_without}
-            facts.append(Fact(candidate.call.place, numbers, {"edit": candidate.words}))
+            of = "loss" if candidate.call.path is None else "model"
+            facts.append(Fact(candidate.call.place, numbers, {"edit": candidate.words, "of": of}))
     facts.sort(key=lambda fact: fact.numbers["loss"])
     return replace(record, probed={**record.probed, "one-edit": Probed(tuple(facts[:1]))})
 

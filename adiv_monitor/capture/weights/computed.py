@@ -2,19 +2,16 @@
 
 A weight that a function gets is often not a parameter: it is a cast, 1 + p, or a mask times p. Such
 functions are linear up to a constant, so the weight's change is the same function of the
-parameter's change. A parametrization of torch is any function, of which the derivative is taken by
-running it again.
+parameter's change.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from adiv_monitor.capture.weights.pieces import Piece, Source
+from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.rows import compute_dtype
-from adiv_monitor.features.uses import Refused
-from adiv_monitor.rerun.twin import Twin
 
 CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
 _MOVES = (*CASTS, "clone", "contiguous", "reshape", "flatten")  # entries stay in their order
@@ -23,10 +20,6 @@ _DIFFERENCES = ("sub", "subtract", "__sub__")
 _PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 _QUOTIENTS = ("div", "divide", "true_divide", "__truediv__")
 _OPPOSITES = ("neg", "__neg__", "rsub", "__rsub__")
-
-
-class NotFollowed(Refused):
-    """A weight is computed from parameters in a way that can't be followed."""
 
 
 def computed(
@@ -52,11 +45,11 @@ def computed(
         return found[0].then(size, dtype)
     if kwargs or len(found) != 1:
         return None
+    is_first = sources[0] is found[0]
     other = next((x for x, source in zip(args, sources, strict=True) if source is None), 1.0)
-    other, is_first = other.detach() if isinstance(other, Tensor) else other, sources[0] is found[0]
     if name in _PRODUCTS:
         factor = other
-    elif is_first and name in _QUOTIENTS:
+    elif is_first and name in _QUOTIENTS and not isinstance(other, Tensor):
         factor = 1 / other
     elif (is_first and name in _OPPOSITES) or (not is_first and name in _DIFFERENCES):
         factor = -1.0
@@ -66,23 +59,3 @@ def computed(
     else:
         return None
     return found[0].then(factor, size, dtype, is_view=False)
-
-
-def parametrized(maker: nn.Module, pieces: Sequence[Piece], twin: Twin) -> Source:
-    """Return the source of a weight that a parametrization made.
-
-    Args:
-        maker: the parametrization.
-        pieces: the parameters of it that are measured.
-        twin: runs it again.
-    """
-    names = {id(p): name for name, p in maker.named_parameters()}
-    moving = [names[id(piece.parameter)] for piece in pieces]
-
-    def made(changes: Sequence[Tensor]) -> Tensor:
-        try:
-            return twin.jvp(dict(zip(moving, changes, strict=True)), lambda weight: weight)[1]
-        except Exception as error:
-            raise Refused(f"its parametrization can't be run again: {error}") from error
-
-    return Source(pieces, is_view=False, by=maker, made=made)

@@ -1,6 +1,6 @@
 """The pieces of parameters that a layer trains, and how its weight is computed from them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -35,11 +35,6 @@ class Strides:
         """Return the position of a view in the memory of the tensor that it views."""
         offset = int(view.storage_offset()) - int(whole.storage_offset())
         return cls(tuple(view.shape), view.stride(), offset, whole.stride())
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the view contains an entry several times."""
-        return any(s == 0 and n > 1 for n, s in zip(self.size, self.stride, strict=True))
 
     @property
     def contiguous_range(self) -> tuple[int, int] | None:
@@ -123,8 +118,7 @@ class Piece:
 
 # What is done to a tensor: a view of it; another shape, in which it may be repeated; another dtype;
 # a product with a constant.
-Form = Strides | torch.Size | torch.dtype
-Step = Form | Tensor | float
+Step = Strides | torch.Size | torch.dtype | Tensor | float
 
 
 def _stepped(tensor: Tensor, step: Step) -> Tensor:
@@ -133,7 +127,9 @@ def _stepped(tensor: Tensor, step: Step) -> Tensor:
     if isinstance(step, torch.Size):
         same = tensor.numel() == step.numel()
         return tensor.reshape(step) if same else tensor.expand(step)
-    return tensor.to(step) if isinstance(step, torch.dtype) else tensor * step
+    if isinstance(step, torch.dtype):
+        return tensor.to(step)
+    return tensor * (step.detach() if isinstance(step, Tensor) else step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,27 +137,23 @@ class Source:
     """How a function's argument is computed from pieces of parameters, up to a constant.
 
     Attributes:
-        pieces: the pieces.
-        steps: what is done to the piece, or to what `by` computes.
+        pieces: the pieces; several where `steps` are not known, or of a module as a whole.
+        steps: what is done to the piece; None: not known.
         is_view: whether each entry is one of a piece, plus a constant, so that it has its gradient.
-        by: the module that computes a tensor from the pieces; None: there is one piece.
-        made: returns the first-order change of that tensor for changes of the pieces.
         through: the module through which the pieces are measured; None: functions use them.
     """
 
     pieces: Sequence[Piece]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] | None = ()
     is_view: bool = True
-    by: nn.Module | None = None
-    made: Callable[[Sequence[Tensor]], Tensor] | None = None
     through: nn.Module | None = None
 
     def of(self, parts: Parts) -> Tensor:
-        """Return its first-order change for changes of the pieces."""
+        """Return its first-order change for changes of the pieces; as a vector for a module."""
+        if self.through is not None:
+            return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
         change = parts[self.pieces[0].key]
-        if self.made is not None:
-            change = self.made([parts[piece.key] for piece in self.pieces])
-        for step in self.steps:
+        for step in self.steps or ():
             change = _stepped(change, step)
         return change
 
@@ -172,37 +164,15 @@ class Source:
             steps: what is done to this one.
             is_view: whether each entry is one of this tensor, plus a constant.
         """
+        if self.steps is None:
+            return self
         return replace(self, steps=(*self.steps, *steps), is_view=self.is_view and is_view)
-
-    @property
-    def constants(self) -> list[Tensor | float]:
-        """The factors, on whose values the change depends."""
-        return [step for step in self.steps if not isinstance(step, Form)]
 
     @cached_property
     def identity(self) -> object:
-        """Equal for tensors that are computed alike from the same pieces, but for constants."""
-        steps = [step if isinstance(step, Form) else None for step in self.steps]
-        return self.by, *(piece.key for piece in self.pieces), *steps
-
-    def is_as(self, other: "Source | None") -> bool:
-        """Return whether it changes like another source of the same identity."""
-        return other is not None and all(map(_same, self.constants, other.constants))
-
-
-def _same(one: Tensor | float, other: Tensor | float) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.device == other.device and torch.equal(one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
-def together(pieces: Sequence[Piece], module: nn.Module) -> Source:
-    """Return the source of a vector (P,) of several pieces that are measured through a module."""
-    return Source(pieces, by=module, made=_concatenated, through=module)
-
-
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
+        """Equal for tensors that are computed alike, with the same constants."""
+        steps = [id(x) if isinstance(x, Tensor) else x for x in self.steps or ()]
+        return self.through, *(piece.key for piece in self.pieces), *steps
 
 
 class Pieces:
@@ -227,8 +197,6 @@ class Pieces:
 
     def view(self, parameter: nn.Parameter, strides: Strides) -> Source:
         """Return a view of a parameter; if it shows only a part, that part is the piece."""
-        if strides.repeats:
-            return self.whole(parameter).then(strides, is_view=False)
         if prod(strides.size) == parameter.numel():
             return self.whole(parameter).then(strides)
         return Source((self.of(parameter, strides),))

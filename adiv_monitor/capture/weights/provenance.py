@@ -2,19 +2,20 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.computed import NotFollowed, computed, parametrized
+from adiv_monitor.capture.weights.computed import computed
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides, whole_of
-from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
+from adiv_monitor.capture.weights.shards import Sharded, is_shard
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
-from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.twin import Twin
+
+
+class NotFollowed(Refused):
+    """A weight is computed from parameters in a way that can't be followed."""
 
 
 class _Known(NamedTuple):
@@ -22,15 +23,15 @@ class _Known(NamedTuple):
 
     Attributes:
         tensor: the tensor.
-        keys: ids of the parameters to measure that it depends on; None: it is data.
-        source: how it changes with these; None: not known.
+        source: how it is computed from the parameters to measure; None: not from these.
         version: the version of its memory when it was made; None: the model holds it.
+        is_data: whether it counts as data.
     """
 
     tensor: weakref.ref[Tensor]
-    keys: frozenset[int] | None = frozenset()
     source: Source | None = None
     version: int | None = None
+    is_data: bool = False
 
 
 class Provenance:
@@ -40,7 +41,8 @@ class Provenance:
         model: the model.
         trained: the parameters to measure.
         pieces: the pieces that are known already.
-        is_asked: whether functions are watched, whose arguments are looked up here.
+        follows_all: whether weights that can't be followed are refused; else they are known by
+            their pieces alone.
 
     Attributes:
         pieces: the pieces of the parameters.
@@ -52,59 +54,35 @@ class Provenance:
         trained: Iterable[nn.Parameter],
         pieces: Pieces | None = None,
         *,
-        is_asked: bool = True,
+        follows_all: bool = True,
     ) -> None:
-        self._model = model
-        self._is_asked = is_asked
-        trained = [*trained]
-        self._trained = dict(zip(map(id, trained), trained, strict=True))
+        self._model, self._follows_all = model, follows_all
+        self._trained = {id(p): p for p in trained}
         self.pieces = Pieces() if pieces is None else pieces
-        self.start()
-
-    def start(self) -> None:
-        """Reset to the tensors that the model holds now."""
-        self._own: dict[int, Tensor] = {}  # copies of parameters, see `Twin`
-        self._makers: dict[nn.Module, Source] = {}  # the weights of parametrizations
-        self._stand_ins: dict[int, nn.Parameter] = {}
-        for name in ("_standing", "_known"):
-            vars(self).pop(name, None)
-        if self._is_asked:  # in a forward pass, other tensors may take the places of these
-            _ = self._known
 
     @cached_property
-    def _standing(self) -> Standing:
-        return Standing(self._model)
+    def sharded(self) -> Sharded:
+        """The model's sharded parameters, and the unsharded ones that replace them."""
+        return Sharded(self._model)
 
     @cached_property
     def _known(self) -> dict[int, _Known]:
-        """What is known, by id of the tensor."""
-        known: dict[int, _Known] = {}
-        for module in self._model.modules():
-            for held in (*module._parameters.values(), *module._buffers.values()):
-                if held is not None:
-                    known[id(held)] = self._held(held)
-        return known
+        """What is known, by id of the tensor: at first what the model holds as it runs."""
+        every = [
+            held
+            for module in self._model.modules()
+            for held in (*module._parameters.values(), *module._buffers.values())
+            if held is not None
+        ]
+        return {id(held): self._held(held) for held in every}
 
     def _held(self, tensor: Tensor) -> _Known:
         """Return what is known of a tensor that the model holds now."""
-        stood_for = self._standing.of(tensor)
-        key = id(tensor if stood_for is None else stood_for)
-        parameter = self._trained.get(key)
+        stood_for = self.sharded.of(tensor)
+        parameter = self._trained.get(id(tensor if stood_for is None else stood_for))
         if parameter is None:
             return _Known(weakref.ref(tensor))
-        if stood_for is not None:
-            assert isinstance(tensor, nn.Parameter)
-            self._stand_ins[key] = tensor
-        source = self.pieces.whole(parameter)
-        return _Known(weakref.ref(tensor), frozenset((key,)), source)
-
-    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the unsharded parameter used in place of a sharded one; None if it has none."""
-        return self._stand_ins.get(id(parameter)) if self._stand_ins else None
-
-    def waiting(self, parameter: nn.Parameter) -> Callable[[], bool]:
-        """Return a check for gradients that are pending; see `shards.waiting`."""
-        return waiting(self._model, parameter)
+        return _Known(weakref.ref(tensor), self.pieces.whole(parameter))
 
     def _look_up(self, value: Tensor) -> _Known | None:
         """Return what is known of a tensor, or of the tensor that it is a view of."""
@@ -113,7 +91,7 @@ class Provenance:
             return known
         if value._base is not None:
             return self._look_up(value._base)
-        if isinstance(value, nn.Parameter) and self._standing.of(value) is not None:
+        if isinstance(value, nn.Parameter) and self.sharded.of(value) is not None:
             known = self._known[id(value)] = self._held(value)
             return known
         return None
@@ -123,27 +101,28 @@ class Provenance:
         if not isinstance(value, Tensor):
             return True
         known = self._look_up(value)
-        return known is not None and known.keys is not None
+        return known is not None and not known.is_data
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Return ids of the parameters to measure that it depends on, if it depends on no data."""
         known = self._look_up(value) if value.requires_grad else None
-        return () if known is None or known.keys is None else known.keys
+        source = None if known is None else known.source
+        return () if source is None else {id(piece.parameter) for piece in source.pieces}
 
     def source(self, value: object) -> Source | None:
         """Return how a tensor is computed from measured parameters; None if it is not.
 
         Raises:
-            Refused: its memory is read as another dtype, or it is not a contiguous part of a
-                sharded parameter.
+            NotFollowed: it is computed in another way than those that are followed.
+            Refused: it is not a contiguous part of a sharded parameter.
         """
-        if not isinstance(value, Tensor) or not self.parameters_of(value):
-            return None
         source = self._followed(value)
         if source is None:
+            return None
+        if source.steps is None and self._follows_all:
             raise NotFollowed(
                 "its weight is computed from parameters in a way that can't be followed: only "
-                "views, casts, constants, masks and torch's parametrizations are"
+                "views, casts, constants and masks are"
             )
         for piece in source.pieces:
             lies = piece.view is None or not is_shard(piece.parameter) or piece.contiguous_range
@@ -154,73 +133,39 @@ class Provenance:
                 )
         return source
 
-    def _followed(self, value: Tensor) -> Source | None:
-        """Return how a tensor changes with the parameters that it depends on; None: not known."""
+    def _followed(self, value: object) -> Source | None:
+        """Return how a tensor is computed from measured parameters; None if it is not."""
+        if not isinstance(value, Tensor) or not self.parameters_of(value):
+            return None
         whole = whole_of(value)
         known = self._look_up(whole)
-        if known is None or known.source is None or value.dtype != whole.dtype:
-            return None
-        if known.version not in (None, whole._version):
-            return None
+        assert known is not None and known.source is not None
+        if value.dtype != whole.dtype or known.version not in (None, whole._version):
+            return _unknown([known.source])
         if value is whole:
             return known.source
         strides = Strides.between(value, whole)
         if known.version is None:
             return self.pieces.view(known.source.pieces[0].parameter, strides)
-        return known.source.then(strides, is_view=not strides.repeats)
-
-    def remember(
-        self, result: object, keys: frozenset[int] = frozenset(), source: Source | None = None
-    ) -> None:
-        """Remember a result that was computed from the model alone.
-
-        Args:
-            result: the result.
-            keys: ids of the parameters to measure that it depends on.
-            source: how it changes with these, if it is a tensor for which that is known.
-        """
-        for tensor in tensors_in(result):
-            whole = whole_of(tensor)
-            known, of = self._look_up(whole), keys if tensor.requires_grad else frozenset[int]()
-            if known is None or (whole is tensor and known.version is not None):
-                how = source if whole is tensor else None
-                self._known[id(whole)] = _Known(weakref.ref(whole), of, how, whole._version)
-            elif known.version is not None:  # it was written to
-                self._known[id(whole)] = known._replace(keys=of.union(known.keys or ()))
+        return known.source.then(strides)
 
     def computes(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: object,
-        trained: Iterable[Tensor],
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     ) -> None:
-        """Remember the result of a function of weights and constants; see `computed`."""
-        keys = frozenset[int]().union(*map(self.parameters_of, trained))
-        source = None
-        if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
-            with suppress(Refused):
-                source = computed(function, args, kwargs, result, self.source)
-        self.remember(result, keys, source)
-
-    def parametrized(self, maker: nn.Module, made: Tensor, random: Randomness) -> None:
-        """Remember the weight that a parametrization of torch computed; not if it draws numbers.
-
-        Args:
-            maker: the parametrization, whose forward has just run.
-            made: the weight.
-            random: the state of the random numbers when it began.
-        """
-        trained = [self._trained.get(id(p)) for p in maker.parameters() if p.requires_grad]
-        pieces = [self.pieces.of(p) for p in trained if p is not None]
-        if not pieces or not self.of_model(made) or self._followed(made) is not None:
-            return
-        if maker not in self._makers and random.is_still():
-            twin = Twin(maker, ((), {}), random, self._own)
-            self._makers[maker] = parametrized(maker, pieces, twin)
-        keys = frozenset(id(piece.parameter) for piece in pieces)
-        self.remember(made, keys, self._makers.get(maker))
+        """Remember the result of a function of the model and constants alone; see `computed`."""
+        given = [x for x in map(self._followed, tensors_in(*args, *kwargs.values())) if x]
+        source = _unknown(given) if given else None
+        if given and isinstance(made, Tensor) and made.is_floating_point():
+            source = computed(function, args, kwargs, made, self._followed) or source
+        for tensor in tensors_in(made):
+            whole = whole_of(tensor)
+            known, how = self._look_up(whole), source if tensor.requires_grad else None
+            if known is None or (whole is tensor and known.version is not None):
+                how = how if how is None or whole is tensor else _unknown([how])
+                self._known[id(whole)] = _Known(weakref.ref(whole), how, whole._version)
+            elif how is not None and known.version not in (None, whole._version):  # written to
+                of = [how] if known.source is None else [how, known.source]
+                self._known[id(whole)] = known._replace(source=_unknown(of))
 
     def spend(self, result: object, *, written: bool) -> None:
         """Count the result as data from here on: an input was data, or its use is already recorded.
@@ -233,13 +178,14 @@ class Provenance:
             if written:  # what the model holds stays, unless it leads to parameters
                 for each in (tensor, whole_of(tensor)):
                     known = self._known.get(id(each))
-                    if known is None or known.keys is None:
-                        continue
-                    if known.version is not None or _is_made(each):
+                    is_made = each.requires_grad and not isinstance(each, nn.Parameter)
+                    if known and not known.is_data and (is_made or known.version is not None):
                         del self._known[id(each)]
             elif tensor._base is not None:  # a parameter that was expanded, or a view of that
-                self._known[id(tensor)] = _Known(weakref.ref(tensor), None, None, tensor._version)
+                self._known[id(tensor)] = _Known(weakref.ref(tensor), is_data=True)
 
 
-def _is_made(tensor: Tensor) -> bool:
-    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+def _unknown(sources: Iterable[Source]) -> Source:
+    """Return the source of a tensor that is computed from these in an unknown way."""
+    pieces = dict.fromkeys(piece for source in sources for piece in source.pieces)
+    return Source(tuple(pieces), None, is_view=False)

@@ -5,7 +5,7 @@ unsharded parameter while a module runs, so a forward pass uses another tensor t
 With tensor parallelism it is never unsharded: such models are not measured.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,8 +61,6 @@ def is_parallel(model: nn.Module) -> bool:
 
     So it is with tensor parallelism, also inside FSDP2.
     """
-    if not _together():
-        return False
     names = "_unsharded_dtensor_spec", "_tp_spec"  # the second before torch 2.14
     if any(getattr(held, name, None) is not None for _, held in _managed(model) for name in names):
         return True
@@ -101,15 +99,6 @@ def _together() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def gives_back(module: nn.Module) -> bool:
-    """Return whether a module reshards its parameters in a forward hook (FSDP2)."""
-    if not _together():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
-
-
 def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
     """Return the sharded parameters by the ids of the unsharded ones that exist now.
 
@@ -119,31 +108,19 @@ def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
     return {id(getattr(x, "_unsharded_param", None)): x.sharded_param for _, x in _managed(model)}
 
 
-def waiting(model: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
-    """Return a function that tells whether a gradient has not reached a sharded parameter yet.
-
-    Such a gradient stays with the unsharded parameter, or in a wider dtype beside it, until the
-    ranks average it. With replicated shards, it stays within a group until the groups average it.
-    """
-    for group, held in _managed(model):
-        if held.sharded_param is parameter:
-            return lambda: (
-                getattr(held, "unsharded_accumulated_grad", None) is not None
-                or getattr(group, "_partial_reduce_output", None) is not None
-            )
-    return lambda: False
-
-
 def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield torch's FSDP records of a model's sharded parameters: of the group and of each."""
-    for module in model.modules() if _together() else ():
-        if not gives_back(module):
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
-        for group in (state._fsdp_param_group,) if groups is None else groups:
-            for held in () if group is None else group.fsdp_params:
-                yield group, held
+    if not _together():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
+            for group in (state._fsdp_param_group,) if groups is None else groups:
+                for held in () if group is None else group.fsdp_params:
+                    yield group, held
 
 
 def why_unusable(parameter: Tensor) -> str | None:
@@ -154,20 +131,40 @@ def why_unusable(parameter: Tensor) -> str | None:
     return None if mesh.size() == world_size() else "is sharded over some of the ranks only"
 
 
-class Standing:
-    """Finds the unsharded parameters that replace sharded ones while modules run.
+class Sharded:
+    """The sharded parameters of a model, and the unsharded ones that replace them for a while.
 
     Args:
         model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._records = [held for _, held in _managed(model)]
+        self._records = {id(held.sharded_param): (group, held) for group, held in _managed(model)}
 
     def of(self, tensor: Tensor) -> nn.Parameter | None:
         """Return the sharded parameter that an unsharded one replaces, or None."""
-        for held in self._records:
+        for _, held in self._records.values():
             if getattr(held, "_unsharded_param", None) is tensor:
                 stood_for: nn.Parameter = held.sharded_param
                 return stood_for
         return None
+
+    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the unsharded parameter that replaces a sharded one; itself, if there is none."""
+        _, held = self._records.get(id(parameter), (None, None))
+        found: nn.Parameter = getattr(held, "_unsharded_param", parameter)
+        return found
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return whether there is a gradient that has not reached a sharded parameter yet.
+
+        Such a gradient stays with the unsharded parameter, or in a wider dtype beside it, until the
+        ranks average it. With replicated shards, it stays within a group until the groups average
+        it.
+        """
+        group, held = self._records.get(id(parameter), (None, None))
+        return (
+            self.stand_in(parameter).grad is not None
+            or getattr(held, "unsharded_accumulated_grad", None) is not None
+            or getattr(group, "_partial_reduce_output", None) is not None
+        )

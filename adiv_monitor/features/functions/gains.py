@@ -113,7 +113,7 @@ def terms(call: FunctionCall, *products: tuple[object, Any]) -> Found:
     ]
 
 
-@uses("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__")
+@uses("mul", "multiply", "__mul__", "__rmul__")
 def product(call: FunctionCall, input: Tensor, other: Tensor) -> Found:
     """Z = p⊙x: a gain with x̂ = x (LayerScale, the end of an RMSNorm)."""
     return terms(call, (input, other), (other, input))
