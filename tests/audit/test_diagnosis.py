@@ -177,7 +177,7 @@ HITS = {
     "left-in-eval": probed("left-in-eval", given=0.0),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0),
     "dropout-too-high": probed("dropout-too-high", rate=0.9, **COPIED),
-    "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3, **COPIED),
+    "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3),
     "outputs-constant": probed("outputs-constant", words={"by": "norm"}, share=0.0),
     "collapsed": probed("collapsed", WELL, before=0.5, after=0.05, loss=-1.0),
     "term-without-graph": probed("term-without-graph", value=9.0, loss=8.8),
@@ -687,6 +687,11 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
      replace(HITS["input-partly-ignored"], probed={
          **HITS["input-partly-ignored"].probed,
          **probed("zero-slope", words={"kind": "step"}).probed})),
+    ("class-untaught no",  # since gradients cancel
+     replace(HITS["class-untaught"], probed={
+         **probed("class-untaught", words={"of": "samples", "first": "1"}, unread=3.0,
+                  length=4.0).probed,
+         **probed("zero-gradient").probed})),
     ("bad-initialisation act", record(losses=HIGH)),
     ("bad-initialisation no", record(losses=(*HIGH[:-1], -0.1))),  # as PPO's
     ("bad-initialisation no",

@@ -316,22 +316,17 @@ HIGH = 0.7  # share that dropout drops
 @asks("dropout-too-high")
 def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return dropout rates above 0.7, and the trained model's losses with and without it."""
-    return _priced(calls_of(setup.fork(), lambda call: rate_of(call) > HIGH), trained)
-
-
-@asks("dropout-on-outputs")
-def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return where dropout acts on what the loss compares with targets, and what it costs."""
-    return _priced(dropped(setup.fork()), trained)
-
-
-def _priced(drops: list[Call], trained: Fork) -> Iterator[Fact]:
-    """Yield the rates of dropout with the losses of the last batch with it and without."""
-    if drops:
+    if drops := calls_of(setup.fork(), lambda call: rate_of(call) > HIGH):
         bare, batch = replace(trained), trained.batches[-1]
         leave_out(bare, drops)
         price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
         yield from (Fact(call.place, {"rate": rate_of(call), **price}) for call in drops)
+
+
+@asks("dropout-on-outputs")
+def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return where dropout acts on what the loss compares with targets."""
+    return (Fact(call.place, {"rate": rate_of(call)}) for call in dropped(setup.fork()))
 
 
 def dropped(fork: Fork) -> list[Call]:

@@ -157,9 +157,7 @@ told(__name__, "targets-out-of-range", "", suffers,
 told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
      "{place} sets {rate:.0%} of the outputs to 0 in each step, before the loss compares them with "
      "their targets.",
-     [Number("dropout rate of the outputs", "rate", above=0.0),
-      Number("loss of the trained model with it", "with"),
-      Number("loss of the trained model without it", "without")],
+     [Number("dropout rate of the outputs", "rate", above=0.0)],
      Advice("remove that dropout", "outputs-without-dropout"),
      explains=LEARNING, acts_below=0.8)  # fmt: skip
 
