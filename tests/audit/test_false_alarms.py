@@ -147,14 +147,6 @@ def bags() -> Case:
     return Bags(), batches, loss
 
 
-def cross_entropy_by_hand() -> Case:
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, labels = batch
-        return functional.nll_loss(model(x), labels) + model(x).logsumexp(1).mean()
-
-    return mlp(16, 64, 6), blobs(), loss
-
-
 class Hyper(nn.Module):
     """A network whose weights another network computes."""
 
@@ -182,7 +174,6 @@ CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "a frozen reference": (frozen_reference, ("frozen",)),
     "gates that begin at zero": (zero_gates, ("vanishing",)),
     "bags of instances": (bags, ("softmax-over-samples",)),
-    "cross-entropy by hand": (cross_entropy_by_hand, ("no-log",)),
     "computed weights": (computed_weights, ("zero-slope",)),
 }
 

@@ -61,35 +61,6 @@ def test_targets_beyond_the_range_of_the_function_on_the_outputs_are_found() -> 
         assert asked("targets-out-of-range", of_outputs(reaching)) == ()
 
 
-class Spells(nn.Module):
-    """Scores of four symbols at each of twelve places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(1, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x[:, :, None]).log_softmax(2).transpose(0, 1)
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_the_blank_of_a_ctc_loss_is_no_label(flat: bool) -> None:
-    def of(blank: int, padding: int, z: Tensor, y: Tensor) -> Tensor:
-        lengths = torch.full((len(y),), 2)
-        labels = torch.stack([y, y, torch.full_like(y, padding)], 1)
-        labels = labels[:, :2].flatten() if flat else labels
-        return functional.ctc_loss(z, labels, torch.full((len(y),), 12), lengths, blank)
-
-    def spelt(blank: int) -> tuple[Fact, ...]:
-        loss = partial(of, blank, blank)
-        return asked("targets-out-of-range", with_loss(loss, lambda x, y: y, model=Spells()))
-
-    (fact,) = spelt(0)
-    assert fact.words["blank"] == "0" and 0.2 < fact.numbers["share"] < 0.5
-    assert strengths("targets-out-of-range", (fact,)) == ["act"]
-    assert spelt(3) == ()  # the padding behind the labels is no label
-
-
 def as_mask(x: Tensor, y: Tensor) -> Tensor:
     """A mask as it is read from a file: 0 and 255."""
     return 255.0 * (x[:, :3] > 0)

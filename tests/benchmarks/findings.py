@@ -1023,8 +1023,7 @@ PICTURES: dict[str, Picture] = {
     "dropout-on-outputs": Picture(
         "dropout of 0.3 behind the last layer",
         with_model(lambda model: nn.Sequential(*model, nn.Dropout(0.3))),
-        {"dropout rate": of_fact("dropout-on-outputs", "rate"),
-         "loss of the trained model without it": of_fact("dropout-on-outputs", "without")},
+        {"dropout rate": of_fact("dropout-on-outputs", "rate")},
     ),
     "term-without-graph": Picture(
         "the mean square of the weights is added to the loss as a number; the healthy run's has a "
@@ -1127,7 +1126,7 @@ PICTURES: dict[str, Picture] = {
         {"loss of a constant prediction": lambda r: math.nan if r.chance is None else r.chance,
          "largest gain": lambda r: max(w.gain for w in r.weights.values())},
         (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "USUAL_RMS", "LARGE_GAIN",
-                          "LEAST_DRAWN", "MOST_DRAWN", "LARGE_BIAS", "ALIKE")),
+                          "LARGE_BIAS", "ALIKE")),
     ),
     "vanishing": Picture(
         "ten sigmoid layers; the healthy net has two ReLU layers",

@@ -67,7 +67,7 @@ def given_inputs(fork: Fork, batch: Any) -> dict[str, Tensor]:
 def outputs(fork: Fork, batch: Any) -> list[Tensor]:
     """Return the outputs of the model in a loss, which may change what the model keeps."""
     made: list[Tensor] = []
-    with fork.model.register_forward_hook(_into(made)), seeded(fork.seed):
+    with fork.model.register_forward_hook(noting(made)), seeded(fork.seed):
         fork.loss(fork.model, copied(batch))
     return made
 
@@ -102,7 +102,7 @@ def input_gradients(fork: Fork, batch: Any) -> dict[int, Tensor]:
     return {i: g for i, g in zip(leaves, gradients, strict=True) if g is not None}
 
 
-def _into(made: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+def noting(made: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
     """Return a hook that notes copies of a module's outputs of floating point."""
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -187,7 +187,7 @@ class ChangedInputs:
         with (
             self._model.register_forward_pre_hook(begins),
             change_inputs(self._model, instead, everything),
-            self._model.register_forward_hook(_into(made)),
+            self._model.register_forward_hook(noting(made)),
         ):
             self._loss.of(self._batch)
         return made

@@ -33,8 +33,6 @@ from adiv_monitor.report.wording import listed
 _SAME = 1e-5  # share of an output's rms: rounding
 _BEYOND = 1.2  # factor on the share of one sample's entries
 MOVED = 0.5  # of the outputs depend on the place in the batch
-# Modules with an argument for the axis of the samples.
-ORDERED = (nn.RNNBase, nn.MultiheadAttention)
 # Functions that add up rows at given indices, or with a matrix, as graph networks do.
 BY_INDEX = ("index_add", "index_reduce", "scatter_add", "scatter_reduce")
 BY_MATRIX = (*PRODUCTS, "addmm", "_sparse_mm", "_sparse_addmm")
@@ -127,10 +125,8 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold(f"the model adds up rows as graph networks do: {mixing[0].place}")
     if _may_lie_along_1(setup.fork(), batch):
         raise Untold("samples may lie along the second axis")
-    is_ordered = any(isinstance(m, ORDERED) and not m.batch_first for m in setup.model.modules())
-    words = {"batch_first": "False"} if is_ordered else {}
     place = mixing[0].place if mixing else ""
-    return (Fact(place, {"share": share, "independent": 1 / size}, words),)
+    return (Fact(place, {"share": share, "independent": 1 / size}),)
 
 
 def _graphs(batch: Any) -> Tensor | None:
@@ -282,25 +278,18 @@ PARTS = 16  # most parts of an axis
 VARIES = 0.25  # share of the samples in which a part must differ from the next one's
 # Names of an input's axes after the first, by their number.
 _AXES = {2: ("features",), 3: ("places", "features"), 4: ("channels", "rows", "columns")}
-# Functions with a boolean mask → position and name of that argument.
-MASKS = {
-    "masked_fill": (1, "mask"),
-    "scaled_dot_product_attention": (3, "attn_mask"),
-    "multi_head_attention_forward": (14, "key_padding_mask"),
-}
 
 
 class Part(NamedTuple):
-    """A part of an input: entries of one axis."""
+    """A part of an input: some entries of one axis."""
 
     name: str
     axis: int
-    start: int
-    stop: int
+    entries: range
 
     def of(self, x: Tensor) -> Tensor:
         """Return a view of this part of an input."""
-        return x.narrow(self.axis, self.start, self.stop - self.start)
+        return x.narrow(self.axis, self.entries.start, len(self.entries))
 
 
 @asks("input-partly-ignored")
@@ -313,7 +302,6 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
     gradients, after = input_gradients(fork, batch), ChangedInputs(fork, batch)
     before = cache(lambda: ChangedInputs(still(setup.fork()), batch))
-    masks = cache(lambda: calls_of(setup.fork(), lambda call: mask_of(call) is not None, batch))
 
     def is_silent(number: int, part: Part) -> bool:
         """Return whether no output changes; where one has a gradient, nothing need be tried."""
@@ -330,7 +318,6 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return not has_gradient and is_same(after) and is_same(before())
 
     def fact(place: str, x: Tensor, share: float, **words: str) -> Fact:
-        words |= {"masked": "True"} if masks() else {}
         return Fact(place, {"share": share}, {"shape": str(tuple(x.shape)), **words})
 
     found, unused, inputs = [], [], [*zip(after.names, after.inputs, strict=True)]
@@ -340,9 +327,9 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         silent = [part for part in parts if is_silent(number, part)]
         if len(silent) < len(parts):
             for axis, some in groupby(silent, key=lambda part: part.name):
-                entries = listed([f"{i}" for part in some for i in range(part.start, part.stop)])
+                entries = listed([f"{i}" for part in some for i in part.entries])
                 found.append(fact(f"{axis} {entries} of {of}", x, len(silent) / len(parts)))
-        elif _varies(x) and is_silent(number, Part("", 0, 0, len(x))):
+        elif _varies(x) and is_silent(number, Part("", 0, range(len(x)))):
             unused.append(fact(f"input '{name}'", x, 1.0, whole="True"))
     return (*found, *unused) if len(unused) < sum(_varies(x) for _, x in inputs) else found
 
@@ -352,19 +339,13 @@ def _parts(x: Tensor) -> Iterator[Part]:
     for axis, name in enumerate(("places",) if is_tokens else _AXES.get(x.ndim, ()), start=1):
         length, count = x.shape[axis], min(x.shape[axis], PARTS)
         edges = [i * length // count for i in range(count + 1)] if length > 1 else []
-        yield from (Part(name, axis, start, stop) for start, stop in pairwise(edges))
+        yield from (Part(name, axis, range(*ends)) for ends in pairwise(edges))
 
 
 def _varies(part: Tensor) -> bool:
     """Return whether the part differs between samples."""
     differs = (part != _next_sample(part)).reshape(len(part), -1).any(1)
     return len(part) > 1 and float(differs.float().mean()) >= VARIES
-
-
-def mask_of(call: Call) -> Tensor | None:
-    """Return the boolean mask that a call receives; None: none."""
-    mask = call.argument(*MASKS[call.name]) if call.name in MASKS else None
-    return mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
 
 
 # The batch before, and parts of the batch

@@ -100,30 +100,11 @@ _CLOSE = 1e-3  # rounding of a sum of probabilities
 _FAR, _NEAR = 0.1, 0.02
 
 
-@looks("no-log")
-class NoLog:
-    """Losses of log-probabilities that are given something else.
-
-    A loss that adds the `logsumexp` of its input itself is a cross-entropy.
-    """
-
-    def __init__(self, fork: Fork) -> None:
-        self._found: list[tuple[Fact, Tensor]] = []
-        self._added: list[Tensor] = []
-
-    def see(self, call: Call) -> None:
-        """Note what such losses are given."""
-        if call.name == "logsumexp":
-            self._added.append(call.argument(0, "input").detach())
-        if given := given_to(call):
-            fact = Fact(call.place, {}, {"function": call.name, "given": given})
-            self._found.append((fact, _scores(call).detach()))
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return a fact for each loss that is no cross-entropy."""
-        return (fact for fact, x in self._found
-                if not any(y.shape == x.shape and torch.allclose(x, y) for y in self._added)
-               )  # fmt: skip
+@of_each_call("no-log")
+def no_log(call: Call, fork: Fork) -> Fact | None:
+    """Find losses of log-probabilities that are given something else."""
+    given = given_to(call)
+    return Fact(call.place, {}, {"function": call.name, "given": given}) if given else None
 
 
 @torch.no_grad()
@@ -272,8 +253,7 @@ class OutOfRange:
     """The share of targets that the function on the outputs can't reach.
 
     These are targets outside its range, rows of targets of several classes at once, if it is a
-    softmax, whose results sum to 1, targets of a binary cross-entropy below 0 or above 1, or labels
-    of a CTC loss that are its blank.
+    softmax, whose results sum to 1, or targets of a binary cross-entropy below 0 or above 1.
     """
 
     def __init__(self, fork: Fork) -> None:
@@ -288,12 +268,6 @@ class OutOfRange:
                 self._compare(call, output, target.double())
         if call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
             self._known.note(call.result, (call, None))
-        elif call.name == "ctc_loss":
-            y, blank = call.argument(1, "targets"), int(call.argument(4, "blank", 0))
-            places = torch.arange(y.shape[-1], device=y.device)
-            lengths = torch.as_tensor(call.argument(3, "target_lengths"), device=y.device)
-            y = y[places < lengths[:, None]] if y.ndim > 1 else y
-            self._met.append((call, call, y == blank, y, {"blank": str(blank)}))
         elif call.args and call.name in (*BOUNDED, *_MOVES) and len(given(call)) == 1:
             source, ends = self._known.of(call.args[0]) or (call, None)
             if call.name in BOUNDED:
@@ -342,22 +316,17 @@ HIGH = 0.7  # share that dropout drops
 @asks("dropout-too-high")
 def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return dropout rates above 0.7, and the trained model's losses with and without it."""
-    return _priced(calls_of(setup.fork(), lambda call: rate_of(call) > HIGH), trained)
-
-
-@asks("dropout-on-outputs")
-def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return where dropout acts on what the loss compares with targets, and what it costs."""
-    return _priced(dropped(setup.fork()), trained)
-
-
-def _priced(drops: list[Call], trained: Fork) -> Iterator[Fact]:
-    """Yield the rates of dropout with the losses of the last batch with it and without."""
-    if drops:
+    if drops := calls_of(setup.fork(), lambda call: rate_of(call) > HIGH):
         bare, batch = replace(trained), trained.batches[-1]
         leave_out(bare, drops)
         price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
         yield from (Fact(call.place, {"rate": rate_of(call), **price}) for call in drops)
+
+
+@asks("dropout-on-outputs")
+def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return where dropout acts on what the loss compares with targets."""
+    return (Fact(call.place, {"rate": rate_of(call)}) for call in dropped(setup.fork()))
 
 
 def dropped(fork: Fork) -> list[Call]:
@@ -424,11 +393,9 @@ def activated_output(fork: Fork) -> ActivatedOutput | None:
 
 
 def _activation(call: Call) -> str:
-    ends = (
-        (call.name,)
-        if call.name in ("softmax", "exp")
-        else ends_of_function(call.name, call.kwargs)
-    )
+    if call.name in ("softmax", "exp"):
+        return call.name
+    ends = ends_of_function(call.name, call.kwargs)
     return ends[0] if ends else ""
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,9 @@ from torch.optim import SGD, Optimizer
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import calls_of, given
-from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, noting
 from adiv_monitor.audit.experiments.state import last_maps
-from adiv_monitor.audit.training.batches import copied, first, mapped, tensors
+from adiv_monitor.audit.training.batches import copied, first, mapped
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 
 _BATCHES = 4  # number of batches for the loss of a constant prediction
@@ -29,7 +28,9 @@ def chance(setup: Setup) -> float | None:
     unknown if the outputs then differ between samples: a residual model returns its inputs.
     """
     plain, fork = setup.fork(), setup.fork()
-    own, without = _outputs(plain.model), _outputs(fork.model)
+    own, without = list[Tensor](), list[Tensor]()
+    for model, made in ((plain.model, own), (fork.model, without)):
+        model.register_forward_hook(noting(made))
     last, _ = last_maps(plain)
     for path in last:
         fork.model.get_submodule(path).register_forward_hook(lambda m, x, y: torch.zeros_like(y))
@@ -42,17 +43,6 @@ def chance(setup: Setup) -> float | None:
     made = [y for x, y in zip(own, without, strict=False) if y.ndim and not torch.equal(x, y)]
     is_constant = all(torch.allclose(y, y[:1].expand_as(y), equal_nan=True) for y in made)
     return fmean(losses) if last and is_constant and all(map(math.isfinite, losses)) else None
-
-
-def _outputs(model: nn.Module) -> list[Tensor]:
-    """Return the list of what the model returns from now on."""
-    seen: list[Tensor] = []
-
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        seen.extend(x.detach().clone() for x in tensors(output))
-
-    model.register_forward_hook(note)
-    return seen
 
 
 # The loss along its gradient

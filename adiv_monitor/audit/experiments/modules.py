@@ -55,8 +55,8 @@ def starved(call: Call, fork: Fork) -> Fact | None:
     if _batch_norm(call, fork) is None:
         return None
     x = call.argument(0, "input")
-    numbers = {"values": x.numel() / x.shape[1], "samples": float(len(x))}
-    return Fact(str(call.path), numbers) if numbers["values"] <= FEW else None
+    values = x.numel() / x.shape[1]
+    return Fact(str(call.path), {"values": values}) if values <= FEW else None
 
 
 @of_each_call("running-statistics")
@@ -83,7 +83,7 @@ def left_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 def _unused(model: nn.Module, given: float) -> list[Fact]:
-    return [Fact(path, {"given": given}, {"class": type(m).__name__})
+    return [Fact(path, {"given": given})
             for path, m in model.named_modules()
             if not m.training and isinstance(m, NORMS) and _is_unused(m)]  # fmt: skip
 
@@ -151,10 +151,8 @@ class Constant(Look):
         if variance > max(CONSTANT * square, ROUNDING):
             self._found.clear()  # a later sum varies again
         elif is_constant and before > VARIES * square_before:
-            is_norm = "Norm" in type(module).__name__
-            by = "weight" if _is_zero(module) else "norm" if is_norm else "zeros" * (square == 0)
             share = min(variance / square, variance / before) if square else 0.0
-            words = {"class": type(module).__name__, "by": by}
+            words = {"class": type(module).__name__}
             words |= {"before": "all layers"} if self._last is None else {}
             self._found.append(Fact(path, {"share": share}, words))
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, flat, given, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, with_tensor
-from adiv_monitor.audit.experiments.questions import Look, Untold, asks, looks
+from adiv_monitor.audit.experiments.questions import Look, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held, train
@@ -32,13 +32,11 @@ class RateZero(Look):
         """Return one fact for each group."""
         names = {id(p): name for name, p in self._fork.model.named_parameters()}
         whole = sum(p.numel() for p in self._fork.model.parameters())
-        for i, group in enumerate(self._fork.optimizer.param_groups):
+        for group in self._fork.optimizer.param_groups:
             reached = [p for p in group["params"] if p.grad is not None and bool(p.grad.any())]
             if float(group.get("lr", math.nan)) == 0 and reached:
                 share = sum(p.numel() for p in reached) / whole
-                initial = float(group.get("initial_lr", 0.0))
-                numbers = {"group": float(i), "share": share, "initial_lr": initial}
-                yield Fact(names.get(id(reached[0]), ""), numbers)
+                yield Fact(names.get(id(reached[0]), ""), {"share": share})
 
 
 STEPS = 3  # only the last one counts: Adam's first step has full length
@@ -79,8 +77,6 @@ def unbounded_loss(setup: Setup, trained: Fork) -> Iterable[Fact]:
     least `PACE` times as much per distance as in the run. The fact says whether samples have
     negative weights, as the rewards of a policy gradient are.
     """
-    if trained.optimizer._optimizer_step_post_hooks:
-        raise Untold("a hook behind the step may keep the weights within bounds")
     fork, batch = setup.fork(), setup.batches[0]
     loss, begin = RepeatedLoss(fork), [p.detach().clone() for p in fork.model.parameters()]
 
@@ -160,9 +156,7 @@ class Hidden:
         reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
         found = [known for key, known in self._inside.items() if key in reached]
         every = self._count + sum(x.numel() for _, x in found)
-        facts = [Fact(name, {"share": x.numel() / every}, {"shape": str(tuple(x.shape))})
-                 for name, x in found]  # fmt: skip
-        return (*facts, *self._anew)
+        return (*(Fact(name, {"share": x.numel() / every}) for name, x in found), *self._anew)
 
 
 FEWEST = 64  # entries: the mean of fewer differs from zero by chance
@@ -378,7 +372,7 @@ def _spreads(values: Tensor | None, within: float = 0.0) -> bool:
 # Parameters on which the loss does not depend
 
 
-LOOKED = 32  # most forward passes that decide on which parameters the loss depends
+LOOKED = 32  # most parameters that are moved alone
 
 
 @torch.no_grad()
@@ -386,26 +380,24 @@ def unused(fork: Fork, batch: Any, names: Sequence[str]) -> tuple[str, ...]:
     """Return the parameters, out of `names`, that the loss of a batch does not depend on at all.
 
     Normal noise of their own rms, but at least 0.1, is added to all of them; if the loss changes,
-    to each half of them, and so on. Parameters that the limit of passes leaves undecided are not
-    returned.
+    to one after the other, of which the limit leaves some undecided: these are not returned.
     """
+    if not names:
+        return ()
     loss, parameters = RepeatedLoss(fork), dict(fork.model.named_parameters())
     as_it_is = loss.of(batch)
-    found: set[str] = set()
-    groups = [list(names)]
-    for _ in range(LOOKED):
-        if not groups or not groups[0]:
-            break
-        group = groups.pop(0)
-        before = [parameters[name].clone() for name in group]
+
+    def are_unused(names: Sequence[str]) -> bool:
+        before = [parameters[name].clone() for name in names]
         with seeded(fork.seed):
-            for name, p in zip(group, before, strict=True):
+            for name, p in zip(names, before, strict=True):
                 rms = max(float(p.float().square().mean().sqrt()), 0.1)
                 parameters[name].add_(rms * torch.randn_like(p))
-        if math.isclose(loss.of(batch), as_it_is, rel_tol=1e-6):
-            found.update(group)
-        elif len(group) > 1:
-            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
-        for name, p in zip(group, before, strict=True):
+        same = math.isclose(loss.of(batch), as_it_is, rel_tol=1e-6)
+        for name, p in zip(names, before, strict=True):
             parameters[name].copy_(p)
-    return tuple(name for name in names if name in found)
+        return same
+
+    if are_unused(names):
+        return tuple(names)
+    return tuple(name for name in names[:LOOKED] if are_unused([name]))

@@ -45,8 +45,6 @@ SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
 # Transformers draw all weights with a standard deviation of 0.02: those of few inputs have a small
 # gain, as in the position biases of Swin Transformer V2, which have two.
 USUAL_RMS = 0.018
-# Gains between which weights are as drawn by Xavier's initialisation, 1, or He's, √2.
-LEAST_DRAWN, MOST_DRAWN = 0.8, 1.7
 LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
 ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
@@ -123,14 +121,10 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     said = [words.format(layer=named(record, first[measure].layer or ""),
                          value=first[measure].value, chance=record.chance or 0.0)
             for measure, words in _SAID.items() if measure in first]  # fmt: skip
-    gains = [weight.gain for weight in record.weights.values() if not weight.bare]
-    # All layers have the gain that they would have if they were drawn again.
-    drawn = bool(gains) and all(LEAST_DRAWN < gain < MOST_DRAWN for gain in gains) and not layers
-    again = Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
-                   "tanh)", "reinitialise")  # fmt: skip
     yield Finding("bad-initialisation", act_if(harmful),
         f"The initial weights are unsuitable: {'; '.join(said)}.", evidence,
-        (*[again] * (not drawn),
+        (Advice("initialise the weights again, scaled by their fan-in (He for ReLU, Xavier for "
+                "tanh)", "reinitialise"),
          Advice("add layer normalisation in front of the layers", "layer-norm")),
         "With a lower learning rate, training needs longer to undo a bad start.", layers=layers,
         since=0, against=LOWER_RATES)  # fmt: skip
@@ -233,30 +227,16 @@ def _from_the_start(record: Record) -> bool:
 def vanishing(record: Record) -> Iterator[Finding]:
     """Find gradients that hardly reach the first layers from the start.
 
-    If only reports are known, a gradient of exactly zero does not count: it has not vanished on a
-    long path, but met dead units or a cut, which another rule finds. In an audit, one that is zero
-    from one layer to the next in all steps has met a function whose derivative is zero.
+    A gradient of exactly zero does not count: it has not vanished on a long path, but met dead
+    units or a cut, which other rules find.
     """
     ratios = gradient_ratios(record)
-    largest = max(ratios.values(), default=math.inf)
-    if largest >= VANISHED or not (record.is_audited or largest > 0):
-        return
-    found = _on_the_way(record, ratios, VANISHED, Finding(
-        "vanishing", act_if(suffers(record)), advice=(_LAYER_NORM, _BATCH_NORM, _AGAIN,
-        Advice("use ReLU-like activation functions, or add residual connections")),
-        not_advised="With a higher learning rate, the last layers move too far before the first "
-        "ones move.", against=HIGHER_RATES))  # fmt: skip
-    norms = read.heard(record, next(r for r in record.reports if r.step == found.since))
-    at_once = all(norms[path] == 0 for path in found.layers)
-    never = any(n.startswith(f"{found.evidence[1].layer}.") for n in record.wiring.zero_gradient)
-    if largest == 0 and at_once and never:
-        is_dead = dead_share(record) > DEAD_ACT  # which may be why
-        found = replace(found, name="zero-gradient", not_advised="",
-            strength=act_if(suffers(record) and not is_dead),
-            advice=(Advice("look between these layers for rounding, sign, argmax, comparisons and "
-                           "clamps, whose derivative is 0, and for units that are flat for all "
-                           "rows"),))  # fmt: skip
-    yield found
+    if 0 < max(ratios.values(), default=0.0) < VANISHED:
+        yield _on_the_way(record, ratios, VANISHED, Finding(
+            "vanishing", act_if(suffers(record)), advice=(_LAYER_NORM, _BATCH_NORM, _AGAIN,
+            Advice("use ReLU-like activation functions, or add residual connections")),
+            not_advised="With a higher learning rate, the last layers move too far before the "
+            "first ones move.", against=HIGHER_RATES))  # fmt: skip
 
 
 def _on_the_way(record: Record, ratios: dict[int, float], limit: float,

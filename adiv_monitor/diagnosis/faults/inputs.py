@@ -124,9 +124,6 @@ def input_scale(record: Record) -> Iterator[Finding]:
             evidence.append(Evidence("feature std ratio", ratio, UNEVEN_FEATURES, name))
         if evidence and _is_read(record, seen):
             said = " and ".join(f"{found.measure} {found.value:.3g}" for found in evidence)
-            for path in read.maps(record)[:1]:  # a measure, so that pictures show it
-                if (length := read.typical(record, path, "scale_mean")) is not None:
-                    evidence.append(Evidence("scale_mean", length.value, None, path))
             yield Finding("input-scale", act_if(_costs(record, seen.std)),
                 f"The entries of input {name!r} have an unsuitable scale ({said}): "
                 "initialisations and learning rates expect a standard deviation of about 1 in each "
@@ -270,8 +267,7 @@ def row_spread(record: Record) -> Iterator[Finding]:
         yield Finding("row-spread", "act" if far else "watch" if suffers(record) else "note",
             f"The standard deviation of the row scale ‖φ‖² is {spread.value:.3g} times its mean"
             + ": a few long rows determine each step, and the others hardly count" * far + ".",
-            (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, path, spread.since),
-             *(Evidence("length_cv of inputs", cv) for cv in lengths)),
+            (Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, path, spread.since),),
             (_AFFINE_LIKE,
              Advice("look at the longest samples: they may be outliers")),
             "Neither one constant scale nor another learning rate makes the rows more alike.",

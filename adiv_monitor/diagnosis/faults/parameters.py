@@ -30,7 +30,7 @@ from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.readings import learning_rates, these
-from adiv_monitor.diagnosis.record import Fact, Record
+from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed, percent
 
 # The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
@@ -155,15 +155,7 @@ told(__name__, "rate-zero", "", "act",
      [Number("share of the parameters", "share")],
      Advice("give this parameter group a learning rate; if a scheduler set it to 0, look for an "
             "integer division"),
-     not_advised="Any multiple of a learning rate of zero is zero.",
-     unless=lambda record: all(_rises(record, fact) for fact in record.found_by("rate-zero"))
-     )  # fmt: skip
-
-
-def _rises(record: Record, fact: Fact) -> bool:
-    """Return whether the group's learning rate is above 0 in some measured step: it warms up."""
-    group = int(fact.numbers.get("group", -1))
-    return any(any(report.learning_rates[group : group + 1]) for report in record.reports)
+     not_advised="Any multiple of a learning rate of zero is zero.")  # fmt: skip
 
 
 told(__name__, "rounded-away", "Steps lost to rounding", suffers,

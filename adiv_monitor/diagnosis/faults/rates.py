@@ -150,7 +150,8 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         + " Their parameter groups have another learning rate." * ({*layers} <= apart),
         tuple(Evidence("update_ratio", value, low if value < middle else high, p)
               for p in layers[:3] for value in (moves[0][p].value,)),
-        tuple(_evened(record, layers)), "No single learning rate suits both kinds of layers.",
+        tuple(_evened(record, layers, apart)),
+        "No single learning rate suits both kinds of layers.",
         layers=layers, since=record.reports[0].step)  # fmt: skip
 
 
@@ -221,15 +222,10 @@ def _learns(record: Record, factor: float, trial: Trial) -> bool:
     return factor < 1 or trial.loss + 2 * error < first
 
 
-def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
+def _evened(record: Record, layers: Sequence[str], apart: set[str]) -> Iterator[Advice]:
     """Yield what may make all layers move alike."""
-    first, rates = record.reports[0], record.reports[0].learning_rates
-    known = {path: group for path, group in first.groups.items() if 0 <= group < len(rates)}
-    usual = _usual_rate([rates[group] for path, group in known.items() if path not in layers])
-    own = {known[p]: rates[known[p]] for p in layers if p in known}
-    if own and all(rate != usual > 0 for rate in own.values()):
-        names = listed([f"param_groups[{i}] ({rate:g})" for i, rate in own.items()])
-        yield Advice(f"give {names} the learning rate of the other layers, {usual:g}")
+    if {*layers} <= apart:
+        yield Advice("give their parameter groups the learning rate of the other layers")
     if factors := rates_per_layer(record, layers):
         each = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
         said = f"give these layers their own learning rates: {listed(each)}"
@@ -238,16 +234,15 @@ def _evened(record: Record, layers: Sequence[str]) -> Iterator[Advice]:
         yield Advice("use AdamW with learning rate 0.001: it scales each parameter's step", "adamw")
 
 
-def _usual_rate(rates: Sequence[float]) -> float:
-    return Counter(rates).most_common(1)[0][0] if rates else 0.0
-
-
 def _of_other_rates(record: Record) -> set[str]:
     """Return the layers whose learning rate is `RATES_APART` times the usual one, or a part."""
-    first = next(iter(record.reports), None)
-    rates = () if first is None else first.learning_rates
-    own = {} if first is None else {p: rates[g] for p, g in first.groups.items() if g < len(rates)}
-    usual = _usual_rate([*own.values()])
+    own = {
+        path: report.learning_rates[group]
+        for report in record.reports[:1]
+        for path, group in report.groups.items()
+        if group < len(report.learning_rates)
+    }
+    ((usual, _),) = Counter(own.values()).most_common(1) or [(0.0, 0)]
     low, high = usual / RATES_APART, usual * RATES_APART
     return {path for path, rate in own.items() if usual > 0 and not low < rate < high}
 

@@ -32,9 +32,9 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             + f" The first function that mixes samples is {fact.place}." * bool(fact.place),
             (Evidence("share of outputs that change", share,
                       1.2 * fact.numbers.get("independent", 0.0)),),
-            (*[Advice("set batch_first=True")] * ("batch_first" in fact.words),
-             Advice("look in forward() for a table along axis 0, the axis of the samples, and for "
-                    "a mean, a softmax, attention or a reshape over it")))  # fmt: skip
+            (Advice("look in forward() for layers without batch_first=True, for a table along axis "
+                    "0, the axis of the samples, and for a mean, a softmax, attention or a reshape "
+                    "over it"),))  # fmt: skip
 
 
 told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
@@ -73,21 +73,16 @@ def cuts(record: Record) -> list[Fact]:
     return [f for f in facts if not opposed or f.numbers.get("removed", -1.0) > OPPOSES]
 
 
-@fault("no-activation", "Activation functions without effect", explains=LEARNING, acts_below=0.8)
-def no_activation(record: Record) -> Iterator[Finding]:
-    """Find activation functions whose results are lost, and models that are affine functions."""
-    facts = record.found_by("no-activation")
-    lost = [fact.place for fact in facts if fact.words["by"] == "lost"]
-    affine = [fact.numbers["layers"] for fact in facts if fact.words["by"] == "affine"]
-    if facts:
-        yield Finding("no-activation", act_if(suffers(record)),
-            f"Nothing uses the result of {lost[0]}." if lost else
-            f"The outputs of {affine[0]:.0f} layers are an affine function of the inputs.",
-            (Evidence("results that nothing uses", len(lost), 0.0, step=0),
-             *(Evidence("layers of an affine model", layers, 1.0, step=0) for layers in affine)),
-            (*[Advice("assign the result: x = relu(x), not relu(x)")] * bool(lost),
-             *[Advice("put an activation function between the layers", "relu-between")]
-             * bool(affine)))  # fmt: skip
+told(__name__, "no-activation", "Activation functions without effect", suffers,
+     "Nothing uses the result of {place}.",
+     [Number("results that nothing uses")],
+     Advice("assign the result: x = relu(x), not relu(x)"),
+     where=lambda fact: fact.words["by"] == "lost", explains=LEARNING, acts_below=0.8)  # fmt: skip
+told(__name__, "no-activation", "", suffers,
+     "The outputs of {layers:.0f} layers are an affine function of the inputs.",
+     [Number("layers of an affine model", "layers")],
+     Advice("put an activation function between the layers", "relu-between"),
+     where=lambda fact: fact.words["by"] == "affine")  # fmt: skip
 
 
 told(__name__, "attention-axis", "Attention weights summed over another axis", suffers,
@@ -115,15 +110,14 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         flat = any(dead_units(record)) or any(saturated_units(record))
         flat |= any(fact.words["kind"] == "step" for fact in record.found_by("zero-slope"))
         unused = all("whole" in fact.words for fact in facts)
-        mask = Advice("check the mask: does True keep or ignore?")
         harms = suffers(record) or record.wiring.input_matters < INPUT_MATTERS
         yield Finding("input-partly-ignored", act_if(harms and not flat and not unused),
             f"No output depends on {listed([fact.place for fact in facts])} (shape "
             f"{facts[0].words['shape']}), neither before nor after training.",
             (Evidence("share of the parts", facts[0].numbers["share"], 0.0),),
-            (*[mask] * any("masked" in fact.words for fact in facts),
-             Advice("follow these parts through forward(): look for masks, slices such as [:, -1], "
-                    "overwritten tensors, and divisions of whole numbers")), since=0)  # fmt: skip
+            (Advice("follow these parts through forward(): look for masks (does True keep or "
+                    "ignore?), slices such as [:, -1], overwritten tensors, and divisions of whole "
+                    "numbers"),), since=0)  # fmt: skip
 
 
 # The inputs may be sets, so it should be acted on only if positions help.

@@ -147,24 +147,17 @@ told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGM
 # A cross-entropy has its lowest value at their shares, which some models are meant to learn.
 told(__name__, "targets-out-of-range", "", "watch", _SUM, _OUTSIDE, Advice(_SIGMOIDS),
      where=lambda f: "sum" in f.words and f.words["function"] == "cross_entropy")  # fmt: skip
-told(__name__, "targets-out-of-range", "", "act",
-     "{share:.0%} of the labels of {place} are {blank}, the index of its blank, which no decoded "
-     "sequence holds.", _OUTSIDE,
-     Advice("shift the labels by 1, or give an index of its own as `blank`"),
-     where=lambda fact: "blank" in fact.words)  # fmt: skip
 told(__name__, "targets-out-of-range", "", suffers,
      "{share:.0%} of the targets lie outside the range of the outputs: because of {place}, all lie "
      "between {low} and {high}.", _OUTSIDE,
      Advice("remove that function from the outputs, or scale the targets into its range"),
-     where=lambda fact: not {"farthest", "sum", "blank"} & fact.words.keys())  # fmt: skip
+     where=lambda fact: not {"farthest", "sum"} & fact.words.keys())  # fmt: skip
 
 
 told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
      "{place} sets {rate:.0%} of the outputs to 0 in each step, before the loss compares them with "
      "their targets.",
-     [Number("dropout rate of the outputs", "rate", above=0.0),
-      Number("loss of the trained model with it", "with"),
-      Number("loss of the trained model without it", "without")],
+     [Number("dropout rate of the outputs", "rate", above=0.0)],
      Advice("remove that dropout", "outputs-without-dropout"),
      explains=LEARNING, acts_below=0.8)  # fmt: skip
 
