@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
     with_tensor,
 )
-from adiv_monitor.audit.experiments.fits import compared_in
 from adiv_monitor.audit.experiments.loss_inputs import parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
@@ -179,7 +178,6 @@ FEWEST = 4  # samples of the batch
 # A sample's inputs and targets may concern this many times its share of the outputs; where they
 # concern more, samples are mixed on purpose, as nodes of a graph are.
 ITS_SHARE = 1.5
-_EXACT = 1e-4  # of a gradient: rounding of a sum in another order
 
 
 @asks("targets-misplaced")
@@ -189,11 +187,9 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     Inputs concern the outputs that change and count in the loss. Targets, which change no outputs,
     concern those whose gradient changes; outputs that no sample's inputs change, such as zeros of a
     ReLU, do not count. The share that both concern, of the fewer ones, is 1 if they belong
-    together. Also return the axes along which targets may trade places.
+    together.
     """
     batch = few(setup, setup.batches[0])
-    if axes := [*_unordered(setup, batch)]:
-        return axes
     size = size_of(batch)
     if size < FEWEST or any(x.ndim and len(x) != size for x in tensors(batch)):
         raise Untold(f"fewer than {FEWEST} samples, or the tensors of a batch are of unlike length")
@@ -231,35 +227,6 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("the batch holds no inputs and targets apart")
     share = float((of_inputs & of_targets).sum()) / fewer
     return (Fact("", {"share": share}, {"of": own.shape, "to": ", ".join(shapes)}),)
-
-
-def _unordered(setup: Setup, batch: Any) -> Iterator[Fact]:
-    """Yield axes along which targets may trade places, though not take any values.
-
-    The loss has the same gradient then, as that of sums or means.
-    """
-    own, compared = passed(still(setup.fork()), batch), compared_in(still(setup.fork()), batch)[0]
-
-    def is_same(change: Callable[[Tensor], Tensor], number: int) -> bool:
-        other = passed(still(setup.fork()), with_tensor(batch, number, change))
-        some, others = (torch.cat([x.outputs, x.gradients]) for x in (own, other))
-        alike = some.shape == others.shape and torch.isclose(some, others, rtol=_EXACT, atol=0)
-        return bool(torch.as_tensor(alike).all())
-
-    for number, x in enumerate(tensors(batch)):
-        is_target = str(tuple(x.shape)) == own.shape or any(
-            x.numel() == y.numel() and torch.equal(x.flatten().cpu(), y.flatten()) for y in compared
-        )
-        for axis in range(min(x.ndim, 2)) if is_target else ():
-            turned, alike = partial(torch.roll, shifts=1, dims=axis), partial(_alike, axis=axis)
-            trades = not torch.equal(x, turned(x)) and is_same(turned, number)
-            if trades and not is_same(alike, number):
-                yield Fact("", {"axis": float(axis)})
-
-
-def _alike(x: Tensor, axis: int) -> Tensor:
-    """Return a copy with the first entries along an axis in place of all others."""
-    return x.narrow(axis, 0, 1).expand_as(x).contiguous()
 
 
 def _put(x: Tensor, row: int) -> Tensor:

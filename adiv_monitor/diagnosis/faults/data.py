@@ -39,7 +39,6 @@ DETERMINED = 0.9999
 # Less, if a model may be meant to move them itself.
 FITS, BETTER, CLEARLY = 0.15, 0.5, 0.25
 DRAWN = 0.3  # share of the targets' mean square that random numbers make
-MIXED = 0.15  # share of the targets that fit their images better flipped
 # A small network explains more than this share of unseen labels, and the model less than this share
 # of what that explains; labels that a model of theirs explains so little of, with so many samples
 # of each class, may not belong to their inputs.
@@ -166,7 +165,7 @@ told(__name__, "target-leak", "A feature that is the target", "watch",
 
 def _are_misplaced(record: Record) -> bool:
     """Return whether the order of targets is wrong for sure, or may be, and the run suffers."""
-    order = record.found_by("targets-moved")[0].words.get("order")
+    order = record.found_by("targets-moved")[0].words["order"]
     return order == "wrong" or (order == "unclear" and suffers(record))
 
 
@@ -176,18 +175,9 @@ told(__name__, "targets-moved", "Targets in another order than their inputs", _a
      [Number("share of moved targets that the last layer's inputs explain", "best", above=FITS),
       Number("share of the targets as they are", "own")],
      Advice("compare the order, the axes and the transforms of inputs and targets"),
-     where=lambda fact: fact.numbers.get("own", 1.0) < fact.numbers.get("best", 0.0)
-     * (CLEARLY if fact.words.get("order") == "meant" else BETTER),
+     where=lambda fact: fact.numbers["own"] < fact.numbers["best"]
+     * (CLEARLY if fact.words["order"] == "meant" else BETTER),
      explains=LEARNING)  # fmt: skip
-
-
-told(__name__, "targets-moved", "", suffers,
-     "{share:.0%} of the targets of pixels fit their images better if they are flipped ('{move}'), "
-     "and the others do not.",
-     [Number("share of the targets that fit better flipped", "share", above=MIXED,
-            below=1 - MIXED)],
-     Advice("flip images and targets together"), where=lambda fact: "share" in fact.numbers
-     )  # fmt: skip
 
 
 @fault("labels-unrelated", "Labels that no model predicts")
@@ -210,12 +200,6 @@ told(__name__, "labels-unrelated", "", suffers,
      "{share:.0%} of them, and no input depends on these.",
      [Number("share of the targets that is drawn", "share", above=DRAWN)],
      Advice("draw once, and use the same numbers for inputs and targets"))  # fmt: skip
-told(__name__, "labels-unrelated", "", "watch",
-     "The targets' {of} in all {batches:.0f} batches, as of targets that are numbered, or "
-     "normalised, by each batch anew: they mean something else in another batch.",
-     [Number("batches in which that is so", "batches")],
-     Advice("number and normalise the targets once, for all data"),
-     where=lambda fact: "batches" in fact.numbers)  # fmt: skip
 
 
 @loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)

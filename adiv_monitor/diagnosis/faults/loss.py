@@ -111,15 +111,6 @@ told(__name__, "class-untaught", "", suffers,
      where=lambda fact: "unread" in fact.numbers)  # fmt: skip
 
 
-told(__name__, "targets-misplaced", "",
-     lambda record: suffers(record) or not record.found_by("targets-misplaced")[0].numbers["axis"],
-     "The gradient of the loss is the same if the targets trade places along axis {axis:.0f}: it "
-     "compares sums or means of them, not each output with its own target.",
-     [Number("axis", "axis")],
-     Advice("compare each output with its own target first, and take the sum or the mean last"),
-     where=lambda fact: "axis" in fact.numbers)  # fmt: skip
-
-
 told(__name__, "class-untaught", "", "watch",
      "In {samples:.0f} labels, {missing:.0f} of the {classes:.0f} classes of {place} never occur.",
      [Number("classes that never occur", "missing")],
