@@ -154,7 +154,7 @@ HITS = {
     "same-batch": probed("same-batch", WELL, {"of": "batches"}, different=1.0, batches=60.0),
     "class-weights": probed("class-weights", words={"common": "0", "rare": "1"}, slope=1.0,
                             correlation=1.0, times=9.0, more=9.0),
-    "class-untaught": probed("class-untaught", samples=96.0, of=256.0, **{"class": 0.0}),
+    "class-untaught": probed("class-untaught", samples=96.0, length=256.0, label=0.0),
     "penalty-dominates": penalised(0.1),
     "targets-moved": probed(
         "targets-moved", WELL, {"move": "reversed", "order": "wrong"}, own=0.1, best=0.5
@@ -205,7 +205,6 @@ NOISY = (2.3, 0.9, 2.1, 0.9, 2.2, 1.0, 2.1, 0.9, 2.0, 1.0, 2.2, 0.8)
 # What is at most to be watched: name and strength, and a record of it.
 MILDER = [
     ("backward-wrong watch", probed("backward-wrong", WELL, cosine=0.6, slope=1.0, backward=0.5)),
-    ("outputs-tied watch", probed("outputs-tied", times=5.0)),
     ("mask-ignored watch", probed("mask-ignored", WELL)),
     ("zero-factor watch", probed("zero-factor", WELL)),
     ("input-written watch", probed("input-written", change=0.75, times=1.0)),
@@ -229,7 +228,7 @@ MILDER = [
      probed("targets-moved", words={"move": "shifted", "order": "unclear"}, own=0.1, best=0.5)),
     ("labels-unrelated act", probed("labels-unrelated", share=0.9)),
     ("class-untaught watch",
-     probed("class-untaught", WELL, {"of": "columns", "first": "1"}, unread=3.0, length=4.0)),
+     probed("class-untaught", WELL, unread=3.0, length=4.0, first=1.0)),
     ("padding-counts watch", probed("padding-counts", share=0.76)),
     ("target-leak watch", probed("target-leak", share=1.0, feature=7.0, samples=64.0)),
     ("target-is-input watch", probed("target-is-input", places=2.0)),
@@ -242,8 +241,6 @@ MILDER = [
     ("no-log act", probed("no-log", words={"given": "another axis"})),
     ("same-batch note", probed("same-batch", words={"of": "one"}, different=1.0, batches=60.0)),
     ("same-batch watch", probed("same-batch", words={"of": "samples"}, share=0.1)),
-    ("constant-data watch", probed("constant-data", words={
-        "of": "input", "input": "x", "type": "float"}, samples=9.0, value=0.0)),
     ("zero-gradient act", probed("zero-gradient")),
     ("zero-gradient watch", record(wiring=ZERO)),
     ("zero-gradient watch", record({"a": reading(idle_share=1.0, scale_mean=17.0)}, wiring=ZERO)),

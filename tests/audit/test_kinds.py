@@ -178,12 +178,6 @@ def test_a_target_that_passes_gradients_on(discount: float, cut: bool, hits: boo
     assert bool(found("target-attached", setup(loss=difference(discount, cut)))) is hits
 
 
-@pytest.mark.parametrize(("classes", "hits"), [(6, True), (3, False), (300, False)])
-def test_classes_that_never_occur(classes: int, hits: bool) -> None:
-    said = found("class-untaught", setup(model=nn.Linear(12, classes)))
-    assert [x.strength for x in said] == ["watch"] * hits
-
-
 def shrinking(by: float, of_outputs: bool) -> Callable[[nn.Module, Any], Tensor]:
     def penalised(model: nn.Module, batch: Any) -> Tensor:
         made = model(batch[0])

@@ -264,8 +264,9 @@ def drawn_anew(setup: Setup, trained: Fork) -> Iterable[Fact]:
             continue
         for x, y in zip(own, others, strict=True):
             one, two = _numbers(x, x.shape[:1]), _numbers(y, x.shape[:1])
-            if one is not None and two is not None and (share := _share(one, two)) > 0:
-                yield Fact(call.place, {"share": share})
+            if one is not None and two is not None and not torch.equal(one, two):
+                both = one.square().sum() + two.square().sum()
+                yield Fact(call.place, {"share": float((one - two).square().sum() / both)})
 
 
 def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[float]]:
@@ -285,8 +286,3 @@ def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[float]]
     for module in fork.model.modules():
         module.register_forward_pre_hook(note)
     return compared_in(fork, setup.batches[0], change=change)[0], gets
-
-
-def _share(x: Tensor, y: Tensor) -> float:
-    both = x.square().sum() + y.square().sum()
-    return float((x - y).square().sum() / both.clamp(min=1e-30))
