@@ -103,7 +103,7 @@ def with_edits(
         candidate = candidates[number]
         trial = compared("", candidate.losses(setup, record, cap), without, setup.steps)
         others = [trial.loss_without, *(rate.loss for rate in record.rates.values())]
-        if trial.pays and trial.loss < candidate.share * min(others):
+        if trial.pays and 0 <= trial.loss < candidate.share * min(others):
             numbers = {"loss": trial.loss, "without": trial.loss_without}
             of = "loss" if candidate.call.path is None else "model"
             facts.append(Fact(candidate.call.place, numbers, {"edit": candidate.words, "of": of}))
