@@ -111,12 +111,10 @@ def test_targets_of_pixels_that_are_transposed_or_turned_are_found(move: Any, na
         loss=lambda m, b: functional.mse_loss(m(b[0])[:, 0], b[1]),
     )
     found = facts("targets-moved", of)
-    assert [fact.words.get("move") for fact in found if "own" in fact.numbers] == [name] * bool(
-        name
-    )
+    assert [fact.words["move"] for fact in found] == [name] * bool(name)
 
 
-# Drawn, or numbered, anew
+# Drawn anew
 
 
 def noised(again: bool, noise: float = 1.0) -> Of:
@@ -136,33 +134,6 @@ def test_targets_that_are_drawn_apart_from_the_inputs(again: bool, noise: float,
     assert all(fact.place.startswith("randn_like") for fact in found)
 
 
-def scaled(y: Tensor) -> Tensor:
-    return (y - y.min()) / (y.max() - y.min())
-
-
-@pytest.mark.parametrize(
-    ("change", "hits"),
-    [
-        (lambda y: y.unique(return_inverse=True)[1], 1),
-        (lambda y: y, 0),
-        (lambda y: torch.arange(6), 0),  # of episodes: as many in each
-        (lambda y: scaled(y + torch.rand(6)), 1),
-        (lambda y: y + torch.rand(6), 0),
-    ],
-)
-def test_targets_that_each_batch_numbers_or_scales_anew(change: Any, hits: int) -> None:
-    chance = torch.Generator().manual_seed(0)
-    labels = [torch.randint(5, (6,), generator=chance) for _ in range(12)]
-    torch.manual_seed(0)
-    made = tuple((torch.randn(6, 12), change(y)) for y in labels)
-
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        return functional.mse_loss(model(batch[0])[:, 0], batch[1].float())
-
-    found = facts("labels-unrelated", setup(batches=made, loss=of))
-    assert len(said("labels-unrelated", *found)) == hits
-
-
 # Unread
 
 
@@ -177,24 +148,9 @@ def gathered(axis: int) -> Of:
 def test_outputs_that_the_loss_does_not_read() -> None:
     """Gathered along the samples, labels take the first column of the first three."""
     found = facts("class-untaught", setup(loss=gathered(0)))
-    assert {f.words["of"]: f.numbers["unread"] for f in found} == {"samples": 29, "columns": 2}
-    assert "Of the 32 samples" in said("class-untaught", *found)[0]
+    assert [f.numbers["unread"] for f in found] == [2]
+    assert "Of the 3 columns" in said("class-untaught", *found)[0]
     assert not facts("class-untaught", setup(loss=gathered(1)))
-
-
-@pytest.mark.parametrize(
-    ("of", "axes"),
-    [
-        (lambda z, y: (z - y).mean().square(), [0.0, 1.0]),
-        (lambda z, y: (z.sum(1) - y.sum(1)).square().mean(), [1.0]),
-        (lambda z, y: (z - y).square().mean(), []),
-    ],
-)
-def test_targets_that_may_trade_places(of: Any, axes: list[float]) -> None:
-    whole = setup(loss=lambda m, b: of(m(b[0][:, :12]), b[1]))
-    made = tuple((x, x[:, :3].exp()) for x, _ in batches())
-    found = facts("targets-misplaced", Setup(**{**vars(whole), "batches": made}))
-    assert [fact.numbers["axis"] for fact in found if "axis" in fact.numbers] == axes
 
 
 @pytest.mark.parametrize("cut", [True, False])

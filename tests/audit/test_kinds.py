@@ -132,24 +132,6 @@ def test_a_term_that_another_outweighs(scale: float, hits: bool) -> None:
     assert bool(found("term-outweighed", setup(loss=two_tasks(scale)))) is hits
 
 
-@pytest.mark.parametrize(
-    ("share", "of_others", "hits"), [(0.5, 0, True), (0.0, 0, False), (0.5, 1, False)]
-)
-def test_targets_of_which_a_share_is_flipped(share: float, of_others: int, hits: bool) -> None:
-    x = functional.interpolate(torch.randn(64, 1, 4, 4, generator=GENERATOR), (16, 16))
-    y = (x[:, 0] > 0).float()
-    flipped = torch.rand(64, generator=GENERATOR) < share
-    x = x + 0.1 * torch.randn(x.shape, generator=GENERATOR)
-    x[flipped] = x[flipped].flip(3)
-    y = y.roll(of_others, 0)
-    of = setup(
-        model=nn.Conv2d(1, 1, 3, padding=1),
-        batches=((x, y),),
-        loss=lambda m, b: (m(b[0])[:, 0] - b[1]).square().mean(),
-    )
-    assert any("flipped" in f.summary for f in found("targets-moved", of)) is hits
-
-
 def test_the_function_whose_gradient_is_not_a_number_is_named_with_its_line() -> None:
     def rooted(model: nn.Module, batch: Any) -> Tensor:
         return (0 * model(batch[0])).sqrt().mul(0).sum()
@@ -194,12 +176,6 @@ def difference(discount: float, cut: bool) -> Callable[[nn.Module, Any], Tensor]
 )
 def test_a_target_that_passes_gradients_on(discount: float, cut: bool, hits: bool) -> None:
     assert bool(found("target-attached", setup(loss=difference(discount, cut)))) is hits
-
-
-@pytest.mark.parametrize(("classes", "hits"), [(6, True), (3, False), (300, False)])
-def test_classes_that_never_occur(classes: int, hits: bool) -> None:
-    said = found("class-untaught", setup(model=nn.Linear(12, classes)))
-    assert [x.strength for x in said] == ["watch"] * hits
 
 
 def shrinking(by: float, of_outputs: bool) -> Callable[[nn.Module, Any], Tensor]:

@@ -83,7 +83,7 @@ def hinge(output: Tensor, y: Tensor) -> Tensor:
 
 def test_labels_that_a_loss_does_not_expect_teach_nothing() -> None:
     (fact,) = told("class-untaught", two(lambda y: y, hinge), trained=True).facts
-    assert fact.numbers["class"] == 0.0 and fact.numbers["samples"] > 64
+    assert fact.numbers["label"] == 0.0 and fact.numbers["samples"] > 64
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_weights_of_samples_are_no_labels(dtype: torch.dtype) -> None:
         setup(model=model, batches=made, loss=partial(of, each=hinge)),
         trained=True,
     ).facts
-    assert fact.numbers["class"] == 0.0
+    assert fact.numbers["label"] == 0.0
 
 
 class Tags(nn.Module):
@@ -186,7 +186,7 @@ def test_a_class_of_tokens_or_pixels_that_never_counts_is_told(
     of: Any, labels: Any, pixels: bool, is_told: bool
 ) -> None:
     facts = tagged(of, labels, pixels=pixels).facts
-    assert [fact.numbers["class"] for fact in facts] == [0.0] * is_told
+    assert [fact.numbers["label"] for fact in facts] == [0.0] * is_told
 
 
 def next_ones(m: nn.Module, x: Tensor) -> Tensor:
@@ -338,32 +338,6 @@ class Last(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.map(x[:, -1])
-
-
-class Both(nn.Module):
-    def __init__(self, unused: bool = False) -> None:
-        super().__init__()
-        self.unused, self.own, self.other = unused, nn.Linear(12, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, more: Tensor) -> Tensor:
-        return self.own(x) + (0.0 if self.unused else self.other(more.float().reshape(-1, 4)))
-
-
-def both(more: Any, unused: bool = False) -> Setup:
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        return functional.cross_entropy(model(batch[0], batch[1]), batch[2])
-
-    made = tuple((x, more(x), y) for x, y in batches())
-    return setup(model=Both(unused), batches=made, loss=of)
-
-
-def test_an_input_without_differences_beside_another_is_named() -> None:
-    (fact,) = told("constant-data", both(lambda x: torch.zeros(32, 4))).facts
-    assert fact.words == {"of": "input", "input": "more", "type": "float"}
-    (fact,) = told("constant-data", both(lambda x: torch.zeros(32, 4).long())).facts
-    assert fact.words["type"] == "integer", "ids, such as of segments"
-    places = both(lambda x: torch.arange(4.0).expand(32, 4))
-    assert not told("constant-data", places).facts, "the same places in each sample"
 
 
 def test_samples_that_repeat_within_a_batch_are_named() -> None:

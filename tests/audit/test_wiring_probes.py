@@ -88,11 +88,6 @@ def einsum(axis: int) -> Weighing:
     return attend
 
 
-def pooled(axis: int) -> Weighing:
-    """One score for each place from a layer."""
-    return lambda net, q, k, v: net.logits(q.tanh())[..., :1].softmax(axis).mT @ v
-
-
 def slots(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Slots compete for places, and take means of what they got (Locatello et al. 2020)."""
     weights = scores(q, k).softmax(-2) + 1e-6
@@ -105,8 +100,8 @@ def clusters(net: Attending, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (assigned.transpose(-1, -2) @ v)[..., :4, :]
 
 
-WRONG = [along(-2), masked(-2), einsum(2), pooled(-1)]
-RIGHT = [along(-1), masked(-1), einsum(3), pooled(-2)]
+WRONG = [along(-2), masked(-2), einsum(2)]
+RIGHT = [along(-1), masked(-1), einsum(3)]
 OTHERS = [slots, clusters]
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,13 @@ from adiv_monitor.audit.experiments.calls import calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import (
     Pass,
     RepeatedLoss,
-    few,
     given_inputs,
+    of_few,
     only_target,
     passed,
     still,
     with_tensor,
 )
-from adiv_monitor.audit.experiments.fits import compared_in
 from adiv_monitor.audit.experiments.loss_inputs import parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
@@ -61,7 +60,7 @@ def _preferred(
     setup: Setup, find: Callable[[Answered, Tensor], Losses | None]
 ) -> tuple[Tensor, Losses] | None:
     """Return what is found of the first batch's only target, in the shape of the outputs."""
-    batch = few(setup, setup.batches[0])
+    batch = of_few(setup).batches[0]
     of = Answered(setup.fork(), batch)
     for x in tensors(batch):
         target = None if of.outputs is None else _as_output(of.outputs, x)
@@ -124,7 +123,6 @@ def _beyond(of: Answered, target: Tensor) -> Losses | None:
 # Targets that outputs had better contradict
 
 LOGIT = 8.0
-NEGATIONS = ("neg", "negative", "__neg__", "softmin")
 
 
 @asks("loss-reversed")
@@ -132,21 +130,20 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Replace the outputs by the targets, of 0 and 1, and by their opposite.
 
     This is done as probabilities, p and 1 − p, and as logits, ±8, because a loss of probabilities
-    may not tell logits apart. Distances, which are never negative, and energies, which the loss
-    negates, may be meant to contradict. A surrogate, as in policy gradients, has the right gradient
+    may not tell logits apart. Distances, which are never negative, may be meant to contradict. A
+    surrogate, as in policy gradients, has the right gradient
     whatever its value is: nothing is found unless the training makes the outputs agree less.
     """
     found = _preferred(setup, _contrary)
     if found is None:
         return
     target, (right, wrong) = found
-    batch = few(setup, setup.batches[0])
+    batch = of_few(setup).batches[0]
     before, after = (Answered(x, batch).outputs for x in (setup.fork(), setup.fork_like(trained)))
     # Outputs that are no longer finite do not show that the training is a good one.
     if before is None or after is None or _agreement(after, target) >= _agreement(before, target):
         return
     kind = "signed" if bool((after < 0).any()) else "positive"
-    kind = "energies" if _negates_outputs(setup.fork()) else kind
     yield Fact("", {"right": right, "wrong": wrong}, {"outputs": kind})
 
 
@@ -163,23 +160,12 @@ def _agreement(outputs: Tensor, target: Tensor) -> float:
     return float(outputs[target == 1].mean() - outputs[target == 0].mean())
 
 
-@torch.no_grad()
-def _negates_outputs(fork: Fork) -> bool:
-    """Return whether the loss takes the negative of the model's outputs."""
-    made: list[Tensor] = []
-    negated: list[Any] = []
-    fork.model.register_forward_hook(lambda module, args, output: made.extend(tensors(output)))
-    see_calls(fork, lambda call: negated.extend(call.args[:1] * (call.name in NEGATIONS)))
-    return any(x is y for x in negated for y in made)
-
-
 # Outputs and targets of different samples
 
 FEWEST = 4  # samples of the batch
 # A sample's inputs and targets may concern this many times its share of the outputs; where they
 # concern more, samples are mixed on purpose, as nodes of a graph are.
 ITS_SHARE = 1.5
-_EXACT = 1e-4  # of a gradient: rounding of a sum in another order
 
 
 @asks("targets-misplaced")
@@ -187,13 +173,10 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Change the first sample's inputs, then its targets, and see which outputs these concern.
 
     Inputs concern the outputs that change and count in the loss. Targets, which change no outputs,
-    concern those whose gradient changes; outputs that no sample's inputs change, such as zeros of a
-    ReLU, do not count. The share that both concern, of the fewer ones, is 1 if they belong
-    together. Also return the axes along which targets may trade places.
+    concern those whose gradient changes. The share that both concern, of the fewer ones, is 1 if
+    they belong together.
     """
-    batch = few(setup, setup.batches[0])
-    if axes := [*_unordered(setup, batch)]:
-        return axes
+    batch = of_few(setup).batches[0]
     size = size_of(batch)
     if size < FEWEST or any(x.ndim and len(x) != size for x in tensors(batch)):
         raise Untold(f"fewer than {FEWEST} samples, or the tensors of a batch are of unlike length")
@@ -202,7 +185,7 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return passed(still(setup.fork()), batch)
 
     own = of(batch)
-    of_inputs = of_targets = alive = torch.zeros_like(own.outputs, dtype=torch.bool)
+    of_inputs = of_targets = torch.zeros_like(own.outputs, dtype=torch.bool)
     counts = own.gradients != 0
     shapes = []
     for number, x in enumerate(tensors(batch)):
@@ -211,14 +194,10 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
             continue
         row = int(differs[0])
         changed = of(with_tensor(batch, number, partial(_put, row=row)))
-        if changed.outputs.shape != own.outputs.shape:
-            raise Untold("the number of outputs depends on the inputs")
         counts = counts | (changed.gradients != 0)
         moved = changed.outputs != own.outputs
         if bool(moved.any()):
             of_inputs = of_inputs | moved
-            turned = with_tensor(batch, number, partial(torch.roll, shifts=-row, dims=0))
-            alive = alive | moved | (of(turned).outputs != own.outputs)
         else:
             of_targets = of_targets | (changed.gradients != own.gradients)
             shapes.append(str(tuple(x.shape)))
@@ -226,40 +205,10 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     of_inputs = of_inputs & counts
     if max(int(of_targets.sum()), int(of_inputs.sum())) > its_share:
         raise Untold("inputs or targets of a sample concern the outputs of several")
-    of_targets = of_targets & alive
     if not (fewer := min(int(of_inputs.sum()), int(of_targets.sum()))):
         raise Untold("the batch holds no inputs and targets apart")
     share = float((of_inputs & of_targets).sum()) / fewer
     return (Fact("", {"share": share}, {"of": own.shape, "to": ", ".join(shapes)}),)
-
-
-def _unordered(setup: Setup, batch: Any) -> Iterator[Fact]:
-    """Yield axes along which targets may trade places, though not take any values.
-
-    The loss has the same gradient then, as that of sums or means.
-    """
-    own, compared = passed(still(setup.fork()), batch), compared_in(still(setup.fork()), batch)[0]
-
-    def is_same(change: Callable[[Tensor], Tensor], number: int) -> bool:
-        other = passed(still(setup.fork()), with_tensor(batch, number, change))
-        some, others = (torch.cat([x.outputs, x.gradients]) for x in (own, other))
-        alike = some.shape == others.shape and torch.isclose(some, others, rtol=_EXACT, atol=0)
-        return bool(torch.as_tensor(alike).all())
-
-    for number, x in enumerate(tensors(batch)):
-        is_target = str(tuple(x.shape)) == own.shape or any(
-            x.numel() == y.numel() and torch.equal(x.flatten().cpu(), y.flatten()) for y in compared
-        )
-        for axis in range(min(x.ndim, 2)) if is_target else ():
-            turned, alike = partial(torch.roll, shifts=1, dims=axis), partial(_alike, axis=axis)
-            trades = not torch.equal(x, turned(x)) and is_same(turned, number)
-            if trades and not is_same(alike, number):
-                yield Fact("", {"axis": float(axis)})
-
-
-def _alike(x: Tensor, axis: int) -> Tensor:
-    """Return a copy with the first entries along an axis in place of all others."""
-    return x.narrow(axis, 0, 1).expand_as(x).contiguous()
 
 
 def _put(x: Tensor, row: int) -> Tensor:
@@ -295,8 +244,7 @@ def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return
     share = (0.5 - 0.5 * (near[:, None] - far).sign().double()).mean().item()
     error = math.sqrt((len(near) + len(far) + 1) / (12 * len(near) * len(far)))
-    numbers = {"share": share, "errors": (share - 0.5) / error, "drawn": len(near)}
-    yield Fact("", numbers | {"pushed": len(far)})
+    yield Fact("", {"share": share, "errors": (share - 0.5) / error})
 
 
 def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:

@@ -1,15 +1,14 @@
 """Axes that are mistaken: attention along another axis, and reshapes that cut across axes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, Derived, flat, given, see_calls
+from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, Derived, given, see_calls
 from adiv_monitor.audit.experiments.questions import looks
 from adiv_monitor.audit.training.batches import first, size_of
 from adiv_monitor.audit.training.setup import Fork
@@ -17,25 +16,7 @@ from adiv_monitor.diagnosis.record import Fact
 
 _EXACT = 1e-4  # deviation from 1 of sums of float32 numbers
 
-Summed = tuple[Tensor, tuple[int, ...]]  # an operand, and the axes that a product sums it over
-
-
-class Use(NamedTuple):
-    """A product that sums weights, which a softmax made, over some axes.
-
-    The weights have a shape, and sum to 1 along some axes.
-    """
-
-    softmax: Call
-    product: Call
-    shape: tuple[int, ...]
-    sums_to_1: tuple[int, ...]
-    over: tuple[int, ...]
-
-    @property
-    def fits(self) -> bool:
-        """Whether the weights sum to 1 along an axis that the product sums over."""
-        return bool({*self.sums_to_1} & {*self.over})
+Summed = tuple[Tensor, set[int]]  # an operand, and the axes that a product sums it over
 
 
 @looks("attention-axis")
@@ -43,75 +24,61 @@ class Attentions:
     """Tells products that sum the weights of a softmax along another axis than they sum to 1.
 
     Scores are a product of two tensors that are no layer's weights, such as queries and keys. The
-    logits of a layer may assign rows to clusters, whose members are summed on purpose. A softmax
-    over an axis of length 1 counts for any logits. A product of two matrices of weights is again
-    one, and does not count.
+    logits of a layer may assign rows to clusters, whose members are summed on purpose.
     """
 
     def __init__(self, fork: Fork) -> None:
-        self.uses: list[Use] = []
+        self._found: list[Fact] = []
         self._scores, self._weights = Derived(), Derived()
 
     def see(self, call: Call) -> None:
         """Look at a call."""
-        self.uses += self._used(call)
+        for x, over in _summed(call):
+            softmax = self._weights.source(x)
+            axes = set() if softmax is None else sums_to_1(x)
+            if softmax is not None and axes and not axes & over:
+                words = {"product": call.place, "shape": str(tuple(x.shape)),
+                         "axis": str(min(axes)), "over": str(min(over))}  # fmt: skip
+                self._found.append(Fact(softmax.place, {}, words))
         self._scores.follow(call)
         self._weights.follow(call)
         if call.name in PRODUCTS and call.name != "linear":
             self._scores.begin(call)
-        if call.name == "softmax" and call.path is not None:
-            x, axis = call.argument(0, "input"), call.argument(1, "dim")
-            if isinstance(axis, int) and (self._scores.source(x) or x.shape[axis] == 1):
-                self._weights.begin(call)
+        is_softmax = call.name == "softmax" and call.path is not None
+        if is_softmax and self._scores.source(call.argument(0, "input")):
+            self._weights.begin(call)
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the softmaxes whose weights a product sums over another axis."""
-        return [Fact(use.softmax.place, {"sums": 1.0},
-                     {"product": use.product.place, "shape": str(use.shape),
-                      "axis": str(use.sums_to_1[0]), "over": str(use.over[0])})
-                for use in self.uses if not use.fits]  # fmt: skip
-
-    def _used(self, call: Call) -> Iterator[Use]:
-        operands = self._summed(call)
-        if all(self._weights.source(x) is None for x, _ in operands):
-            return
-        uses = [Use(self._weights.source(x) or call, call, tuple(x.shape), sums_to_1(x), over)
-                for x, over in operands]  # fmt: skip
-        for use in uses:
-            others = any(other.fits for other in uses if other is not use)
-            if use.softmax is not call and use.over and use.sums_to_1 and not others:
-                yield use
-
-    def _summed(self, call: Call) -> list[Summed]:
-        """Return the operands of a product."""
-        if call.name == "einsum":
-            return _of_einsum(*call.args)
-        operands = given(call)[:2] if call.name in PRODUCTS else []
-        if len(operands) < 2 or call.name in ("linear", "baddbmm"):
-            return []
-        left, right = reversed(operands) if call.name == "__rmatmul__" else operands
-        return [(left, (left.ndim - 1,)), (right, (max(right.ndim - 2, 0),))]
+        return self._found
 
 
-def _of_einsum(equation: object, *operands: Any) -> list[Summed]:
-    if not isinstance(equation, str) or "->" not in equation:
+def _summed(call: Call) -> list[Summed]:
+    """Return the operands of a product of two tensors."""
+    operands = given(call)
+    if call.name not in PRODUCTS or call.name in ("linear", "baddbmm") or len(operands) != 2:
         return []
-    inputs, output = equation.replace(" ", "").split("->")
+    parts, output = ("ij", "jk"), "ik"
+    if call.name == "einsum":
+        inputs, _, output = call.args[0].replace(" ", "").replace("...", "").partition("->")
+        parts = inputs.split(",")
+    elif call.name == "__rmatmul__":
+        operands.reverse()
     found = []
-    for letters, x in zip(inputs.split(","), flat(operands), strict=True):
-        others = "." * (x.ndim - len(letters.replace("...", "")))  # the axes of an ellipsis
-        each = enumerate(letters.replace("...", others))
-        found.append((x, tuple(i for i, letter in each if letter not in output)))
+    for x, letters in zip(operands, parts, strict=True):
+        axes = range(x.ndim - len(letters), x.ndim)
+        over = {max(i, 0) for i, letter in zip(axes, letters, strict=True) if letter not in output}
+        found.append((x, over))
     return found
 
 
-def sums_to_1(x: Tensor) -> tuple[int, ...]:
+def sums_to_1(x: Tensor) -> set[int]:
     """Return the axes along which all sums of a tensor without negative entries are 1."""
     if not x.is_floating_point() or not x.numel() or not bool((x >= 0).all()):
-        return ()
+        return set()
     exact = max(_EXACT, 4 * torch.finfo(x.dtype).eps)
     sums = [x.detach().double().sum(axis) - 1 for axis in range(x.ndim)]
-    return tuple(axis for axis, far in enumerate(sums) if float(far.abs().max()) < exact)
+    return {axis for axis, far in enumerate(sums) if float(far.abs().max()) < exact}
 
 
 # Reshapes that cut across the axes of their input, where a permutation is meant
@@ -150,7 +117,7 @@ class Scrambling:
             self._crossing[id(made)] = call, made
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the reshapes, and whether each has the axes of its input in another order."""
+        """Return the reshapes."""
         found, batch = self._found(), self._fork.batches[0]
         if not found or size_of(batch) < 3:
             return found
@@ -165,9 +132,7 @@ class Scrambling:
         for call, made in self._crossing.values():
             before, after = tuple(call.args[0].shape), tuple(made.shape)
             if takes_parts(before, after) or permutes(before, after):
-                sure = sorted(before) == sorted(after)
-                words = {"of": str(before), "to": str(after)}
-                facts.append(Fact(call.place, {"permutes": float(sure)}, words))
+                facts.append(Fact(call.place, {}, {"of": str(before), "to": str(after)}))
         return facts
 
 

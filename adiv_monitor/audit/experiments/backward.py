@@ -14,11 +14,11 @@ from adiv_monitor.audit.experiments.calls import (
     PRODUCTS,
     Call,
     change_calls,
-    flat,
     given,
     see_calls,
 )
 from adiv_monitor.audit.experiments.questions import asks
+from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
@@ -84,7 +84,7 @@ def cuts(fork: Fork) -> list[Call]:
             elif any(x.requires_grad and x.is_leaf for x in taken) or _is_beside(cut, call):
                 found.update((origin.number, origin) for origin in cut)
         cut = [call] if cut and _draws(call) else cut
-        for x in flat(call.result) if cut else ():
+        for x in tensors(call.result) if cut else ():
             if x.is_floating_point() and not x.requires_grad:
                 without[id(x)] = cut[0], x
 
@@ -199,7 +199,7 @@ def _slopes(kind: Any, given: Sequence[Any], i: int) -> Iterator[tuple[float, fl
 
     def total(x: Tensor) -> Tensor:
         with seeded(0):
-            made = [*flat(kind.apply(*args[:i], x, *args[i + 1 :]))]
+            made = [*tensors(kind.apply(*args[:i], x, *args[i + 1 :]))]
             parts = [(y * torch.randn_like(y, dtype=torch.float64)).sum() for y in made]
         return torch.stack(parts).sum() * (not any(torch.equal(y, x) for y in made))
 

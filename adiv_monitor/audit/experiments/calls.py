@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.audit.training.setup import Fork, Loss, seeded
 
 # Folders whose frames are skipped when the caller's line is searched: torch's and this package's.
@@ -194,7 +194,7 @@ class Derived:
 
     def begin(self, call: Call) -> None:
         """Let the results of a call derive from it."""
-        for x in flat(call.result):
+        for x in tensors(call.result):
             self._of[id(x)] = x, call
 
     def follow(self, call: Call) -> None:
@@ -204,7 +204,7 @@ class Derived:
         for before in given(call):
             if (source := self.source(before)) is None:
                 continue
-            for x in flat(call.result):
+            for x in tensors(call.result):
                 is_part = call.name == "__getitem__" or x.numel() == before.numel()
                 if is_part and x is not before:
                     self._of.setdefault(id(x), (x, source))
@@ -217,18 +217,7 @@ class Derived:
 
 def given(call: Call) -> list[Tensor]:
     """Return the tensors in a call's arguments."""
-    return [*flat([*call.args, *call.kwargs.values()])]
-
-
-def flat(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from flat([*values.values()])
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from flat(value)
+    return [*tensors([*call.args, *call.kwargs.values()])]
 
 
 # Dropout

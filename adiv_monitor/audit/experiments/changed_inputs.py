@@ -72,36 +72,6 @@ def outputs(fork: Fork, batch: Any) -> list[Tensor]:
     return made
 
 
-def input_gradients(fork: Fork, batch: Any) -> dict[int, Tensor]:
-    """Return the gradient of a random sum of all outputs, by the number of the input.
-
-    Numbers are those of `ChangedInputs`. {}: there are no gradients.
-    """
-    found: list[Tensor] = []
-    made: list[Tensor] = []
-
-    def leaf(name: str, x: Tensor) -> Tensor:
-        if not _is_of_samples(x, batch):
-            return x
-        found.append(x.detach().requires_grad_(x.is_floating_point()))
-        return found[-1]
-
-    with (
-        change_inputs(fork.model, leaf),
-        fork.model.register_forward_hook(lambda m, args, out: made.extend(tensors(out))),
-        seeded(fork.seed),
-        torch.enable_grad(),
-    ):
-        fork.loss(fork.model, copied(batch))
-        of = [x for x in made if x.requires_grad and x.is_floating_point()]
-        total = sum((x * torch.randn_like(x)).sum() for x in of)
-    leaves = {i: x for i, x in enumerate(found) if x.requires_grad}
-    if not leaves or not isinstance(total, Tensor):
-        return {}
-    gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
-    return {i: g for i, g in zip(leaves, gradients, strict=True) if g is not None}
-
-
 def noting(made: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
     """Return a hook that notes copies of a module's outputs of floating point."""
 
@@ -224,24 +194,14 @@ class RepeatedLoss:
 SAMPLES = 8  # most samples of a batch, so that large models take little time
 
 
-def few(setup: Setup, batch: Any) -> Any:
-    """Return a few samples of a batch; all of them if the loss can't be computed for a few."""
-    cut = first(batch, SAMPLES)
-    if cut is batch:
-        return batch
-    try:
-        with torch.set_grad_enabled(setup.differentiates):
-            see_calls(still(setup.fork()), lambda call: None, cut)
-    except Exception:  # the model works with one batch size only
-        return batch
-    return cut
-
-
 def of_few(setup: Setup) -> Setup:
     """Return the setup with a few samples of each batch, if the loss can be computed for them."""
-    if few(setup, setup.batches[0]) is setup.batches[0]:
-        return setup
     cut = {id(batch): first(batch, SAMPLES) for batch in setup.batches}  # some are given again
+    try:
+        with torch.set_grad_enabled(setup.differentiates):
+            see_calls(still(setup.fork()), lambda call: None, cut[id(setup.batches[0])])
+    except Exception:  # the model works with one batch size only
+        return setup
     return replace(setup, batches=tuple(cut[id(batch)] for batch in setup.batches))
 
 

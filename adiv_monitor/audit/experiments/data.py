@@ -125,8 +125,6 @@ def same_batch(setup: Setup, trained: Fork) -> Iterable[Fact]:
         different.add(tuple((x.shape, _content(x)) for x in tensors(batch)))
         if len(different) > FEW:
             break
-    if different == {()}:
-        raise Untold("batches hold no tensors")
     if 0 < len(different) <= FEW:
         numbers = {"different": len(different), "batches": len(given)}
         return (Fact("", numbers, {"of": "batches"}),)
@@ -181,10 +179,7 @@ SAMPLES = 16  # fewest samples in the batches that are looked at
 
 @asks("constant-data")
 def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Report inputs, labels, or targets that the loss does not ignore, of one value only.
-
-    If the inputs differ, those of several that do not are reported.
-    """
+    """Report inputs, labels, or targets that the loss does not ignore, of one value only."""
     batches = spread(setup.batches)
     samples = sum(map(size_of, batches))
     if samples < SAMPLES or size_of(batches[0]) < 2:
@@ -193,25 +188,12 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     wide = [parts for parts in given.values() if parts[0].ndim > 1]
     if wide and all(map(_are_constant, wide)):
         return (Fact("", {"samples": samples}, {"of": "inputs"}),)
-    if facts := _targets(setup):
-        return facts
-    several = given.items() if len(given) > 1 else ()
-    return [fact for name, parts in several for fact in _constant_input(name, parts)]
+    return _targets(setup)
 
 
 def _are_constant(parts: Sequence[Tensor]) -> bool:
     one = parts[0][:1]
     return all(x.shape[1:] == one.shape[1:] and bool((x == one).all()) for x in parts)
-
-
-def _constant_input(name: str, parts: Sequence[Tensor]) -> Iterable[Fact]:
-    """Yield a fact about an input of one value beside others."""
-    if parts[0].dtype == torch.bool or parts[0].is_complex():
-        return
-    value, is_float = parts[0].flatten()[0], parts[0].is_floating_point()
-    if all(bool((x == value).all()) for x in parts):
-        words = {"of": "input", "input": name, "type": "float" if is_float else "integer"}
-        yield Fact("", {"samples": float(sum(map(len, parts))), "value": float(value)}, words)
 
 
 @torch.no_grad()
@@ -268,7 +250,7 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
             at = f"place {of} of " if parts[0].ndim == 3 else ""
             if not at or shares.max() > 1 - COPIED:
                 numbers = {"feature": feature, "share": float(shares.max()), "samples": len(y)}
-                yield Fact(f"{at}input '{name}'", {k: float(v) for k, v in numbers.items()})
+                yield Fact(f"{at}input '{name}'", numbers)
 
 
 def explained(x: Tensor, y: Tensor) -> Tensor:

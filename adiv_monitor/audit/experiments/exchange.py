@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, calls_of, flat, given, watched
+from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, calls_of, given, watched
 from adiv_monitor.audit.experiments.changed_inputs import (
     SAMPLES,
     ChangedInputs,
     RepeatedLoss,
-    few,
     given_inputs,
-    input_gradients,
+    of_few,
     outputs,
     still,
     with_tensor,
@@ -99,7 +98,7 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
         raise Untold("the loss computes inputs from gradients, which an exchange changes")
     if (graphs := _graphs(setup.batches[0])) is not None:
         return _graphs_mixed(setup, graphs)
-    batch = few(setup, setup.batches[0])
+    batch = of_few(setup).batches[0]
     size = size_of(batch)
     if size < 3 or any(len(x) != size for x in tensors(batch) if x.ndim):
         raise Untold("the batch has fewer than three samples, or tensors of unlike length")
@@ -107,7 +106,7 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     fork = still(setup.fork())
 
     def see(call: Call) -> None:
-        x = next(flat(call.result), None)
+        x = next(tensors(call.result), None)
         if call.path is not None and x is not None and x.shape[:1] == (size,) and x.numel():
             results.append((call, x.detach().clone()))
 
@@ -300,11 +299,11 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     that is ignored as a whole, unless another is not.
     """
     batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
-    gradients, after = input_gradients(fork, batch), ChangedInputs(fork, batch)
+    after = ChangedInputs(fork, batch)
     before = cache(lambda: ChangedInputs(still(setup.fork()), batch))
 
     def is_silent(number: int, part: Part) -> bool:
-        """Return whether no output changes; where one has a gradient, nothing need be tried."""
+        """Return whether no output changes."""
 
         def exchanged(x: Tensor) -> Tensor:
             changed = x.clone()
@@ -314,8 +313,7 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         def is_same(run: ChangedInputs) -> bool:
             return bool(run.own) and all(map(torch.equal, run.own, run.outputs(exchanged, number)))
 
-        has_gradient = number in gradients and bool(part.of(gradients[number]).any())
-        return not has_gradient and is_same(after) and is_same(before())
+        return is_same(after) and is_same(before())
 
     def fact(place: str, x: Tensor, share: float, **words: str) -> Fact:
         return Fact(place, {"share": share}, {"shape": str(tuple(x.shape)), **words})

@@ -13,7 +13,6 @@ from adiv_monitor.audit.experiments.calls import Call, Change, calls_of, see_cal
 from adiv_monitor.audit.experiments.changed_inputs import (
     arguments,
     change_inputs,
-    given_inputs,
     still,
 )
 from adiv_monitor.audit.experiments.loss_inputs import (
@@ -21,7 +20,6 @@ from adiv_monitor.audit.experiments.loss_inputs import (
     DIFFERENCES,
     LOSSES,
     compared,
-    parts_like,
 )
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.state import last_maps
@@ -118,8 +116,6 @@ def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if best.axis and (best.by or _sees(setup, paths, best.axis)):
             order = "meant"
         yield Fact("", {"own": own, "best": best.share}, {"move": best.move, "order": order})
-    if 2 * own > best.share:  # else all targets are, not some
-        yield from _flipped(setup, given)
 
 
 def _shares(
@@ -244,52 +240,18 @@ def _sees(setup: Setup, paths: Sequence[str], axis: int) -> bool:
     )
 
 
-FITS, CLEARLY = 0.3, 0.2  # correlation of an image with its target; its difference to a moved one's
-
-
-def _flipped(setup: Setup, batches: Sequence[Any]) -> Iterator[Fact]:
-    """Yield the share of targets, of those of pixels, that fit their images better if flipped."""
-    fork = setup.fork()
-    inputs = [[x for x in given_inputs(fork, b).values() if x.ndim == 4] for b in batches]
-    if any(len(x) != 1 for x in inputs) or len({x[0].shape[1:] for x in inputs}) > 1:
-        return
-    x = torch.cat([x[0] for x in inputs]).float().cpu()
-    targets = [[*tensors(batch)][-1].float().cpu() for batch in batches]
-    fit = all(y.shape[-2:] == x.shape[-2:] for y in targets)
-    if not fit or sum(map(torch.numel, targets)) != x[:, 0].numel():
-        return
-    x, y = torch.cat([x, x.mean(1, keepdim=True)], 1), torch.cat([*targets]).reshape(x[:, 0].shape)
-    for axis, move in ((1, "rows-reversed"), (2, "columns-reversed")):
-        (own, other), by_chance = ((_of_each(x, z), _of_each(x, z.flip(axis)))
-                                   for z in (y, y.roll(1, 0)))  # fmt: skip
-        told = ((own - other).abs() > CLEARLY) & (torch.maximum(own, other) > FITS)
-        if int(told.sum()) >= max(ENOUGH / 2, 3 * int((torch.maximum(*by_chance) > FITS).sum())):
-            yield Fact("", {"share": float((other > own)[told].float().mean())}, {"move": move})
-
-
-def _of_each(images: Tensor, targets: Tensor) -> Tensor:
-    """Return the correlation of each image, in its best channel, with its target, signed alike."""
-    x, y = images - images.mean((2, 3), keepdim=True), targets - targets.mean((1, 2), keepdim=True)
-    products = (x * y[:, None]).sum((2, 3))
-    lengths = (x.square().sum((2, 3)) * y.square().sum((1, 2))[:, None]).sqrt()
-    each = products / lengths.clamp(min=1e-30)
-    channel = int(each.mean(0).abs().argmax())
-    return each[:, channel] * each[:, channel].mean().sign()
-
-
-# Are they drawn, or numbered, anew?
+# Are they drawn anew?
 
 DRAWS = (
     *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
     *("normal", "uniform", "random", "bernoulli", "multinomial", "poisson", "exponential"),
 )
-MOST_DRAWS, SHUFFLES, SEVERAL = 6, 20, 8  # SEVERAL: fewest batches
-_EXACT = 1e-5
+MOST_DRAWS = 6
 
 
 @asks("labels-unrelated")
 def drawn_anew(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the share of targets that hang on random numbers alone, or on their own batch.
+    """Return the share of targets that hang on random numbers alone.
 
     A call draws other numbers, and the rest of the loss the same: if targets change, but nothing
     that a module gets, the model can't know them. The share is of the targets' mean square.
@@ -302,10 +264,9 @@ def drawn_anew(setup: Setup, trained: Fork) -> Iterable[Fact]:
             continue
         for x, y in zip(own, others, strict=True):
             one, two = _numbers(x, x.shape[:1]), _numbers(y, x.shape[:1])
-            if one is not None and two is not None and (share := _share(one, two)) > 0:
-                yield Fact(call.place, {"share": share})
-    for target in own:
-        yield from _by_batch(setup, target)
+            if one is not None and two is not None and not torch.equal(one, two):
+                both = one.square().sum() + two.square().sum()
+                yield Fact(call.place, {"share": float((one - two).square().sum() / both)})
 
 
 def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[float]]:
@@ -325,45 +286,3 @@ def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[float]]
     for module in fork.model.modules():
         module.register_forward_pre_hook(note)
     return compared_in(fork, setup.batches[0], change=change)[0], gets
-
-
-def _share(x: Tensor, y: Tensor) -> float:
-    both = x.square().sum() + y.square().sum()
-    return float((x - y).square().sum() / both.clamp(min=1e-30))
-
-
-def _by_batch(setup: Setup, target: Tensor) -> Iterator[Fact]:
-    """Yield what is the same of the samples' targets in all batches, but not in shuffled ones.
-
-    Of classes, a number that all batches have is no sign: episodes have as many.
-    """
-    batches = list({id(batch): batch for batch in setup.batches}.values())
-    parts = [part.detach().cpu().double().flatten() for part in parts_like(target, batches)]
-    sizes = [*map(len, parts)]
-    if len(parts) < SEVERAL or min(sizes) < 3 or sizes != [*map(size_of, batches)]:
-        return
-    every, chance = torch.cat(parts), torch.Generator().manual_seed(setup.seed)
-    is_class = torch.equal(every, every.round())
-    if is_class and len({len(torch.unique(part)) for part in parts}) == 1:
-        return
-
-    def is_same(of: Callable[[Tensor], Tensor], of_batches: Sequence[Tensor]) -> bool:
-        found = torch.stack([of(part) for part in of_batches])
-        return bool((found - found[0]).abs().max() < _EXACT * max(1.0, float(every.std())))
-
-    drawn = [every[torch.randperm(len(every), generator=chance)] for _ in range(SHUFFLES)]
-    for name, (is_of_classes, of) in _OF_BATCH.items():
-        is_asked = is_of_classes is is_class and is_same(of, parts)
-        if is_asked and not any(is_same(of, torch.split(x, sizes)) for x in drawn):
-            yield Fact("", {"batches": float(len(parts))}, {"of": name})
-
-
-# What may be the same → whether it is of classes, and the numbers.
-_OF_BATCH: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
-    "classes are 0, 1, 2, … without a gap": (
-        True,
-        lambda y: torch.stack([y.min(), y.max() + 1 - len(torch.unique(y))]),
-    ),
-    "smallest and largest values are the same": (False, lambda y: torch.stack([*y.aminmax()])),
-    "mean and spread are the same": (False, lambda y: torch.stack([y.mean(), y.std()])),
-}

@@ -16,7 +16,6 @@ from adiv_monitor.audit.experiments.calls import (
     Call,
     Watched,
     calls_of,
-    flat,
     given,
     rate_of,
     see_calls,
@@ -376,7 +375,7 @@ def no_activation(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if is_new and call.path is not None and ends_of_function(call.name, call.kwargs):
             made.append((call, x))
 
-    fork.model.register_forward_hook(lambda module, args, out: used.extend(flat(out)))
+    fork.model.register_forward_hook(lambda module, args, out: used.extend(tensors(out)))
     with torch.enable_grad():
         loss = see_calls(fork, see)
     known, reached = {id(loss), *map(id, used)}, nodes_of([loss.grad_fn])

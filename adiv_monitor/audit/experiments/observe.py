@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.experiments.calls import Call, flat, given, is_callers, watched
+from adiv_monitor.audit.experiments.calls import Call, given, is_callers, watched
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments, of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.exchange import input_matters
@@ -421,7 +421,7 @@ def _in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
     found = [place for place, x in state if _is_broken(x)]
 
     def see(call: Call) -> None:
-        if any(map(_is_broken, flat(call.result))):
+        if any(map(_is_broken, tensors(call.result))):
             rows = any(bool(x.isneginf().all(-1).any()) for x in given(call) if x.ndim)
             found.append(f"result of {call.place}{HIDDEN * rows}")
 

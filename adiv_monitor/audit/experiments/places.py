@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs, still
 from adiv_monitor.audit.experiments.data import spread
-from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -168,34 +168,29 @@ def padding_read(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 @asks("class-untaught")
 def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return classes without a label, and labels, or parts of the outputs, without a gradient."""
+    """Return labels, and columns of the outputs, without a gradient."""
     yield from _unread(setup, trained)
-    yield from _missing(setup)
     yield from _without_gradient(setup, trained)
 
 
 def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
-    """Yield how many samples, if most, or columns of an output have no gradient in any batch.
+    """Yield how many columns of an output have no gradient in any batch.
 
     That is so before and after training. Outputs without any gradient are not used.
     """
-    read: dict[tuple[int, int], Tensor] = {}
+    read: dict[int, Tensor] = {}
     batches = spread(setup.batches, CLASS_BATCHES)
-    several = len({*map(id, batches)}) > 1
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         for number, g in enumerate(x.grad for x in _passed(fork, batch).made):
             if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
                 continue
-            for axis in (0, 1 if g.ndim > 3 else g.ndim - 1):
-                each = g.movedim(axis, 0).flatten(1).ne(0).any(1)
-                known = read.get((number, axis), each)
-                read[number, axis] = known | each if known.shape == each.shape else each | True
-    for (_, axis), each in read.items():
-        without, of = int((~each).sum()), "columns" if axis else "samples"
-        # Of a graph that is the only batch, most nodes may have no label.
-        if (axis and without) or (several and without > len(each) / 2):
-            yield Fact(f"{of} of an output", {"unread": float(without), "length": float(len(each))},
-                       {"of": of, "first": str(int(each.int().argmin()))})  # fmt: skip
+            each = g.movedim(1 if g.ndim > 3 else -1, 0).flatten(1).ne(0).any(1)
+            known = read.get(number, each)
+            read[number] = known | each if known.shape == each.shape else each | True
+    for each in read.values():
+        if without := int((~each).sum()):
+            numbers = {"unread": without, "length": len(each), "first": int(each.int().argmin())}
+            yield Fact("", numbers)
 
 
 def _passed(fork: Fork, batch: Any) -> "_Outputs":
@@ -206,18 +201,6 @@ def _passed(fork: Fork, batch: Any) -> "_Outputs":
     seen.hook.remove()
     fork.optimizer.zero_grad()
     return seen
-
-
-def _missing(setup: Setup) -> Iterator[Fact]:
-    """Yield the number of classes that no label of many is of, if there is one for each sample."""
-    for call in calls_of(setup.fork(), lambda call: call.name in ("cross_entropy", "nll_loss")):
-        x, target = call.argument(0, "input"), call.argument(1, "target")
-        labels = parts_like(target, setup.batches) if x.ndim == 2 and target.ndim == 1 else []
-        if labels and len(target) == size_of(setup.batches[0]):
-            seen = len(torch.unique(torch.cat(labels)))
-            numbers = {"missing": x.shape[1] - seen, "classes": x.shape[1],
-                       "samples": sum(map(len, labels))}  # fmt: skip
-            yield Fact(call.place, {name: float(x) for name, x in numbers.items()})
 
 
 def _without_gradient(setup: Setup, trained: Fork) -> Iterator[Fact]:
@@ -244,7 +227,7 @@ def _without_gradient(setup: Setup, trained: Fork) -> Iterator[Fact]:
     for c in still[torch.isin(still, labels[is_real])].tolist():
         samples = int((labels == c).sum()) / 2
         if samples >= SAMPLES and not (several and samples > of / 2):
-            yield Fact("", {"class": c, "samples": samples, "of": float(of)})
+            yield Fact("", {"label": c, "samples": samples, "length": float(of)})
 
 
 def _labelled(fork: Fork, batch: Any) -> list[Tensor]:

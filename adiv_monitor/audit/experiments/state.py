@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.audit.experiments.backward import nodes_of
-from adiv_monitor.audit.experiments.calls import Call, flat, given, see_calls
+from adiv_monitor.audit.experiments.calls import Call, given, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, with_tensor
 from adiv_monitor.audit.experiments.questions import Look, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
@@ -143,7 +143,7 @@ class Hidden:
             if id(x) in self._fixed and x.ndim > 1 and _is_drawn(x):
                 fact = Fact(self._fixed[id(x)], {"share": self._share(x)}, {"made": "fixed"})
                 self._anew.append(fact)
-        is_used = call.path is not None and any(x.grad_fn for x in flat(call.result))
+        is_used = call.path is not None and any(x.grad_fn for x in tensors(call.result))
         for x in given(call) if is_used else ():
             if isinstance(x, nn.Parameter) and id(x) not in self._known:
                 self._anew.append(Fact(call.place, {"share": self._share(x)}, {"made": "anew"}))

@@ -1,6 +1,5 @@
 """What a model is wired from: shared modules, factors of zero, masks, and what it writes over."""
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import ADDS, MULTIPLIES, Call, watched
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, few, still
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, of_few, still
 from adiv_monitor.audit.experiments.exchange import is_other
 from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import copied, tensors
@@ -68,8 +67,7 @@ def addend_outweighs(call: Call, fork: Fork) -> Fact | None:
 def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return outputs that equal each other after training, though the loss moves them apart.
 
-    Outputs are columns of the model's first call. Also return modules with parameters that one
-    container holds several times.
+    Outputs are columns of the model's first call.
     """
     fork = setup.fork_like(trained)
     made: list[Tensor] = []
@@ -80,12 +78,6 @@ def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
     with fork.model.register_forward_hook(note), torch.enable_grad():
         loss = fork.first_loss()
-    for path, container in fork.model.named_modules():
-        is_list = isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-        held = [x for x in container._modules.values() if is_list and x and [*x.parameters()]]
-        for module, times in Counter(held).items():
-            if times > 1:
-                yield Fact(f"{path}.{type(module).__name__}".strip("."), {"times": float(times)})
     made = [x for x in made if len(x) == len(made[0])]
     if not made:
         return
@@ -103,7 +95,7 @@ def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
 @asks("mask-ignored")
 def mask_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return masks whose inversion changes no output, before and after training."""
-    batch = few(setup, setup.batches[0])
+    batch = of_few(setup).batches[0]
     runs = [ChangedInputs(still(fork), batch) for fork in (setup.fork(), setup.fork_like(trained))]
     runs[0].outputs(lambda x: x, everything=True)
     for number, (name, mask) in enumerate(zip(runs[0].names, runs[0].inputs, strict=True)):

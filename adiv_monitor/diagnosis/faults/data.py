@@ -39,7 +39,6 @@ DETERMINED = 0.9999
 # Less, if a model may be meant to move them itself.
 FITS, BETTER, CLEARLY = 0.15, 0.5, 0.25
 DRAWN = 0.3  # share of the targets' mean square that random numbers make
-MIXED = 0.15  # share of the targets that fit their images better flipped
 # A small network explains more than this share of unseen labels, and the model less than this share
 # of what that explains; labels that a model of theirs explains so little of, with so many samples
 # of each class, may not belong to their inputs.
@@ -58,7 +57,6 @@ OWN, MORE = 0.8, 0.1
 EQUAL = 1e-5  # what is left of the rows' spread in single precision
 # What does not differ → words for it, of the fact's numbers and words.
 _CONSTANT = {
-    "input": "All entries of input '{input}' are {value:g}",
     "inputs": "All inputs are equal",
     "labels": "All labels are {value:g}",
     "ignored": "In {share:.0%} of the batches, the loss ignores all targets (ignore_index is "
@@ -72,15 +70,11 @@ _CONSTANT = {
        *LEARNING, "exploding", "input-mean", "input-scale", "labels-unrelated", "non-finite",
        "same-batch"))  # fmt: skip
 def constant_data(record: Record) -> Iterator[Finding]:
-    """Find data without any difference to learn from: in inputs, labels, or the targets left.
-
-    Of an input that never varies, others do.
-    """
+    """Find data without any difference to learn from: in inputs, labels, or the targets left."""
     for fact in record.found_by("constant-data"):
         of, mask = fact.words["of"], "index" in fact.numbers
         among = f" in {fact.numbers['samples']:.0f} samples" if "samples" in fact.numbers else ""
-        coded = fact.words.get("type") == "integer"
-        yield Finding("constant-data", "note" if coded else act_if(of != "input"),
+        yield Finding("constant-data", "act",
             _CONSTANT[of].format(**fact.numbers, **fact.words) + f"{among}.",
             (Evidence("different values", 1.0, 1.0, step=0),),
             (Advice("check the mask that chooses the targets to ignore, and that ignore_index is "
@@ -166,28 +160,18 @@ told(__name__, "target-leak", "A feature that is the target", "watch",
 
 def _are_misplaced(record: Record) -> bool:
     """Return whether the order of targets is wrong for sure, or may be, and the run suffers."""
-    order = record.found_by("targets-moved")[0].words.get("order")
+    order = record.found_by("targets-moved")[0].words["order"]
     return order == "wrong" or (order == "unclear" and suffers(record))
 
 
 told(__name__, "targets-moved", "Targets in another order than their inputs", _are_misplaced,
      "The targets do not belong to the places of their outputs: {move}, they fit better. Then the "
      "inputs of the last layer explain {best:.0%} of them, and {own:.0%} as they are.",
-     [Number("share of moved targets that the last layer's inputs explain", "best", above=FITS),
-      Number("share of the targets as they are", "own")],
+     [Number("share of moved targets that the last layer's inputs explain", "best", above=FITS)],
      Advice("compare the order, the axes and the transforms of inputs and targets"),
-     where=lambda fact: fact.numbers.get("own", 1.0) < fact.numbers.get("best", 0.0)
-     * (CLEARLY if fact.words.get("order") == "meant" else BETTER),
+     where=lambda fact: fact.numbers["own"] < fact.numbers["best"]
+     * (CLEARLY if fact.words["order"] == "meant" else BETTER),
      explains=LEARNING)  # fmt: skip
-
-
-told(__name__, "targets-moved", "", suffers,
-     "{share:.0%} of the targets of pixels fit their images better if they are flipped ('{move}'), "
-     "and the others do not.",
-     [Number("share of the targets that fit better flipped", "share", above=MIXED,
-            below=1 - MIXED)],
-     Advice("flip images and targets together"), where=lambda fact: "share" in fact.numbers
-     )  # fmt: skip
 
 
 @fault("labels-unrelated", "Labels that no model predicts")
@@ -210,12 +194,6 @@ told(__name__, "labels-unrelated", "", suffers,
      "{share:.0%} of them, and no input depends on these.",
      [Number("share of the targets that is drawn", "share", above=DRAWN)],
      Advice("draw once, and use the same numbers for inputs and targets"))  # fmt: skip
-told(__name__, "labels-unrelated", "", "watch",
-     "The targets' {of} in all {batches:.0f} batches, as of targets that are numbered, or "
-     "normalised, by each batch anew: they mean something else in another batch.",
-     [Number("batches in which that is so", "batches")],
-     Advice("number and normalise the targets once, for all data"),
-     where=lambda fact: "batches" in fact.numbers)  # fmt: skip
 
 
 @loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)
@@ -334,14 +312,8 @@ def state_carried(record: Record) -> Iterator[Finding]:
                 since=0)  # fmt: skip
 
 
-_UNREAD = "The loss never reads tensor {unread:.0f} of the batch (shape {shape}), "
-_PLACE = Advice("look for the place in the loss where this tensor belongs, and for another that "
-                "stands there")  # fmt: skip
 told(__name__, "batch-part-unread", "A part of the batch that the loss never reads", "watch",
-     _UNREAD + "although it reads tensor {read:.0f} of the same shape.",
-     [Number("number of the tensor in the batch", "unread")], _PLACE,
-     where=lambda fact: "read" in fact.numbers)  # fmt: skip
-told(__name__, "batch-part-unread", "", "watch",
-     _UNREAD + "which is 0 or 1 for each sample, as masks and ends of episodes are.",
-     [Number("number of the tensor in the batch", "unread")], _PLACE,
-     where=lambda fact: "read" not in fact.numbers)  # fmt: skip
+     "The loss never reads tensor {unread:.0f} of the batch (shape {shape}).",
+     [Number("number of the tensor in the batch", "unread")],
+     Advice("look for the place in the loss where this tensor belongs, and for another that stands "
+            "there"))  # fmt: skip

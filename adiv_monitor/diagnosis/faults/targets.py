@@ -14,15 +14,6 @@ from adiv_monitor.printable import quoted
 
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
-_LACK = {
-    **dict.fromkeys(("sigmoid", "hardsigmoid"), "lie between 0 and 1"),
-    **dict.fromkeys(("tanh", "hardtanh", "softsign"), "lie between two bounds, such as ±1"),
-    **dict.fromkeys(
-        ("exp", "softplus"),
-        "are never negative, and the loss takes an exponential or a softmax of them again",
-    ),
-    **dict.fromkeys(("relu", "relu6"), "are never negative, and get no gradient at zero"),
-}
 # Share of couples in which the pair drawn together is nearer in the inputs than the one pushed
 # apart: labels without a relation to the inputs give 1/2. And its distance in standard errors.
 REVERSED, CERTAINLY = 0.3, 5.0
@@ -52,10 +43,9 @@ told(__name__, "broadcast-loss", "Each output is compared with all targets", "ac
 
 _NO_LOG = [Number("losses that get no log-probabilities")]
 told(__name__, "no-log", "The loss expects log-probabilities", "act",
-     "{place} expects log-probabilities, but receives logits: this loss falls without bound as the "
-     "outputs grow.", _NO_LOG,
+     "{place} expects log-probabilities, but receives {given}.", _NO_LOG,
      Advice("use log_softmax over the classes before this loss, or cross_entropy"),
-     where=lambda fact: fact.words["given"] == "logits",
+     where=lambda fact: fact.words["given"] != "another axis",
      certain=True, explains=LEARNING)  # fmt: skip
 told(__name__, "no-log", "", "act",
      "{place} expects log-probabilities, but those of its input sum to 1 over another axis than "
@@ -63,17 +53,11 @@ told(__name__, "no-log", "", "act",
      Advice("take the log_softmax over the classes: they are axis 1 of the input of nll_loss, and "
             "the last axis of that of ctc_loss"),
      where=lambda fact: fact.words["given"] == "another axis")  # fmt: skip
-told(__name__, "no-log", "", "act",
-     "{place} expects log-probabilities, but receives probabilities: its gradient is weakest where "
-     "the model is wrong.", _NO_LOG, Advice("use log_softmax instead of softmax"),
-     where=lambda fact: fact.words["given"] == "probabilities")  # fmt: skip
-
 
 told(__name__, "logits-as-probabilities", "The loss expects probabilities", "act",
      "The loss is {at:.2g} if outputs equal their targets, and {beyond:.2g} if they are twice as "
      "large, but {outside:.0%} of the outputs exceed 0 to 1.",
-     [Number("loss of outputs that are twice the targets", "beyond"),
-      Number("loss of outputs that equal the targets", "at")],
+     [Number("loss of outputs that are twice the targets", "beyond")],
      Advice("apply a sigmoid to the outputs before this loss, or a softmax"),
      certain=True, explains=LEARNING)  # fmt: skip
 
@@ -125,16 +109,13 @@ def activated_logits(record: Record) -> Iterator[Finding]:
     if output is not None and output.function != "softmax":
         yield Finding("activated-logits", "act",
             f"The loss uses the outputs of the {output.function} of {quoted(output.module or '')} "
-            f"as logits. They {_LACK.get(output.function, 'are bounded on one side')}.",
+            "as logits, which should have no bounds.",
             (Evidence("number of activation functions on the logits", 1.0),),
             (Advice("remove that function: the loss has its own", "plain-outputs"),),
             layers=(output.module,) if output.module else ())  # fmt: skip
 
 
 _OUTSIDE = [Number("share of the targets out of range", "share", above=OUTSIDE)]
-_SUM = ("The targets of {share:.0%} of the samples sum to more than 1.5, as where a sample has "
-        "several classes, but the results of {place} sum to 1.")  # fmt: skip
-_SIGMOIDS = "use a sigmoid for each class, as in binary_cross_entropy_with_logits"
 told(__name__, "targets-out-of-range", "Targets that the outputs can't reach", "act",
      "{share:.0%} of the targets of {place} are below 0 or above 1 (such as {farthest}): its loss "
      "then falls without bound.", _OUTSIDE,
@@ -142,11 +123,14 @@ told(__name__, "targets-out-of-range", "Targets that the outputs can't reach", "
             "loss, such as mse_loss"),
      where=lambda fact: "farthest" in fact.words,
      explains=(*LEARNING, "exploding", "non-finite", "unbounded-loss"))  # fmt: skip
-told(__name__, "targets-out-of-range", "", suffers, _SUM, _OUTSIDE, Advice(_SIGMOIDS),
-     where=lambda f: "sum" in f.words and f.words["function"] != "cross_entropy")  # fmt: skip
 # A cross-entropy has its lowest value at their shares, which some models are meant to learn.
-told(__name__, "targets-out-of-range", "", "watch", _SUM, _OUTSIDE, Advice(_SIGMOIDS),
-     where=lambda f: "sum" in f.words and f.words["function"] == "cross_entropy")  # fmt: skip
+told(__name__, "targets-out-of-range", "",
+     lambda record: suffers(record)
+     and record.found_by("targets-out-of-range")[0].words["function"] != "cross_entropy",
+     "The targets of {share:.0%} of the samples sum to more than 1.5, as where a sample has "
+     "several classes, but the results of {place} sum to 1.", _OUTSIDE,
+     Advice("use a sigmoid for each class, as in binary_cross_entropy_with_logits"),
+     where=lambda fact: "sum" in fact.words)  # fmt: skip
 told(__name__, "targets-out-of-range", "", suffers,
      "{share:.0%} of the targets lie outside the range of the outputs: because of {place}, all lie "
      "between {low} and {high}.", _OUTSIDE,

@@ -23,18 +23,12 @@ told(__name__, "backward-wrong", "A backward pass of another function",
      Advice("correct formula and sign in backward(), until torch.autograd.gradcheck passes"),
      explains=LEARNING)  # fmt: skip
 
-told(__name__, "outputs-tied", "Outputs or layers of one module", lasts,
+told(__name__, "outputs-tied", "Outputs of one module", lasts,
      "{outputs:.0f} outputs are equal to the last bit in every sample, before and after training, "
      "although the loss moves them apart: one module makes all of them.",
      [Number("equal outputs", "outputs", above=1)],
      Advice("make a module for each output: [layer] * n repeats one object"),
      explains=LEARNING)  # fmt: skip
-told(__name__, "outputs-tied", "", "watch",
-     "{place} stands at {times:.0f} places of its container, which share one set of weights.",
-     [Number("places of one module", "times", above=1)],
-     Advice("make each layer anew, unless weights are to be shared: [layer] * n is one object"),
-     unless=lambda record: any("outputs" in x.numbers for x in record.found_by("outputs-tied"))
-     )  # fmt: skip
 
 told(__name__, "mask-ignored", "A mask without effect", suffers,
      "The mask {place} has no effect: if it is inverted, no output changes, neither before nor "
