@@ -222,26 +222,22 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
         return
     yield Finding("optimizer-turns", act_if(suffers(record) or outlasts), said,
         (evidence, Evidence("parameter_cosine, second half of the run", late, STALE)),
-        tuple(_straightened(record)), layers=read.worst_first(turned))  # fmt: skip
+        (_straightened(record),), layers=read.worst_first(turned))  # fmt: skip
 
 
-def _straightened(record: Record) -> Iterator[Advice]:
-    """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
-    momentum = _momentum(record)
-    if _sign_is_wrong(record):
-        yield Advice("look for maximize=True, or for code that turns the gradient round")
-    elif momentum:
-        yield Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
-    else:
-        yield Advice("look for code that changes gradients or weights before the step")
+def _straightened(record: Record) -> Advice:
+    """Return advice on steps that don't follow their gradient: its sign, momentum, or other code.
 
-
-def _sign_is_wrong(record: Record) -> bool:
-    """Return whether the first step already goes uphill, which no momentum can explain."""
-    first, maximize = _first_cosines(record), record.facts.settings.get("maximize") is True
-    return maximize or (bool(first) and (
-        (record.reports[0].descent or 0.0) < 0 or median(t.value for t in first.values()) < 0
-    ))  # fmt: skip
+    No momentum can explain that the first step already goes uphill.
+    """
+    first, momentum = _first_cosines(record), _momentum(record)
+    cosines = [cosine.value for cosine in first.values()]
+    uphill = cosines and ((record.reports[0].descent or 0.0) < 0 or median(cosines) < 0)
+    if uphill or record.facts.settings.get("maximize") is True:
+        return Advice("look for maximize=True, or for code that turns the gradient round")
+    if momentum:
+        return Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
+    return Advice("look for code that changes gradients or weights before the step")
 
 
 def _momentum(record: Record) -> float:
