@@ -290,7 +290,7 @@ def test_a_pickle_that_runs_code_is_refused(
     assert Path("evil").exists()
 
 
-@pytest.mark.parametrize("wrap", ["plain", "safetensors", "lightning", "ddp", "whole"])
+@pytest.mark.parametrize("wrap", ["plain", "safetensors", "lightning", "ddp"])
 def test_weights_of_any_loop_are_found(wrap: str, tmp_path: Path) -> None:
     trained, model = command_models.mlp(), command_models.mlp()
     state, file = trained.state_dict(), tmp_path / f"weights.{wrap}"
@@ -298,13 +298,12 @@ def test_weights_of_any_loop_are_found(wrap: str, tmp_path: Path) -> None:
         "plain": state,
         "lightning": {"epoch": 3, "state_dict": {f"model.{k}": v for k, v in state.items()}},
         "ddp": {f"module.{k}": v for k, v in state.items()},
-        "whole": trained,
     }
     if wrap == "safetensors":
         pytest.importorskip("safetensors.torch").save_file(state, file)
     else:
         torch.save(content[wrap], file)
-    models.load(model, str(file), trusted=wrap == "whole")
+    models.load(model, str(file))
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
 
 

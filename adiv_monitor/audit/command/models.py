@@ -141,9 +141,8 @@ def _state(content: Any) -> dict[str, Any] | None:
     """Return the state dict that a file holds; None: it holds none."""
     inside = [content[x] for x in _KEYS if x in content] if isinstance(content, Mapping) else []
     for held in (content, *inside):
-        state = held.state_dict() if isinstance(held, nn.Module) else held
-        if isinstance(state, Mapping) and state and all(map(torch.is_tensor, state.values())):
-            return dict(state)
+        if isinstance(held, Mapping) and held and all(map(torch.is_tensor, held.values())):
+            return dict(held)
     return None
 
 
