@@ -212,8 +212,9 @@ def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
     taken for the beginning of another's warm-up.
     """
     groups = {i: g for i, g in enumerate(optimizer.param_groups) if g.get("initial_lr", 0) > 0}
-    schedulers = _schedulers(optimizer) if groups else []
-    every = [_peaks(scheduler, steps) for scheduler in schedulers] or [
+    # The schedulers of torch's that hold this optimizer, wherever they are kept.
+    schedulers = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)] if groups else []
+    every = [_peaks(x, steps) for x in schedulers if x.optimizer is optimizer] or [
         {i: float(g["initial_lr"]) for i, g in groups.items() if g["lr"] == 0}
     ]
     peaks = {i: max(peaks.get(i, 0.0) for peaks in every) for i in groups}
@@ -238,12 +239,6 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
         peaks[i] = max(of_group) if max(of_group) > of_group[-1] else usual
         peaks[i] *= any(of_group[: steps + 1])
     return peaks
-
-
-def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
-    """Return the torch schedulers that hold this optimizer, wherever they are kept."""
-    found = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
-    return [scheduler for scheduler in found if scheduler.optimizer is optimizer]
 
 
 Function = Callable[[Tensor, Tensor], Tensor]
