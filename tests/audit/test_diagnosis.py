@@ -258,7 +258,6 @@ MILDER = [
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"}, sums=1.0)),
     ("one-edit act", probed("one-edit", words=LEFT_OUT, loss=0.4, without=1.0)),
-    ("one-edit watch", probed("one-edit", words=LEFT_OUT, loss=0.6, without=1.0)),
     ("one-edit watch", probed("one-edit", words=LEFT_OUT | {"of": "loss"}, loss=0.4, without=1.0)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),

@@ -15,7 +15,7 @@ from adiv_monitor.diagnosis.finding import Finding
 
 CHANCE = torch.Generator().manual_seed(0)
 X, Y = torch.randn(2, 3, 3, generator=CHANCE)
-MASK, PLACES = X > 0, torch.tensor([[0, 2, 1]])
+PLACES = torch.tensor([[0, 2, 1]])
 
 
 def called(function: Callable[..., Any], *args: Any, path: str | None = "m", **kwargs: Any) -> Call:
@@ -29,10 +29,6 @@ EDITS: dict[str, tuple[Call, Tensor]] = {
     "after a transpose of axes 0 and 1": (called(Tensor.view, X, 9), X.T.reshape(9)),
     "with its operands exchanged": (called(torch.sub, X, Y), Y - X),
     "by the inverse number": (called(torch.mul, X, 0.25), 4 * X),
-    "with its mask inverted": (
-        called(Tensor.masked_fill, X, MASK[:1], 7.0),
-        X.masked_fill(~MASK[:1], 7.0),
-    ),
     "at the other end": (called(Tensor.__getitem__, X, (slice(None), -1)), X[:, 0]),
     "left out": (called(torch.exp, X), X),
 }
@@ -50,7 +46,8 @@ KEPT = {
     "random numbers": called(torch.randn_like, X),
     "a function of the loss": called(torch.exp, X, path=None),
     "a difference in the loss": called(torch.sub, X, Y, path=None),
-    "a mask of the future": called(Tensor.masked_fill, X, MASK, 7.0),
+    "a mask": called(Tensor.masked_fill, X, X > 0, 7.0),
+    "a power": called(torch.pow, X, 2, path=None),
     "a constant that is added": called(torch.add, X.clone().requires_grad_(), Y),
     "no place at an end": called(Tensor.__getitem__, X, 1),
     "an index of tensors": called(Tensor.__getitem__, X, PLACES),

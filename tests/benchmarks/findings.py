@@ -1017,7 +1017,7 @@ PICTURES: dict[str, Picture] = {
         "a recurrent network reads the rows of an image, and answers after the first one",
         lambda: reading(0),
         {"loss with the change": of_fact("one-edit", "loss")},
-        (edits, ("REARRANGED", "LEFT_OUT", "FAR")),
+        (edits, ("REARRANGED", "LEFT_OUT")),
         lambda: reading(-1),
     ),
     "dropout-on-outputs": Picture(

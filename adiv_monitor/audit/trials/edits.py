@@ -1,7 +1,7 @@
 """Edits of single calls: what a line may have meant to compute.
 
-An edit replaces the result of one call. Rearrangements take axes, operands, masks or ends the
-other way; what is left out returns its input.
+An edit replaces the result of one call. Rearrangements take axes, operands or ends the other
+way; what is left out returns its input.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +9,6 @@ from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import Call, given
@@ -17,7 +16,10 @@ from adiv_monitor.audit.experiments.calls import Call, given
 _SCALE = ("mul", "multiply", "__mul__", "__rmul__", "div", "__truediv__")
 _ORDERED = ("sub", "__sub__", "__rsub__", "rsub", "div", "__truediv__", "kl_div")
 _VIEWS = ("view", "reshape", "flatten")
-_NO_AXIS = (*_SCALE, *_ORDERED, *_VIEWS, "__getitem__", "unflatten", "squeeze", "unsqueeze")
+_ALONG = (  # with the axis as second argument
+    *("softmax", "log_softmax", "logsumexp", "sum", "mean", "std", "var", "amax", "amin", "max"),
+    *("min", "argmax", "argmin", "gather", "index_select", "cumsum", "cumprod", "flip", "cat"),
+)
 # What trains as well without these functions may train faster. Dropout has findings of its own.
 _KEPT = (
     *("__get__", "__set__", "to", "float", "contiguous", "clone", "type", "linear", "embedding"),
@@ -44,19 +46,16 @@ def edits_of(call: Call) -> Iterator[Edit]:
     """Yield the edits of a call that has returned a tensor; some may not run."""
     if tensors := given(call):
         yield from _of_axes(call, tensors[0])
-        if call.path is not None:  # another sign or weight makes another loss
-            yield from _of_operands(call, tensors)
-        masks = [x for x in tensors[1:] if x.dtype is torch.bool]
-        # A square mask may hide the future, which would be shown.
-        if masks and not any(x.shape[-1] == x.shape[-2] for x in masks if x.ndim > 1):
-            yield Edit("with its mask inverted", _inverted)
         if call.name == "__getitem__" and _other_end(call.args[1]) is not None:
             yield Edit("at the other end", lambda call: call.args[0][_other_end(call.args[1])])
+        if call.path is not None:  # another sign or weight makes another loss
+            yield from _of_operands(call, tensors)
 
 
 def _of_axes(call: Call, x: Tensor) -> Iterator[Edit]:
-    axis = call.kwargs.get("dim", call.args[1] if call.args[1:] else None)
-    if type(axis) is int and x.ndim and call.name not in _NO_AXIS:
+    second = call.args[1] if call.args[1:] and call.name in _ALONG else None
+    axis = call.kwargs.get("dim", second)
+    if type(axis) is int and x.ndim:
         for other in {*range(x.ndim)} - {axis % x.ndim}:
             yield Edit(f"with dim={other}", partial(_along, axis=other))
     if call.name in _VIEWS:
@@ -94,14 +93,6 @@ def _of_operands(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
 def _exchanged(call: Call) -> Any:
     x, y, *others = call.args
     return call.function(y, x, *others, **call.kwargs)
-
-
-def _inverted(call: Call) -> Any:
-    def change(x: Any) -> Any:
-        return ~x if isinstance(x, Tensor) and x.dtype is torch.bool else x
-
-    kwargs = {name: change(x) for name, x in call.kwargs.items()}
-    return call.function(call.args[0], *map(change, call.args[1:]), **kwargs)
 
 
 def _other_end(index: Any) -> Any:

@@ -101,7 +101,7 @@ def with_edits(
         trial = compared("", losses, without, setup.steps)
         others = [trial.loss_without, *(rate.loss for rate in record.rates.values())]
         share = LEFT_OUT if edit.leaves_out else REARRANGED
-        if trial.pays and trial.loss < share * min(others):
+        if trial.pays and 0 <= trial.loss < share * min(others):
             numbers = {"loss": trial.loss, "without": trial.loss_without}
             of = "loss" if call.path is None else "model"
             facts.append(Fact(call.place, numbers, {"edit": edit.words, "of": of}))

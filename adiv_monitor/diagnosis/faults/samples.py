@@ -47,7 +47,7 @@ told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
-       acts_below=0.95)  # fmt: skip
+       acts_below=0.3)  # fmt: skip
 def gradient_cut(record: Record) -> Iterator[Finding]:
     """Find cuts in front of parameters that gradients still reach on other paths.
 
