@@ -168,7 +168,7 @@ def untold(record: Record) -> dict[str, str]:
          "measure step 0 of a network with at least three layers"),
         (not FAULTS["interference"].shown_by(record), "Direction lost to interference",
          "measure with `Monitor(…, attainable=True)`"),
-        (True, "Other learning rates, wiring, inputs, labels, units, loss, decay, clipping",
+        (True, "Wiring, inputs, labels, units, loss, decay, clipping, other learning rates",
          "run `adiv-audit`"),
     )  # fmt: skip
     return {title: do for is_open, title, do in asked if is_open}
