@@ -547,7 +547,7 @@ def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
     for own in found[2]:
         for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
             assert report.optimizer == "ZeroRedundancyOptimizer"
-            like_whole = replace(report, optimizer=whole.optimizer)
+            like_whole = replace(report, optimizer=whole.optimizer, new_state=whole.new_state)
             assert_same(like_whole.to_dict(quantiles=True), whole.to_dict(quantiles=True))
 
 

@@ -126,7 +126,7 @@ def test_one_pass_tells_what_the_scales_cost(kind: str, size: float) -> None:
     found = measured(kind, size, SEEN)
     assert found.rows_seen < found.rows_total
     assert found.diagonal_cosine == pytest.approx(expected.diagonal_cosine, rel=1e-9)
-    assert "diagonal_cosine" not in found.standard_error
+    assert found.standard_error.get("diagonal_cosine", 0.0) < 1e-12  # rounding
 
 
 @pytest.mark.parametrize("kind", EVEN)

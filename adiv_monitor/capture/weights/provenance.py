@@ -57,6 +57,7 @@ class Provenance:
         follows_all: bool = True,
     ) -> None:
         self._model, self._follows_all = model, follows_all
+        self._modules = [*model.modules()]  # now, as the forward pass may be deep
         self._trained = {id(p): p for p in trained}
         self.pieces = Pieces() if pieces is None else pieces
 
@@ -70,7 +71,7 @@ class Provenance:
         """What is known, by id of the tensor: at first what the model holds as it runs."""
         every = [
             held
-            for module in self._model.modules()
+            for module in self._modules
             for held in (*module._parameters.values(), *module._buffers.values())
             if held is not None
         ]

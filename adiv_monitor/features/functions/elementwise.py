@@ -181,5 +181,7 @@ def _normalised(x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
 
 def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and 1/√(var + ε), over all but the second of three dimensions."""
+    if not x.numel():  # torch would warn
+        return x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
     variance, mean = torch.var_mean(to_compute_dtype(x), (0, 2), correction=0)
     return mean, (variance + eps).rsqrt()
