@@ -7,7 +7,6 @@ that? `found` asks the rules in this order; what follows from a cause gives no a
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from adiv_monitor.diagnosis.course import FEWEST, course, end, may_have_fallen
 from adiv_monitor.diagnosis.faults import FAULTS, Fault, could_show, found
@@ -127,18 +126,6 @@ def finding_title(name: str) -> str:
     return FAULTS[name].title if name in FAULTS else sentence(name)
 
 
-class Untold(NamedTuple):
-    """A question that reports can't answer.
-
-    Attributes:
-        title: the question.
-        would_tell: an action that would answer it.
-    """
-
-    title: str
-    would_tell: str
-
-
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
     """Return the strongest findings in a few words."""
     if not findings:
@@ -167,8 +154,8 @@ def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]
     return tuple(dict.fromkeys([*names, *(n for n in could_show(record) if n not in left)]))
 
 
-def untold(record: Record) -> tuple[Untold, ...]:
-    """Return the questions that these reports can't answer, and how to answer them."""
+def untold(record: Record) -> dict[str, str]:
+    """Return the questions that these reports can't answer, with what would answer them."""
     is_short = len(record.losses) < FEWEST and not record.first_non_finite
     not_from_the_start = maps(record) and not FAULTS["vanishing"].shown_by(record)
     asked = (
@@ -181,19 +168,10 @@ def untold(record: Record) -> tuple[Untold, ...]:
          "measure step 0 of a network with at least three layers"),
         (not FAULTS["interference"].shown_by(record), "Direction lost to interference",
          "measure with `Monitor(…, attainable=True)`"),
-        (True, "Whether another learning rate does better", "run `adiv-audit`"),
-        (True, "Wiring, inputs, labels, single units, the loss function, decay, clipping",
+        (True, "Wiring, inputs, labels, units, loss, decay, clipping, other learning rates",
          "run `adiv-audit`"),
     )  # fmt: skip
-    return tuple(Untold(title, do) for is_open, title, do in asked if is_open)
-
-
-def until(record: Record) -> str:
-    """Return words for the finite part of the run, if a step is not finite; "" if all are."""
-    if record.non_finite_since is None:
-        return ""
-    steps = [r.step for r in record.reports if r.step < record.non_finite_since]
-    return f" up to step {steps[-1]:,}" if steps else " in the finite values"
+    return {title: do for is_open, title, do in asked if is_open}
 
 
 def what_happens(record: Record) -> str:

@@ -91,8 +91,8 @@ class Diagnosis:
             ValueError: the schema is neither, or a value does not fit; the message says where, what
                 it is and what is expected.
         """
-        if not isinstance(record, Mapping) or record.get("schema") not in _READ:
-            got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
+        got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
+        if got not in _READ:
             raise ValueError(
                 f"{cls.__name__}.from_dict: got schema {reprlib.repr(got)}, expected "
                 f"{' or '.join(map(str, _READ))}: the report.json of an audit"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.diagnose import fault_of, finding_title, looked_for, until, untold
+from adiv_monitor.diagnosis.diagnose import fault_of, finding_title, looked_for, untold
 from adiv_monitor.diagnosis.faults import FAMILY_NAMES
 from adiv_monitor.diagnosis.finding import STRENGTHS, Evidence, Finding, Trial
 from adiv_monitor.diagnosis.health import measure_title
@@ -109,11 +109,10 @@ def _of_audit(findings: Sequence[Finding], record: Record) -> Iterator[Check]:
 def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Check]:
     strengths = {finding.name: finding.strength for finding in reversed(findings)}
     for name in looked_for(record, findings):
-        state = "found" if name in strengths else f"looked at, nothing found{until(record)}"
+        state = "found" if name in strengths else "looked at, nothing found"
         yield Check(finding_title(name), state, strengths.get(name, ""))
-    for line in untold(record):
-        state = f"reports can't tell; to find out, {line.would_tell}"
-        yield Check(line.title, state, is_missing=True)
+    for title, do in untold(record).items():
+        yield Check(title, f"reports can't tell; to find out, {do}", is_missing=True)
 
 
 def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:

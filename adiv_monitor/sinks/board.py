@@ -121,7 +121,7 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
     found = tuple(findings)
     parts = [f"### {running_headline(found, record)}"]
     parts += [f"**{named(each)}**\n\n" + "\n".join(finding_lines(each, False)) for each in found]
-    open_questions = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
+    open_questions = "\n".join(f"- {title}: {do}" for title, do in untold(record).items())
     return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{open_questions}"])
 
 

@@ -619,11 +619,6 @@ def weighed(**values: float | bool) -> Record:
     return record(weights={**weights, "a": replace(weights["a"], **values)}, losses=STILL)
 
 
-def later(layers: dict[str, LayerReading], **values: object) -> Record:
-    """A run whose layers read so after the first two measured steps."""
-    return record(reports=(*record().reports[:2], *record(layers).reports[2:]), **values)
-
-
 def alone(layers: dict[str, LayerReading], **values: object) -> Record:
     reports = tuple(StepReport(step, layers, {}, 1.0) for step in range(0, STEPS, 10))
     return record(reports=reports, **values)
@@ -649,7 +644,6 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("projection-fights act", record(TURNED, losses=STILL)),
     ("projection-fights no", record(TURNED, facts=replace(FACTS, resumed=True), losses=STILL)),
     ("projection-fights no", record(TURNED, facts=decayed(5.0))),
-    ("optimizer-turns watch", later(TURNED, facts=LONG)),
     ("optimizer-turns act", record(facts=LONG, losses=RISING)),
     ("optimizer-turns act", record(facts=adam(betas=(0.999, 0.999)))),  # type: ignore[arg-type]
     ("optimizer-turns no", record(facts=adam(betas=(0.99, 0.999)))),  # type: ignore[arg-type]

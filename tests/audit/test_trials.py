@@ -15,7 +15,7 @@ from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
-from adiv_monitor.audit.trials.trial import FOR_RATES, Cap, Runs, compared
+from adiv_monitor.audit.trials.trial import FOR_RATES, Cap, Runs, beside, compared
 from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
@@ -88,7 +88,7 @@ def test_what_does_not_get_to_the_end_or_grows_without_bound_has_diverged(
 def test_beside_a_wild_run_a_fix_is_told_from_a_rate_by_errors_of_their_own() -> None:
     wild = [100.0, 300.0] * 10
     rate = compared("rate*0.1", [1.6, 1.7] * 10, wild, 20)
-    fixed = compared("a", [0.1, 0.2] * 10, wild, 20, by_rate=rate)
+    fixed = beside(compared("a", [0.1, 0.2] * 10, wild, 20), {0.1: rate})
     assert fixed.loss_by_rate == rate.loss
     alone = float(np.std([0.2, 0.1, 0.2, 0.1, 0.2], ddof=1) / math.sqrt(5))
     assert fixed.loss_error == pytest.approx(alone)

@@ -1158,7 +1158,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(optimizer=lambda m: SGD(m.parameters(), lr=0.01, maximize=True)),
         {"share of steps uphill": uphill,
          "smallest parameter_cosine": extreme("parameter_cosine", min)},
-        (optimizer, ("LONG_MOMENTUM", "STALE", "LONGER_THAN_THE_RUN")),
+        (optimizer, ("LONG_MOMENTUM", "LONGER_THAN_THE_RUN")),
     ),
     "clipping-always": Picture(
         "gradients clipped to a norm of 0.01",

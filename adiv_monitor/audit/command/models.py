@@ -141,9 +141,8 @@ def _state(content: Any) -> dict[str, Any] | None:
     """Return the state dict that a file holds; None: it holds none."""
     inside = [content[x] for x in _KEYS if x in content] if isinstance(content, Mapping) else []
     for held in (content, *inside):
-        state = held.state_dict() if isinstance(held, nn.Module) else held
-        if isinstance(state, Mapping) and state and all(map(torch.is_tensor, state.values())):
-            return dict(state)
+        if isinstance(held, Mapping) and held and all(map(torch.is_tensor, held.values())):
+            return dict(held)
     return None
 
 
@@ -151,7 +150,6 @@ MOST_CLASSES = 10  # of random data, so that each class has several samples
 
 _SAMPLES = 2  # of the pass that tells the output's shape; batch norm needs more than one
 _SIDE = 64  # of images, in pixels, for models that take any
-_SIDES = {"Inception3": 299, "MaxVit": 224}  # of torchvision's models that take no small ones
 _LENGTH = 32  # tokens, of models of transformers
 _MASKED = 0.15  # share of the tokens that BERT's pretraining hides
 _IGNORED = -100  # label that transformers' losses leave out
@@ -275,7 +273,7 @@ def _of_images(model: nn.Module) -> Shape | None:
     if isinstance(config, dict) and "input_size" in config:
         side = config["input_size"][-1] if config.get("fixed_input_size") else _SIDE
     elif type(model).__module__.startswith("torchvision.models."):
-        side = getattr(model, "image_size", _SIDES.get(type(model).__name__, _SIDE))
+        side = getattr(model, "image_size", _SIDE)
     else:
         return None
     channels = (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))

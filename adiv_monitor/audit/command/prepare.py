@@ -282,10 +282,8 @@ def _text(config: Config, fits: Form, file: str) -> Samples:
     numbered from 0.
     """
     where, vocabulary, length = f"--data text:{file}", fits.vocabulary, fits.shape[0] + 1
-    if fits.classes is not None:
-        raise UsageError(f"{where} has no labels for the model's classes")
-    if vocabulary is None or len(fits.shape) != 1:
-        raise UsageError(f"{where}: expected a model that takes a sequence of tokens")
+    if vocabulary is None or fits.classes is not None or len(fits.shape) != 1:
+        raise UsageError(f"{where}: expected a model that predicts the next token of a sequence")
     different, tokens = torch.unique(
         torch.tensor(list(Path(file).read_bytes())), return_inverse=True
     )
@@ -326,15 +324,14 @@ def _adapted(images: Tensor, fits: Form) -> Tensor:
     """Bring images (samples, channels, height, width) to the model's inputs.
 
     (C, H, W): resized, and grey in all channels if there are not as many; (T, K): the rows of a
-    grey image as a sequence; (K,): a square image, grey or in colour, with K entries in a row.
+    grey image as a sequence; (K,): a square grey image with K entries in a row.
     """
     shape = fits.shape
-    grey, colour = isqrt(shape[0]), isqrt(shape[0] // 3)
-    forms = [shape, (1, *shape), (1, grey, grey), (3, colour, colour)]
+    forms = [shape, (1, *shape), (1, isqrt(shape[0]), isqrt(shape[0]))]
     image = next((f for f in forms if len(f) == 3 and prod(f) == prod(shape)), None)
     if image is None or fits.vocabulary is not None:
         takes = "tokens" if fits.vocabulary else f"inputs of shape {shape}"
-        told = "expected (C, H, W), or as many entries as a square image has"
+        told = "expected (C, H, W), or as many entries as a square grey image has"
         raise UsageError(f"--data: images can't be brought to the model's {takes}; {told}")
     images = F.interpolate(images, image[1:], mode="bilinear", antialias=True)
     if images.shape[1] != image[0]:

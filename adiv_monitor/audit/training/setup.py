@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ class Setup:
         for i, rate in peaks.items():  # forks have no scheduler
             optimizer.param_groups[i]["lr"] = rate
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        lost = tuple(_carried_over(self.model, own, model))
+        lost = tuple(_hooked(self.model, own))
         loss = loss or self.loss
         if self.differentiates:
             loss = torch.enable_grad()(loss)
@@ -191,32 +190,13 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-# Hooks, which copies lose
-
-
-def _carried_over(model: nn.Module, optimizer: Optimizer | None, other: nn.Module) -> Iterator[str]:
-    """Register plain hooks of parameters on their copies; yield the owners of all other hooks.
-
-    Those may change objects of the user's.
-    """
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        hooks = [*(p._backward_hooks or {}).values()]
-        plain = [hook for hook in hooks if _is_plain(hook)]
-        for hook in plain * p.requires_grad:
-            q.register_hook(hook)  # type: ignore[no-untyped-call]
-        if getattr(p, "_post_accumulate_grad_hooks", None) or len(plain) < len(hooks):
+def _hooked(model: nn.Module, optimizer: Optimizer | None) -> Iterator[str]:
+    """Yield the owners of hooks that copies lack: those may change objects of the user's."""
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             yield f"parameter '{name}'"
     if optimizer and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
         yield "the optimizer"
-
-
-def _is_plain(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is a function that refers to nothing but numbers and Python modules."""
-    if not isinstance(hook, FunctionType):
-        return False
-    names = inspect.getclosurevars(hook)
-    used = (*names.globals.values(), *names.nonlocals.values())
-    return all(isinstance(x, (int, float, ModuleType)) for x in used)
 
 
 # Warm-ups
@@ -232,8 +212,9 @@ def lifted(optimizer: Optimizer, steps: int) -> dict[int, float]:
     taken for the beginning of another's warm-up.
     """
     groups = {i: g for i, g in enumerate(optimizer.param_groups) if g.get("initial_lr", 0) > 0}
-    schedulers = _schedulers(optimizer) if groups else []
-    every = [_peaks(scheduler, steps) for scheduler in schedulers] or [
+    # The schedulers of torch's that hold this optimizer, wherever they are kept.
+    schedulers = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)] if groups else []
+    every = [_peaks(x, steps) for x in schedulers if x.optimizer is optimizer] or [
         {i: float(g["initial_lr"]) for i, g in groups.items() if g["lr"] == 0}
     ]
     peaks = {i: max(peaks.get(i, 0.0) for peaks in every) for i in groups}
@@ -258,12 +239,6 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
         peaks[i] = max(of_group) if max(of_group) > of_group[-1] else usual
         peaks[i] *= any(of_group[: steps + 1])
     return peaks
-
-
-def _schedulers(optimizer: Optimizer) -> list[LRScheduler]:
-    """Return the torch schedulers that hold this optimizer, wherever they are kept."""
-    found = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
-    return [scheduler for scheduler in found if scheduler.optimizer is optimizer]
 
 
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -44,18 +44,24 @@ class Edit(NamedTuple):
 
 def edits_of(call: Call) -> Iterator[Edit]:
     """Yield the edits of a call that has returned a tensor; some may not run."""
-    tensors = given(call)
-    if tensors:
-        for edits in (_axes, _views, _operands, _ends, _left_out):
-            yield from edits(call, tensors)
+    if tensors := given(call):
+        yield from _of_axes(call, tensors[0])
+        if call.name == "__getitem__" and _other_end(call.args[1]) is not None:
+            yield Edit("at the other end", lambda call: call.args[0][_other_end(call.args[1])])
+        if call.path is not None:  # another sign or weight makes another loss
+            yield from _of_operands(call, tensors)
 
 
-def _axes(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+def _of_axes(call: Call, x: Tensor) -> Iterator[Edit]:
     second = call.args[1] if call.args[1:] and call.name in _ALONG else None
-    axis, axes = call.kwargs.get("dim", second), tensors[0].ndim
-    if type(axis) is int and axes:
-        for other in {*range(axes)} - {axis % axes}:
+    axis = call.kwargs.get("dim", second)
+    if type(axis) is int and x.ndim:
+        for other in {*range(x.ndim)} - {axis % x.ndim}:
             yield Edit(f"with dim={other}", partial(_along, axis=other))
+    if call.name in _VIEWS:
+        for pair in combinations(range(min(x.ndim, 3)), 2):
+            words = "after a transpose of axes {} and {}".format(*pair)
+            yield Edit(words, partial(_transposed, pair=pair))
 
 
 def _along(call: Call, axis: int) -> Any:
@@ -64,30 +70,24 @@ def _along(call: Call, axis: int) -> Any:
     return call.function(call.args[0], axis, *call.args[2:], **call.kwargs)
 
 
-def _views(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
-    if call.name in _VIEWS:
-        for pair in combinations(range(min(tensors[0].ndim, 3)), 2):
-            words = "after a transpose of axes {} and {}".format(*pair)
-            yield Edit(words, partial(_transposed, pair=pair))
-
-
 def _transposed(call: Call, pair: tuple[int, int]) -> Any:
     x = call.args[0].transpose(*pair).contiguous()
     return call.function(x, *call.args[1:], **call.kwargs)
 
 
-def _operands(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+def _of_operands(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
+    x, made = tensors[0], call.result
     second = call.args[1] if call.args[1:] else None
-    if call.path is None:  # another sign or weight makes another loss
-        return
-    if call.name in _ORDERED and isinstance(second, Tensor) and second.shape == tensors[0].shape:
+    if call.name in _ORDERED and isinstance(second, Tensor) and second.shape == x.shape:
         yield Edit("with its operands exchanged", _exchanged)
     if call.name in _SCALE and type(second) in (int, float) and second not in (-1, 0, 1):
-        yield Edit("by the inverse number", _inverse)
-
-
-def _inverse(call: Call) -> Any:
-    return call.function(call.args[0], 1 / call.args[1])
+        yield Edit("by the inverse number", lambda c: c.function(c.args[0], 1 / c.args[1]))
+    is_alike = x.is_floating_point() and (x.shape, x.dtype) == (made.shape, made.dtype)
+    # A mask, or another constant, may keep the answer from the model.
+    hides = any(not y.requires_grad for y in tensors[1:])
+    is_kept = call.name in _KEPT or "rand" in call.name
+    if is_alike and x is not made and not hides and not is_kept:
+        yield Edit("left out", lambda call: given(call)[0], leaves_out=True)
 
 
 def _exchanged(call: Call) -> Any:
@@ -95,28 +95,11 @@ def _exchanged(call: Call) -> Any:
     return call.function(y, x, *others, **call.kwargs)
 
 
-def _ends(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
-    if call.name == "__getitem__" and _has_end(call.args[1]):
-        yield Edit("at the other end", lambda call: call.args[0][_other_end(call.args[1])])
-
-
-def _has_end(index: Any) -> bool:
-    every = index if isinstance(index, tuple) else (index,)
-    return any(type(i) is int and i in (0, -1) for i in every)
-
-
 def _other_end(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(map(_other_end, index))
-    return {0: -1, -1: 0}.get(index, index) if type(index) is int else index
-
-
-def _left_out(call: Call, tensors: list[Tensor]) -> Iterator[Edit]:
-    x, made = tensors[0], call.result
-    is_alike = x.is_floating_point() and (x.shape, x.dtype) == (made.shape, made.dtype)
-    # A mask, or another constant, may keep the answer from the model.
-    hides = any(not y.requires_grad for y in tensors[1:])
-    if call.path is None or hides or call.name in _KEPT or "rand" in call.name:
-        return
-    if is_alike and x is not made:
-        yield Edit("left out", lambda call: given(call)[0], leaves_out=True)
+    """Return the index with 0 and -1 exchanged; None: it has neither."""
+    every = index if isinstance(index, tuple) else (index,)
+    ends = {0: -1, -1: 0}
+    if not any(type(i) is int and i in ends for i in every):
+        return None
+    other = tuple(ends.get(i, i) if type(i) is int else i for i in every)
+    return other if isinstance(index, tuple) else other[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress, silent
-from adiv_monitor.audit.trials.edits import edits_of
+from adiv_monitor.audit.trials.edits import Edit, edits_of
 from adiv_monitor.audit.trials.trial import (
     NEVER,
     Cap,
@@ -39,36 +39,30 @@ class Candidate:
     """An edit of all calls of a function in one line.
 
     Attributes:
-        words: the edit.
-        call: the last of these calls in the recorded pass.
-        share: the share of the loss below which it counts.
+        edit: the edit of the last of these calls in the recorded pass.
+        call: that call.
         results: by number of a call, its new result.
     """
 
-    words: str
+    edit: Edit
     call: Call
-    share: float
     results: dict[int, Callable[[Call], Any]] = field(default_factory=dict)
 
     def losses(self, setup: Setup, record: Record, cap: Cap) -> Losses:
         """Return the losses of a run with the edit; (): it does not run, or there is no time."""
+
+        def result(call: Call) -> Any:
+            of = self.results.get(call.number) if call.name == self.call.name else None
+            return NotImplemented if of is None else of(call)
+
         fork = setup.fork()
-        change_calls(fork, self._result)
+        change_calls(fork, result)
         try:
             cap.check(record, setup.steps)
             cap.left -= setup.steps
             return losses_of(fork)
         except Exception:  # shapes or kinds do not fit, or the cap is reached
             return ()
-
-    def _result(self, call: Call) -> Any:
-        result = self.results.get(call.number)
-        return NotImplemented if result is None or call.name != self.call.name else result(call)
-
-    def keeps_loss(self, losses: Losses, without: Losses) -> bool:
-        """Return whether the loss is the same function of the outputs, as far as its size tells."""
-        off = abs(losses[0] - without[0])
-        return self.call.path is not None or off < ALIKE * abs(without[0])
 
 
 def with_edits(
@@ -95,18 +89,22 @@ def with_edits(
         progress("edits", number, len(candidates))
         losses = candidate.losses(short, record, cap)
         end = at_the_end(losses, short.steps)
-        is_lower = end < at_the_end(without[: short.steps], short.steps)
-        if is_lower and candidate.keeps_loss(losses, without):
-            begun.append((end, number))
+        if end < at_the_end(without[: short.steps], short.steps):
+            # Outside the model, the first loss tells whether it is the same function of outputs.
+            off = abs(losses[0] - without[0]) if candidate.call.path is None else 0.0
+            if off <= ALIKE * abs(without[0]):
+                begun.append((end, number))
     facts = []
     for _, number in sorted(begun)[:BEST]:
-        candidate = candidates[number]
-        trial = compared("", candidate.losses(setup, record, cap), without, setup.steps)
+        edit, call = candidates[number].edit, candidates[number].call
+        losses = candidates[number].losses(setup, record, cap)
+        trial = compared("", losses, without, setup.steps)
         others = [trial.loss_without, *(rate.loss for rate in record.rates.values())]
-        if trial.pays and 0 <= trial.loss < candidate.share * min(others):
+        share = LEFT_OUT if edit.leaves_out else REARRANGED
+        if trial.pays and 0 <= trial.loss < share * min(others):
             numbers = {"loss": trial.loss, "without": trial.loss_without}
-            of = "loss" if candidate.call.path is None else "model"
-            facts.append(Fact(candidate.call.place, numbers, {"edit": candidate.words, "of": of}))
+            of = "loss" if call.path is None else "model"
+            facts.append(Fact(call.place, numbers, {"edit": edit.words, "of": of}))
     facts.sort(key=lambda fact: fact.numbers["loss"])
     return replace(record, probed={**record.probed, "one-edit": Probed(tuple(facts[:1]))})
 
@@ -116,9 +114,6 @@ def _candidates(setup: Setup) -> list[Candidate]:
     found: dict[tuple[str, str, str], Candidate] = {}
     for call in reversed(calls_of(setup.fork(), lambda call: isinstance(call.result, Tensor))):
         for edit in edits_of(call):
-            share = LEFT_OUT if edit.leaves_out else REARRANGED
-            new = Candidate(edit.words, call, share)
-            found.setdefault((call.line, call.name, edit.words), new).results[call.number] = (
-                edit.result
-            )
+            one = found.setdefault((call.line, call.name, edit.words), Candidate(edit, call))
+            one.results[call.number] = edit.result
     return [*found.values()][:MOST]

@@ -146,8 +146,7 @@ class Runs:
         if FIXES[self.fix].rescales:
             with suppress(CapReached):
                 self.follow_best()
-        by_rate = min(self.record.rates.values(), key=lambda trial: trial.loss, default=None)
-        found = self._compared(self.fix, self.best, by_rate)
+        found = beside(self._compared(self.fix, self.best), self.record.rates)
         return replace(found, rate=self.best, runs=len(self.losses))
 
     def rate_trial(self, factor: float) -> Trial:
@@ -155,9 +154,8 @@ class Runs:
         self.end(factor)
         return self._compared(rate_name(factor), factor)
 
-    def _compared(self, name: str, factor: float, by_rate: Trial | None = None) -> Trial:
-        steps = self.setup.steps
-        found = compared(name, self.losses[factor], self.without, steps, by_rate)
+    def _compared(self, name: str, factor: float) -> Trial:
+        found = compared(name, self.losses[factor], self.without, self.setup.steps)
         return replace(found, constant=None if is_opposed(self.record) else self.record.chance)
 
     def follow(self, factors: Sequence[float]) -> bool:
@@ -197,14 +195,8 @@ def at_the_end(losses: Sequence[float], steps: int) -> float:
     return mean if mean <= _DIVERGED * max(abs(losses[0]), 1.0) else math.inf
 
 
-def compared(
-    fix: str,
-    losses: Sequence[float],
-    without: Sequence[float],
-    steps: int,
-    by_rate: Trial | None = None,
-) -> Trial:
-    """Return the trial of a fix from its run, the plain run, and that at another learning rate.
+def compared(fix: str, losses: Sequence[float], without: Sequence[float], steps: int) -> Trial:
+    """Return the trial of a fix from its run and the plain run.
 
     The standard error of n numbers, the losses of the last quarter or their paired differences, is
     std/√n; NaN if one of the runs diverged, or if there is only one step.
@@ -217,11 +209,16 @@ def compared(
     own = error(losses[-n:]) if math.isfinite(loss) else math.nan
     both = math.isfinite(loss + loss_without)
     paired = error(np.subtract(without[-n:], losses[-n:])) if both else math.nan
-    found = Trial(fix, steps, loss, loss_without, None, paired, loss_error=own)
+    return Trial(fix, steps, loss, loss_without, None, paired, loss_error=own)
+
+
+def beside(trial: Trial, rates: Mapping[float, Trial]) -> Trial:
+    """Return the trial of a fix beside that of the best learning rate, if any was tried."""
+    by_rate = min(rates.values(), key=lambda rate: rate.loss, default=None)
     if by_rate is None:
-        return found
-    apart = math.hypot(own, by_rate.loss_error)
-    return replace(found, loss_by_rate=by_rate.loss, error_by_rate=apart)
+        return trial
+    error = math.hypot(trial.loss_error, by_rate.loss_error)
+    return replace(trial, loss_by_rate=by_rate.loss, error_by_rate=error)
 
 
 def quarter(steps: int) -> int:

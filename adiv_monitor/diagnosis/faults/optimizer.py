@@ -33,8 +33,6 @@ from adiv_monitor.diagnosis.record import Record
 LONG_MOMENTUM = 0.975
 # Duration of momentum relative to the run; beyond it, later gradients hardly count.
 LONGER_THAN_THE_RUN = 10.0
-# parameter_cosine late in the run; healthy runs with momentum or Adam have 0.25 to 0.5.
-STALE = 0.2
 SHARES = ("momentum", "beta1", "beta2", "alpha")  # of an average that are kept in each step
 OFF = 0.02  # share of the weights that decay takes in one step; usual ones take 1e-6 to 2e-3
 LARGE_EPSILON = 0.01  # gradients of single weights are rarely larger
@@ -200,7 +198,7 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     uphill = fmean(d < 0 for d in descents) if len(descents) >= 3 else 0.0
     # Where the loss has settled, half of the steps go uphill by chance: 1.5 deviations more count.
     half = 0.5 + 0.75 / math.sqrt(max(len(descents), 1))
-    momentum, late = _momentum(record), _late_cosine(record)
+    momentum = _momentum(record)
     lasts = 1 / (1 - momentum)
     outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * (
         record.facts.steps or len(record.losses)
@@ -214,34 +212,29 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
         evidence = Evidence("parameter_cosine", cosines[worst].value, 0, worst)
         said = (f"In {len(turned)} of {len(cosines)} layers, the optimizer's step typically points "
                 "uphill with respect to the gradient of that step.")  # fmt: skip
-    elif momentum > LONG_MOMENTUM and (suffers(record) or late < STALE or outlasts):
+    elif momentum > LONG_MOMENTUM and (suffers(record) or outlasts):
         evidence = Evidence("momentum", momentum, LONG_MOMENTUM)
         said = (f"A momentum of {momentum:g} keeps each gradient for {lasts:.0f} steps: the "
                 "weights keep moving in old directions after the gradient has turned.")  # fmt: skip
     else:
         return
     yield Finding("optimizer-turns", act_if(suffers(record) or outlasts), said,
-        (evidence, Evidence("parameter_cosine, second half of the run", late, STALE)),
-        tuple(_straightened(record)), layers=read.worst_first(turned))  # fmt: skip
+        (evidence,), (_straightened(record),), layers=read.worst_first(turned))  # fmt: skip
 
 
-def _straightened(record: Record) -> Iterator[Advice]:
-    """Yield advice on steps that don't follow their gradient: its sign, momentum, or other code."""
-    momentum = _momentum(record)
-    if _sign_is_wrong(record):
-        yield Advice("look for maximize=True, or for code that turns the gradient round")
-    elif momentum:
-        yield Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
-    else:
-        yield Advice("look for code that changes gradients or weights before the step")
+def _straightened(record: Record) -> Advice:
+    """Return advice on steps that don't follow their gradient: its sign, momentum, or other code.
 
-
-def _sign_is_wrong(record: Record) -> bool:
-    """Return whether the first step already goes uphill, which no momentum can explain."""
-    first, maximize = _first_cosines(record), record.facts.settings.get("maximize") is True
-    return maximize or (bool(first) and (
-        (record.reports[0].descent or 0.0) < 0 or median(t.value for t in first.values()) < 0
-    ))  # fmt: skip
+    No momentum can explain that the first step already goes uphill.
+    """
+    first, momentum = _first_cosines(record), _momentum(record)
+    cosines = [cosine.value for cosine in first.values()]
+    uphill = cosines and ((record.reports[0].descent or 0.0) < 0 or median(cosines) < 0)
+    if uphill or record.facts.settings.get("maximize") is True:
+        return Advice("look for maximize=True, or for code that turns the gradient round")
+    if momentum:
+        return Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
+    return Advice("look for code that changes gradients or weights before the step")
 
 
 def _momentum(record: Record) -> float:
@@ -251,10 +244,3 @@ def _momentum(record: Record) -> float:
     of_run = record.reports[-1].settings if record.reports and not record.is_audited else {}
     found = max(of_run.get("beta1", of_run.get("momentum", (found,))))
     return float(found) if isinstance(found, int | float) and found < 1 else 0.0
-
-
-def _late_cosine(record: Record) -> float:
-    """Return all layers' median `parameter_cosine` over the second half of the measured steps."""
-    readings = [r for report in record.reports for r in report.layers.values()]
-    late = [r.parameter_cosine for r in readings[len(readings) // 2 :]]
-    return median([c for c in late if c is not None and not math.isnan(c)] or [1.0])
