@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from torch.optim import optimizer as torch_optimizer
 
 from adiv_monitor.audit.command.cli import main
@@ -47,6 +48,7 @@ def step():
 
 """
 TRAIN = "for _ in range(5): step()\n"
+SAVE = "torch.save(model.state_dict(), 'best.pt')\n"
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def made() -> Record:
 @pytest.mark.parametrize(
     "ending",
     [
-        TRAIN,
+        TRAIN + SAVE,
         f"try:\n    {TRAIN}except BaseException:\n    raise KeyError\n",
         "def build():\n    step()\n    return model\n",
     ],
@@ -89,23 +91,61 @@ def made() -> Record:
 def test_a_script_that_trains_is_refused_at_its_first_step(
     ending: str, write: Write, capsys: Read
 ) -> None:
+    write("best.pt", "of a long run")
     write("train.py", MODEL + DATA + STEPS + ending)
+    save = torch.save
     assert run("train:build" if "build" in ending else "train:model") == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and "train.py:22 takes an optimizer step" in told[0]
     assert "--run-script" in told[0]
-    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert Path("best.pt").read_text() == "of a long run"
+    assert torch.save is save and not torch_optimizer._global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        "from torch import save\nsave(obj=1, f='best.pt')\n",
+        "from safetensors.torch import save_file\nsave_file(model.state_dict(), 'best.pt')\n",
+    ],
+)
+def test_a_script_that_writes_over_a_file_is_refused(
+    saves: str, write: Write, capsys: Read
+) -> None:
+    pytest.importorskip("safetensors")
+    write("best.pt", "of a long run")
+    write("train.py", MODEL + saves)
+    assert run("train:model") == 2
+    told = capsys.readouterr().err
+    assert "train.py:11 writes over best.pt" in told and "--run-script" in told
+    assert Path("best.pt").read_text() == "of a long run"
+
+
+def test_what_writes_new_files_and_elsewhere_is_not_refused(
+    write: Write, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("cache") / "cached.pt"
+    elsewhere.write_text("old")
+    write("train.py", MODEL + SAVE + f"torch.save(1, {str(elsewhere)!r})\nsave = torch.save\n")
+    with watched(may_train=False) as ran:
+        train = import_module("train")
+    assert steps_of(ran, train.model) == 0
+    assert Path("best.pt").stat().st_size > 0 and torch.load(elsewhere) == 1
+    train.save(2, "best.pt")  # later, it is torch's
+    assert torch.load("best.pt") == 2
 
 
 # What runs
 
 
 def test_a_script_that_may_run_gives_trained_weights(write: Write, capsys: Read) -> None:
-    write("train.py", MODEL + DATA + STEPS + TRAIN)
+    write("best.pt", "of a long run")
+    write("train.py", MODEL + DATA + STEPS + TRAIN + SAVE)
     assert run("train:model", "--run-script") == 0
     said = "weights have been trained: 5 steps during import"
     assert said in capsys.readouterr().out.splitlines()[0]
     assert made().facts.trained == said
+    assert torch.load("best.pt").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 def test_weights_are_trained_if_they_are_those_that_the_steps_moved(write: Write) -> None:

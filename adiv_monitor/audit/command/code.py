@@ -1,17 +1,21 @@
 """The user's code: imported by its path, watched while it loads, and blamed in one line."""
 
+import os
 import pkgutil
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -176,31 +180,51 @@ class _Refused(BaseException):
 def watched(*, may_train: bool) -> Iterator[Counter[Optimizer]]:
     """Watch the user's code in a block, which gets the number of steps of each optimizer.
 
-    The first step ends the code. The files that it writes are not watched.
+    The first step ends the code, and so does the first call of `torch.save` or safetensors that
+    would write over an existing file of the working folder. Files that other functions write are
+    not watched.
 
     Args:
-        may_train: whether the code may take steps.
+        may_train: whether the code may do both.
 
     Raises:
-        UsageError: the code took one; it names the line.
+        UsageError: the code did so; it names the line.
     """
     steps: Counter[Optimizer] = Counter()
-    refused: list[str] = []
+    folder, refused = Path.cwd(), list[str]()
+
+    def refuse(what: str) -> None:
+        if not may_train:
+            refused.append(f"{place(traceback.extract_stack()) or 'your code'} {what} {_INSTEAD}")
+            raise _Refused
 
     def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         steps[optimizer] += 1
-        if not may_train:
-            where = place(traceback.extract_stack()) or "your code"
-            refused.append(f"{where} takes an optimizer step {_INSTEAD}")
-            raise _Refused
+        refuse("takes an optimizer step")
 
-    hook = register_optimizer_step_pre_hook(step)
-    try:
-        yield steps
-    except BaseException:  # the code may have caught the refusal and failed by it
-        if not refused:
-            raise
-    finally:
-        hook.remove()
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def saves(*args: Any, **kwargs: Any) -> Any:
+            file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            path = Path(file).resolve() if isinstance(file, str | os.PathLike) else None
+            if path and path.is_file() and path.is_relative_to(folder):
+                refuse(f"writes over {path.relative_to(folder)}")
+            return function(*args, **kwargs)
+
+        return saves
+
+    with ExitStack() as watches:
+        watches.callback(register_optimizer_step_pre_hook(step).remove)
+        watches.enter_context(patch.object(torch, "save", guarded(torch.save)))
+        with suppress(ImportError):  # then nothing is written with it
+            module = import_module("safetensors.torch")
+            watches.enter_context(patch.object(module, "save_file", guarded(module.save_file)))
+        try:
+            yield steps
+        except BaseException:  # the code may have caught the refusal and failed by it
+            if not refused:
+                raise
+        finally:
+            may_train = True  # code that has imported a guarded function keeps it
     if refused:
         raise UsageError(refused[0])

@@ -18,6 +18,18 @@ from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
+# Former names of findings → what is there instead.
+_GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
+         "attention-saturated", "padding-is-word", "loss-own-fall")  # fmt: skip
+_RETIRED = {
+    **dict.fromkeys(_GONE, ""),
+    **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
+    "outputs-normalised": "; 'target-scale' is",
+    "unsafe-division": "; 'row-spread' is",
+    "one-sided-weights": "; 'bad-initialisation' is",
+    **dict.fromkeys(("epsilon-dominates", "gradient-hooks"), "; 'rate-too-low' is"),
+    "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
+}
 # Arguments of `audit` → their defaults.
 OF_AUDIT = {name: p.default for name, p in inspect.signature(audit).parameters.items()}
 
@@ -35,7 +47,8 @@ class Config:
             timm:NAME; or hf:PATH of a config.json of transformers, or of its folder. Building it
             runs its code.
         run_script: let code that is imported or called for the model, the data, the loss and the
-            optimizer train; weights that it trained are audited as such
+            optimizer train and write over files of this folder; weights that it trained are
+            audited as such
         model_args: arguments of the class or function as JSON; values that look like secrets
             (api_key, password, token) are in no file of the report
         checkpoint: file of weights: .safetensors, or a state dict by torch.save
@@ -218,6 +231,9 @@ def rule(text: str) -> alarms.Rule:
     Raises:
         UsageError: The text is no such rule, or there is no such measure or finding.
     """
+    name = text.rpartition(":")[2].strip()
+    if name in _RETIRED:
+        raise UsageError(f"--fail-if {text!r}: {name!r} is no longer looked for{_RETIRED[name]}")
     try:
         return alarms.parse(text, (*FAULTS, *STRENGTHS))
     except ValueError as error:
