@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from adiv_monitor.diagnosis.course import difference
 from adiv_monitor.diagnosis.diagnose import fault_of, follows, running_headline
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Finding, Strength
-from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.report.plain import to_json, to_plain
 from adiv_monitor.report.written import read
 
 _D = TypeVar("_D", bound="Diagnosis")

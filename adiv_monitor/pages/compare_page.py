@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.health import GRADIENT, measure_title
-from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import NAMED, Cell
@@ -17,6 +16,7 @@ from adiv_monitor.pages.report_page import headline, last_with_direction, settin
 from adiv_monitor.pictures.grid import grid
 from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.report import WORST, LayerReading, StepReport
+from adiv_monitor.report.plain import without_secrets
 from adiv_monitor.report.wording import number
 
 # Measures that are drawn side by side.

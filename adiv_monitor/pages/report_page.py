@@ -9,7 +9,6 @@ from adiv_monitor.diagnosis.course import difference
 from adiv_monitor.diagnosis.diagnose import follows, reason, running_headline, what_happens
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.findings import all_trials, checks
 from adiv_monitor.pages.heat import heat_map, heat_measures
@@ -17,6 +16,7 @@ from adiv_monitor.pages.layers import layer_table, worst
 from adiv_monitor.pages.pictures import loss_picture
 from adiv_monitor.pages.render import render
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
+from adiv_monitor.report.plain import without_secrets
 from adiv_monitor.report.wording import cell, not_measured, rows_words
 
 

@@ -7,9 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from adiv_monitor.diagnosis.plain import strict
 from adiv_monitor.files import file_path
 from adiv_monitor.report import StepReport
+from adiv_monitor.report.plain import strict
 
 _LINE_START = b'{"step": '  # StepReport.to_dict() starts with the step
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.command.options import Config, load
-from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
+from adiv_monitor.report.plain import HIDDEN, hidden_keys, without_secrets
 
 HERE = "audit.command_models"
 SHORT = ("--input-shape", "64", "--steps", "2", "--no-try")

@@ -14,7 +14,7 @@ from adiv_monitor.audit.audit import audit, check_numbers
 from adiv_monitor.audit.command.code import UsageError, needed, one_line
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import STRENGTHS
-from adiv_monitor.diagnosis.plain import HIDDEN, hidden_keys, without_secrets
+from adiv_monitor.report.plain import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]

@@ -27,7 +27,7 @@ from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 
-BATCHES, ENOUGH = 16, 32  # most batches, and fewest samples in them
+BATCHES, FEW_BATCHES, ENOUGH = 16, 4, 32  # most batches; of costly steps; fewest samples in them
 ROWS, MOST = 4096, 1 << 25  # most places, and numbers of layers
 NUMBERS, CLASSES = 8, 2048  # most numbers of a target, and codes of classes
 PENALTY = 0.01  # times the number of places
@@ -94,7 +94,8 @@ def targets_moved(setup: Setup, trained: Fork) -> Iterable[Fact]:
     tokens, are not shifted. The order is "wrong" if no model can restore it, since it does not see
     the places of its targets; "meant" if this one can, or if targets may be later ones.
     """
-    given = list({id(batch): batch for batch in setup.batches}.values())[:BATCHES]
+    most = FEW_BATCHES if setup.is_costly else BATCHES
+    given = list({id(batch): batch for batch in setup.batches}.values())[:most]
     batches = [batch for batch in given if size_of(batch) == size_of(given[0])]
     paths, _ = last_maps(setup.fork())
     if len(batches) * size_of(given[0]) < ENOUGH or not paths:

@@ -48,9 +48,9 @@ from adiv_monitor.audit.training.train import (
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.faults.inputs import HIDDEN
-from adiv_monitor.diagnosis.plain import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
+from adiv_monitor.report.plain import without_secrets
 from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")

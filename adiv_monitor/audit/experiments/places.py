@@ -176,9 +176,12 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
     """Yield how many columns of an output have no gradient in any batch.
 
-    That is so before and after training. Outputs without any gradient are not used.
+    That is so before and after training. Outputs without any gradient are not used. Costly steps
+    leave no passes for so many batches.
     """
     read: dict[int, Tensor] = {}
+    if setup.is_costly:
+        return
     batches = spread(setup.batches, CLASS_BATCHES)
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         for number, g in enumerate(x.grad for x in _passed(fork, batch).made):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from adiv_monitor.report import StepReport
+from adiv_monitor.report.step_report import StepReport
 
 HIDDEN = "***"
 # Names of what is always secret; of what is, if it looks like a code; and of sizes.
