@@ -82,11 +82,19 @@ def is_opposed(record: Record) -> bool:
 def is_unbounded(record: Record) -> bool:
     """Return whether the loss has no lower bound, towards which the run goes.
 
-    It falls ever faster, far below zero. Or it ends below zero, and a copy's loss falls on without
-    slowing down where the weights go further in the same direction.
+    It ends below zero, and a copy's loss falls on without slowing down where the weights go further
+    in the same direction. Or it falls ever faster, far below zero, here or at another learning
+    rate.
     """
+    lowest = min((t.loss for t in record.rates.values() if t.loss > -math.inf), default=0.0)
     falls_on = bool(record.found_by("unbounded-loss")) and end(record) < 0
-    return falls_ever_faster(record) or (falls_on and not is_opposed(record))
+    found = falls_on or is_far_below(record, lowest)
+    return falls_ever_faster(record) or (found and not is_opposed(record))
+
+
+def is_far_below(record: Record, loss: float) -> bool:
+    """Return whether a loss is a hundred times further below zero than the first is from zero."""
+    return bool(record.losses) and loss < -FAR_BELOW * max(1.0, abs(record.losses[0]))
 
 
 def falls_ever_faster(record: Record) -> bool:
@@ -100,8 +108,7 @@ def falls_ever_faster(record: Record) -> bool:
         return False
     n = len(losses) // 4
     second, third, last = (fmean(losses[-i * n : len(losses) - (i - 1) * n]) for i in (3, 2, 1))
-    is_far_below = last < -FAR_BELOW * max(1.0, abs(record.losses[0]))
-    return is_far_below and third - last > second - third
+    return is_far_below(record, last) and third - last > second - third
 
 
 def tells_nothing(record: Record) -> bool:

@@ -169,6 +169,9 @@ def unbounded(record: Record) -> Iterator[Finding]:
     if numbers and not course.falls_ever_faster(record):
         limit, far = 0.0, numbers["loss"]
         where = f"weights that move {numbers['times']:.0f} times as far"
+    elif not course.falls_ever_faster(record):
+        rate, trial = min(record.rates.items(), key=lambda tried: tried[1].loss)
+        far, where = trial.loss, f"{rate:g} times the learning rate"
     yield Finding("unbounded-loss", act_if(not negative),
         f"The loss has no lower bound: {first:.3g} at first, {far:.3g} at {where}."
         + f" Samples of the first batch with a negative weight: {negative}." * bool(negative),
