@@ -58,6 +58,7 @@ def work(rank: int, folder: str) -> None:
     torch.save((all(map(torch.equal, plain, weights)), *told), Path(folder) / f"{rank}.pt")
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_and_the_training_is_the_same(tmp_path: Path) -> None:
     run_in(WORLD, work, str(tmp_path))
     for rank in range(WORLD):

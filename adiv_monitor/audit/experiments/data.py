@@ -187,7 +187,7 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     given = _given(setup, batches)
     wide = [parts for parts in given.values() if parts[0].ndim > 1]
     if wide and all(map(_are_constant, wide)):
-        return (Fact("", {"samples": samples}, {"of": "inputs"}),)
+        return (Fact("", {"samples": float(samples)}, {"of": "inputs"}),)
     return _targets(setup)
 
 
@@ -216,7 +216,7 @@ def _targets(setup: Setup) -> list[Fact]:
             return [Fact("", numbers, {"of": "ignored"})]
         if len(left) == 1:
             numbers = {"share": fmean(shares), "index": index, "value": float(left.pop()),
-                       "samples": sum(map(size_of, setup.batches))}  # fmt: skip
+                       "samples": float(sum(map(size_of, setup.batches)))}  # fmt: skip
             return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
     return []
 
@@ -249,7 +249,11 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
             of, feature = divmod(int(shares.argmax()), parts[0].shape[-1])
             at = f"place {of} of " if parts[0].ndim == 3 else ""
             if not at or shares.max() > 1 - COPIED:
-                numbers = {"feature": feature, "share": float(shares.max()), "samples": len(y)}
+                numbers = {
+                    "feature": float(feature),
+                    "share": float(shares.max()),
+                    "samples": float(len(y)),
+                }
                 yield Fact(f"{at}input '{name}'", numbers)
 
 

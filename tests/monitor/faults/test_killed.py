@@ -89,7 +89,7 @@ def together(shared: nn.Module) -> dict[str, Any]:
     return {"raised": raised, "left together": sorted(left)}
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed(victim: int, tmp_path: Path) -> None:
     """Either rank may be killed; rank 0 hosts the store through which both communicate."""

@@ -21,7 +21,10 @@ from adiv_monitor import Monitor
 from adiv_monitor.step import assembly
 from adiv_monitor.step.ranks import Ranks
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend"),
+    pytest.mark.slow,
+]
 STEPS, WORLD = 3, 2
 TALKING = ("step/assembly.py", "step/ranks.py")
 # These merge tensors of the ranks of one group, or of all ranks.
