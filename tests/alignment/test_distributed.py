@@ -79,6 +79,7 @@ def sharded(rank: int, folder: str) -> None:
     torch.save((readings, alignment.read()), Path(folder) / f"sharded{rank}.pt")
 
 
+@pytest.mark.slow
 def test_probes_make_up_one_and_sharded_weights_are_measured_whole(tmp_path: Path) -> None:
     run_in(WORLD, both, str(tmp_path))
     model, x, y = model_and_data()

@@ -134,6 +134,7 @@ def on_a_machine(times_slower: float, **given: Any) -> dict[str, Any]:
     return replace(report, record=replace(report.record, facts=facts)).to_dict()
 
 
+@pytest.mark.slow
 def test_the_verdict_does_not_depend_on_the_clock_unless_it_says_so() -> None:
     usual = on_a_machine(1)
     assert on_a_machine(100) == usual

@@ -62,7 +62,7 @@ def found(bed: Case | Healthy) -> dict[str, Finding]:
     return {finding.name: finding for finding in diagnose(looked_at(bed))}
 
 
-@pytest.mark.slow(one_in=32)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ASKED_OF, ids=lambda case: case.name)
 def test_a_planted_bug_is_named(case: Case) -> None:
     assert case.expected[0] in found(case)

@@ -366,6 +366,7 @@ def test_one_small_batch_is_overfitted_at_the_best_rate() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_not_overfitted_gets_all_samples_and_other_rates() -> None:
     class Blind(nn.Module):
         def __init__(self) -> None:

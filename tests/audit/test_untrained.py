@@ -116,7 +116,7 @@ def acts(of: Record) -> list[str]:
     return [f"{finding.name}: {finding.summary}" for finding in found]
 
 
-@pytest.mark.slow(one_in=31, first=12)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_of_an_untrained_architecture_an_audit_has_nothing_to_act_on(name: str) -> None:
     pytest.importorskip("torchvision")

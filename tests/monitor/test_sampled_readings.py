@@ -223,7 +223,7 @@ def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
     return report.layers
 
 
-@pytest.mark.slow(one_in=3, first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mlp", "cnn", "vit"])
 def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
     case: str, monkeypatch: pytest.MonkeyPatch

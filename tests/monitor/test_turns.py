@@ -63,7 +63,7 @@ def training_of(specimen: Specimen) -> Training:
     return specimen.build()
 
 
-@pytest.mark.slow(one_in=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIMENS)
 @pytest.mark.filterwarnings("ignore")  # warnings of libraries
 def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
