@@ -1,6 +1,6 @@
 """The rows of one layer in one step, gathered call by call, with their gradients pass by pass."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -62,8 +62,8 @@ class Call:
         every_row: φ of all rows, for the ceiling, until it has them.
         summed: the graph task with which the ceiling has the call's rows; None: it has none.
         arrived: what backward passes brought, by their graph tasks.
-        gradient: ∂L/∂z of the chosen rows; `weigh` sets it.
-        norms: see `Arrived`; `weigh` sets it. None once two backward passes have gone through one
+        gradient: ∂L/∂z of the chosen rows; `add_up` sets it.
+        norms: see `Arrived`; `add_up` sets it. None once two backward passes have gone through one
             graph: then the sum is known for the chosen rows alone.
         replay_error: the error of the replay that computed the rows; None: there was no replay.
     """
@@ -82,16 +82,12 @@ class Call:
     norms: Tensor | None = None
     replay_error: Tensor | None = None
 
-    def weigh(self, factors: Mapping[int, float]) -> None:
-        """Add up the gradients of all passes, multiplied by their factors; see `finish`."""
-        self.products = self.gradient = None
-        for task, (gradient, norms, _) in self.arrived.items():
-            factor = factors.get(task, 1.0)
-            if factor != 1:
-                gradient, norms = gradient * factor, norms * abs(factor)
-            is_first = self.gradient is None
-            self.norms = norms if is_first else None
-            self.gradient = gradient if self.gradient is None else self.gradient + gradient
+    def add_up(self) -> None:
+        """Add up the gradients of all passes."""
+        self.products = None
+        first, *others = self.arrived.values()
+        self.gradient = sum((of.gradient for of in others), first.gradient)
+        self.norms = None if others else first.norms
 
     def keep(self, kept: np.ndarray) -> None:
         """Drop all chosen rows except these."""
@@ -247,28 +243,19 @@ class LayerRows:
         if any(each.counts for each in self.tasks.values()):
             self.forget([task for task, each in self.tasks.items() if not each.counts])
 
-    def sums(self) -> dict[int, Equations] | None:
-        """Return h of each pass, over all calls; None if it is not known for one."""
-        found: dict[int, Equations] = {}
-        for call in self.calls:
-            for task, of in call.arrived.items():
-                if of.sums is None:
-                    return None
-                found[task] = added([found[task], of.sums]) if task in found else of.sums
-        return found or None
+    def sums(self) -> Equations | None:
+        """Return h, over all passes and calls; None if it is not known for one."""
+        several = [of.sums for call in self.calls for of in call.arrived.values()]
+        known = [sums for sums in several if sums is not None]
+        return added(known) if len(known) == len(several) > 0 else None
 
-    def finish(self, factors: Mapping[int, float]) -> list[Call]:
-        """Return the calls that are part of the final gradient, reduced to the sampled rows.
-
-        Args:
-            factors: by graph task, the factors of the passes; 1 where none is given.
-        """
+    def finish(self) -> list[Call]:
+        """Return the calls that are part of the final gradient, reduced to the sampled rows."""
         reached = [*self.calls]
         for call in reached:
-            call.weigh(factors)
+            call.add_up()
         if self._is_summed:
-            several = [of.rescaled(factors.get(task, 1.0)) for task, of in self._ceilings.items()]
-            self.ceiling = Ceiling.joined(several)
+            self.ceiling = Ceiling.joined([*self._ceilings.values()])
             summed = [call for call in reached if call.summed is not None]
             self.ceiling_is_whole = all([*call.arrived] == [call.summed] for call in summed)
         if self._bound is not None:  # the rows of a single call are all kept

@@ -42,14 +42,6 @@ class Ceiling:
         if self._gram is not None or sum(len(phi) for phi, _ in self._rows) > phi.shape[2]:
             self._sum_up()
 
-    def rescaled(self, factor: float) -> "Ceiling":
-        """Multiply the gradient of the rows added so far by a factor."""
-        if factor != 1:
-            self._squared = self._squared * factor**2
-            self._rows = [(phi, gradient * factor) for phi, gradient in self._rows]
-            self._cross = None if self._cross is None else self._cross * factor
-        return self
-
     @staticmethod
     def joined(several: "Sequence[Ceiling]") -> "Ceiling | None":
         """Return the sums over the rows of all of them; None if there are none."""

@@ -9,23 +9,19 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.check import Equations, of_gradient
-from adiv_monitor.capture.check import added as summed
 from adiv_monitor.capture.layer_rows import Call, LayerRows, versions
 from adiv_monitor.capture.names import class_name
-from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
-from adiv_monitor.capture.weights.shards import holders, is_shard
+from adiv_monitor.capture.weights.shards import holders
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
 from adiv_monitor.features.rows import joined
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.sums import About
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.gradient_check import factors_of_passes
 from adiv_monitor.step.parameter_steps import ParameterSteps
-from adiv_monitor.step.run_history import RunHistory
-from adiv_monitor.step.transfer import Outgoing, fetch_tensors
+from adiv_monitor.step.transfer import Outgoing
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
@@ -49,9 +45,7 @@ class FinalGradient:
     """Begins the measured layers when the gradients are those that the optimizer will use.
 
     Attributes:
-        history: the habits that this run has shown so far.
         generator: the monitor's own random numbers.
-        passes: the backward passes of the step.
         out: takes the numbers for the host.
         reached: paths of the layers that a gradient reached.
         measured: by path, the layers that have begun.
@@ -60,9 +54,7 @@ class FinalGradient:
         blocks: the measured layers' rows, once all have begun.
     """
 
-    history: RunHistory
     generator: np.random.Generator
-    passes: Passes
     out: Outgoing = field(default_factory=Outgoing)
     reached: list[str] = field(default_factory=list)
     measured: dict[str, LayerInProgress] = field(default_factory=dict)
@@ -85,7 +77,6 @@ class FinalGradient:
         self._captured, self._steps, self._updates = captured, steps, updates
         self.reached = [layer.path for layer in captured]
         self._is_alone = world_size() == 1
-        self._factors = self._of_passes() if self._is_alone else {}
 
     def forget(self, path: str) -> None:
         """Drop a layer from this step."""
@@ -93,37 +84,14 @@ class FinalGradient:
         self._all_rows.pop(path, None)
         self.out.forget(path)
 
-    def _of_passes(self) -> dict[str, dict[int, float]]:
-        """Return what passes count relative to the last one, of layers that several reached.
-
-        The rows of passes whose gradient was zeroed are dropped. This waits for the device.
-        """
-        several = {x: rows for x, rows in self._captured.items() if len(rows.tasks) > 1}
-        told, sent = dict[str, list[int]](), list[Tensor]()
-        for layer, rows in several.items():
-            sums = rows.sums()
-            if sums and not rows.is_shared and not any(map(is_shard, layer.parameters)):
-                told[layer.path] = [*sums]
-                of_weight, of_bias = self._equations(layer, rows, {}, [*sums.values()])
-                sent.append(torch.cat([torch.stack(x) for x in (of_weight, of_bias) if x], dim=1))
-        pairs = zip(told, zip(told.values(), fetch_tensors(sent), strict=True), strict=True)
-        others = {x.path: [*rows.tasks] for x, rows in several.items() if x.path not in told}
-        found = factors_of_passes(dict(pairs), others)
-        self.history.has_several_passes = bool(several)
-        for layer, rows in several.items():
-            factors = found.get(layer.path, {})
-            zeroed = [task for task, factor in factors.items() if factor == 0]
-            rows.zeroed(zeroed, self.passes)
-        return found
-
     def _equations(
-        self, layer: Layer, rows: LayerRows, parts: Parts, sums: Sequence[Equations]
+        self, layer: Layer, rows: LayerRows, parts: Parts, h: Equations
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return γv, h and γv of the gradient that was there before; see `StepSums`."""
         features = next(call.features for call in rows.calls if call.arrived)
         # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
         now = of_gradient(features, *layer.change(self._steps.gamma(parts)), rows.v)
-        sides = [now, *sums, *([] if rows.earlier is None else [rows.earlier])]
+        sides = [now, h, *([] if rows.earlier is None else [rows.earlier])]
         of_weight, of_bias = (
             tuple(x for x in of if x is not None) for of in zip(*sides, strict=True)
         )
@@ -137,8 +105,7 @@ class FinalGradient:
             parts: γ of the pieces that were all-gathered.
         """
         rows = self._captured.pop(layer)
-        factors, of_passes = self._factors.get(layer.path, {}), rows.sums()
-        calls = rows.finish(factors)
+        h, calls = rows.sums(), rows.finish()
         features, G = _joined_rows(calls)
         self.pieces[layer.path] = {
             p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces
@@ -155,10 +122,8 @@ class FinalGradient:
             total=sum([call.rows.total for call in calls]),
             partial=bool(parts),
         )
-        if of_passes is not None and not rows.is_shared:
-            pairs = ((of, factors.get(task, 1.0)) for task, of in of_passes.items())
-            h = summed([of if factor == 1 else _times(of, factor) for of, factor in pairs])
-            for of_bias, sides in enumerate(self._equations(layer, rows, parts, [h])):
+        if h is not None and not rows.is_shared:
+            for of_bias, sides in enumerate(self._equations(layer, rows, parts, h)):
                 if sides:
                     columns = dict(zip(("now", "h", "before"), sides, strict=False))
                     self.out.add(
@@ -207,11 +172,6 @@ class FinalGradient:
             self.out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
         if why:
             self.noted[_WITHOUT_CEILING + why].append(layer.path)
-
-
-def _times(side: Equations, factor: float) -> Equations:
-    of_weight, of_bias = (None if x is None else x * factor for x in side)
-    return of_weight, of_bias
 
 
 def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:

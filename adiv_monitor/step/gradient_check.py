@@ -5,31 +5,24 @@ Only then do the parameters determine exactly what is otherwise estimated from s
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
 
 from adiv_monitor.maths.sums import Array, StepSums
 
 # The relative difference of numbers that are equal up to rounding.
 LIKENESS_TOLERANCE = 1e-3
-# The relative size of the remainder that this allows: ranks may exchange half precision.
-LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 # Rounding of the equations, which have at most this many vectors.
 _ROUNDING = 4.0
-# So many equations tell the factor of several passes.
+# So many equations of one layer tell the factor of all.
 _EQUATIONS = 8
 # Fewer equations than this may be solved by chance.
 _ENOUGH = 3
 # A factor is 1 if it differs by less than this part of the tolerance.
 _EXACT = 1e-3
-# A pass that brings less than this part of a gradient has no factor.
-_SILENT = 1e-12
-# Passes that differ by less than this part can't be told apart.
-_ALIKE = 1e-4
 # A factor of a gradient that was set to zero: rows have a direction, but no length.
 _ZEROED = 1e-38
 
@@ -177,77 +170,3 @@ def _from_rows(sums: StepSums) -> float:
     products = float(sums.total(sums.rows["e_G"])[tell].sum())
     found = float(layers["gamma_gamma"][tell].sum()) / products if products > 0 else 1.0
     return found if 0 < found < math.inf else 1.0
-
-
-# The passes that reached a layer, and γv, h of each pass and, if any, γv of what was there before.
-PassesOfLayer = tuple[Sequence[int], Array]
-
-
-def factors_of_passes(
-    layers: Mapping[str, PassesOfLayer], others: Mapping[str, Sequence[int]]
-) -> dict[str, dict[int, float]]:
-    """Return by layer what each pass counts relative to the last one: 0 if it was zeroed.
-
-    That is common to all layers if it explains γ. Where nothing does, all passes count the same.
-
-    Args:
-        layers: the equations of layers.
-        others: the passes that reached layers that are not checked.
-    """
-    every = sorted({task for tasks, _ in layers.values() for task in tasks})
-    known, matrices = {}, []
-    for path, (tasks, (now, *of_passes)) in layers.items():
-        h, norm = np.stack(of_passes[: len(tasks)], axis=1), np.linalg.norm(now) or 1.0
-        is_finite = np.isfinite(h).all(0)  # else it is of a step that was skipped
-        matrix = np.where(is_finite, h, 0.0) / norm
-        silent = is_finite & (np.linalg.norm(matrix, axis=0) <= _SILENT)
-        known[path] = tasks, now / norm, matrix, silent
-        matrices.append(np.zeros((len(now), len(every))))
-        matrices[-1][:, [every.index(task) for task in tasks]] = matrix
-    sides = [now for _, now, _, _ in known.values()]
-    common = _solved(np.concatenate(matrices), np.concatenate(sides)) if known else np.zeros(0)
-    usual = dict(zip(every, common.tolist(), strict=True))
-    found, alike = {}, 0
-    for path, (tasks, now, matrix, silent) in known.items():
-        own = np.array([usual[task] for task in tasks]), _solved(matrix, now)
-        for factors in own:
-            off = np.linalg.norm(now - matrix @ factors)
-            if off <= LARGEST_REST * np.linalg.norm(now) and np.any(factors):
-                found[path] = _relative(tasks, factors, silent)
-                alike += factors is own[0]
-                break
-    for path, reached in others.items() if 2 * alike > len(layers) else ():
-        factors = np.array([usual.get(task, 1.0) for task in reached])
-        if np.any(factors):
-            found[path] = _relative(reached, factors, np.zeros(len(reached), dtype=bool))
-    return found
-
-
-def _relative(
-    tasks: Sequence[int], factors: Array, silent: Bool[np.ndarray, " tasks"]
-) -> dict[int, float]:
-    """Return factors relative to the last one that is not zero, of at most rounding from 1 or 0.
-
-    Those of silent passes are not known.
-    """
-    zero = ~silent & (np.abs(factors) <= LIKENESS_TOLERANCE * np.abs(factors).max())
-    factors = np.where(silent, factors[np.abs(factors).argmax()], factors)
-    last = factors[~zero][-1]
-    relative = np.where(zero, 0.0, factors / last)
-    relative = np.where(np.abs(relative - 1) <= LIKENESS_TOLERANCE, 1.0, relative)
-    return dict(zip(tasks, relative.tolist(), strict=True))
-
-
-def _solved(matrix: Array, side: Array) -> Array:
-    """Solve equations by least squares, with columns of any size; 0 for columns that are zero.
-
-    Columns that can't be told apart, as of passes with the same rows, have the same factor.
-    """
-    if not np.isfinite(side).all():
-        return np.zeros(matrix.shape[1])
-    norms, total = np.linalg.norm(matrix, axis=0), matrix.sum(1)
-    equal = np.where(norms > 0, (total @ side) / (total @ total or 1.0), 0.0)
-    norms[norms == 0] = 1.0
-    rest = side - matrix @ equal
-    found: Array = equal + np.linalg.lstsq(matrix / norms, rest, rcond=_ALIKE)[0] / norms
-    return found

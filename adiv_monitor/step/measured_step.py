@@ -74,7 +74,7 @@ class MeasuredStep:
         self._reset()
 
     def _reset(self) -> None:
-        self._layers = FinalGradient(self.history, self.generator, self.capture.passes)
+        self._layers = FinalGradient(self.generator)
 
     @torch.no_grad()
     def gradient_is_final(self, optimizer: Optimizer | None) -> None:

@@ -79,8 +79,6 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     paths, reasons = sums.paths, sums.layers["reason"].tolist()
     if "more" in reasons:  # a forgotten `zero_grad()` would show in all layers
         reasons = ["more" if reason == "earlier" else reason for reason in reasons]
-    distrusted = (p for p, of in zip(paths, reasons, strict=True) if of not in ("", "seems"))
-    history.distrusted.update(distrusted)
     if not part.is_settled:  # ranks would not agree on what they check
         history.checks(sums, reasons)
     broken = _non_finite(sums)

@@ -37,13 +37,11 @@ class RunHistory:
         gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
         weights_change: whether the weights change after the step, so a differs from u.
         learnt: whether a first step was measured.
-        has_several_passes: several backward passes reached some layer in the last measured step.
         telling: at the coming measured step, only the gradient of this layer is checked: it tells
             the factor of all; None: all are checked.
         checked: measured steps since all gradients were checked.
         sound: layers whose gradient was that of their rows when all were last checked, at two
             measured steps in a row.
-        distrusted: layers whose gradient was once not that of their rows times a known factor.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
@@ -57,11 +55,9 @@ class RunHistory:
     gradient_changes: bool = True
     weights_change: bool = True
     learnt: bool = False
-    has_several_passes: bool = False
     telling: str | None = None
     checked: int = 0
     sound: set[str] = field(default_factory=set)
-    distrusted: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)
@@ -81,7 +77,7 @@ class RunHistory:
 
     def asks(self, *, surveys: bool) -> str | None:
         """Return `telling` of the coming step, in which all functions may be watched."""
-        if surveys or self.has_several_passes or self.checked >= _CHECKED_EVERY - 1:
+        if surveys or self.checked >= _CHECKED_EVERY - 1:
             self.telling = None
         return self.telling
 

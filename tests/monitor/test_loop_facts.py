@@ -178,17 +178,6 @@ def zeroes_each(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.O
     optimizer.step()
 
 
-def zeroes_in_place(
-    model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Zeroed after two passes."""
-    for number in range(3):
-        if number != 1:
-            optimizer.zero_grad(set_to_none=False)
-        criterion(model(batch(number)), TARGETS).backward()
-    optimizer.step()
-
-
 def perturbs(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """SAM."""
     optimizer.zero_grad()
@@ -246,7 +235,6 @@ LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
     "accumulation": (accumulates, ((0.25,) * 3, 0)),
     "a gradient penalty": (penalizes, ((0.5,), 0)),
     "zeroed before each micro-batch": (zeroes_each, ((0.125,) * 8, 7)),
-    "zeroed in place": (zeroes_in_place, ((1.0,) * 3, 2)),
     "a first pass elsewhere": (perturbs, ((1.0,), 0)),
     "re-entrant checkpoints": (checkpoints, ((1.0,) * 3, 0)),  # their inputs are differentiated
     "adversarial inputs": (attacks, ((1.0,) * 2, 0)),

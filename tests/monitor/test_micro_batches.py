@@ -1,7 +1,6 @@
 """Several backward passes per step: each pass's share of `.grad` is separated from earlier ones."""
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -82,83 +81,6 @@ def test_an_empty_micro_batch_leaves_the_readings_alone(name: str, sizes: Sequen
     assert (found.unsupported, found.notes) == (expected.unsupported, expected.notes)
     assert found.attention.keys() == expected.attention.keys()
     assert bool(found.attention) == (name == "attention")
-
-
-class TwoHeads(nn.Module):
-    """A model with one head that the loss ignores for now, and one that it uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.left_out = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
-
-    def forward(self, x: Tensor, weight: float) -> Tensor:
-        # The backward pass reaches the head that was called last first.
-        used = self.used(x).square().sum()
-        return used + weight * self.left_out(x).square().sum()
-
-
-def test_a_layer_without_gradient_does_not_tell_whether_it_was_zeroed() -> None:
-    _, (x, _) = mlp()
-    torch.manual_seed(0)
-    model = TwoHeads()
-
-    def zeroed_between(model: nn.Module) -> None:
-        model(x[FIRST], 0.0).backward()
-        model.zero_grad(set_to_none=False)
-        model(x[SECOND], 1.0).backward()
-
-    alone = one_step(copy.deepcopy(model), lambda m: m(x[SECOND], 1.0).backward())
-    found = one_step(model, zeroed_between)
-    same(found, alone, but=("idle_share",))
-    assert found.layers["used"].rows_total == 3
-    assert found.layers["used"].idle_share == 0
-    assert any("zeroed" in note for note in found.notes)
-
-
-def test_the_ceiling_follows_the_gradient() -> None:
-    """Rows with less weight in the gradient have less weight in the ceiling."""
-    model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=24)[0]
-    halves = slice(0, 12), slice(12, 24)
-
-    def in_turn(model: nn.Module, first: float, between: float) -> None:
-        (first * loss_of_part(model, batch, halves[0])).backward()
-        for parameter in model.parameters():
-            parameter.grad.mul_(between)
-        loss_of_part(model, batch, halves[1]).backward()
-
-    options = {"attainable": True, "max_rows": None}
-    expected = one_step(copy.deepcopy(model), lambda m: in_turn(m, 1e-2, 1.0), **options)
-    found = one_step(model, lambda m: in_turn(m, 1.0, 1e-2), **options)
-    same(found, expected, loosely=True)
-    for reading in found.layers.values():
-        assert reading.gradient_cosine <= reading.attainable_cosine + 1e-12
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["", "one graph twice"])
-def test_every_pass_counts_as_what_it_was_multiplied_by_since(again: bool) -> None:
-    model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=24)[0]
-    parts = [slice(start, start + 6) for start in range(0, 24, 6)]
-    factors = (0.5, 3.0, 0.1)
-
-    def in_turn(model: nn.Module) -> None:
-        graph = loss_of_part(model, batch, parts[0])
-        graph.backward(retain_graph=again)
-        for part, factor in zip(parts[1:], factors, strict=True):
-            for parameter in model.parameters():
-                parameter.grad.mul_(factor)
-            loss_of_part(model, batch, part).backward()
-        if again:
-            graph.backward()
-
-    def at_once(model: nn.Module) -> None:
-        weights = [math.prod(factors[i:]) for i in range(len(parts))]
-        weights[0] += again
-        losses = [loss_of_part(model, batch, part) for part in parts]
-        sum(weight * loss for weight, loss in zip(weights, losses, strict=True)).backward()
-
-    options = {"max_rows": None}
-    expected = one_step(copy.deepcopy(model), at_once, **options)
-    same(one_step(model, in_turn, **options), expected, loosely=True)
 
 
 def test_the_ceiling_forgets_what_was_zeroed() -> None:
