@@ -170,7 +170,7 @@ class Uses(Recording):
             self._tables.add(layer.path)
         else:
             self._fed[layer.path] |= sources
-        place = self.layers.names.place(id(layer.weight.pieces[0].parameter))
+        place = self.layers.place(id(layer.weight.pieces[0].parameter))
         self._names.setdefault(layer.path, place.home[1])
         self.take(layer, use, use.layout(output))
         for made in (output, output._base):

@@ -22,14 +22,13 @@ from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer, Selection, named_modules
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Piece, Pieces, overlap
 from adiv_monitor.capture.weights.provenance import Provenance
-from adiv_monitor.capture.world import world_size
+from adiv_monitor.capture.weights.shards import world_size
 from adiv_monitor.report.wording import NO_GRADIENT
 
 # Why a layer that was called has no rows.
@@ -97,13 +96,11 @@ class Capture:
         self.plan = plan
         provenance = Provenance(model, selection.parameters, pieces)
         self.pieces = provenance.pieces
-        forwards = Forwards()
-        names = Names(model, selection, forwards)
-        self.layers = Layers(names, provenance, chooser, context)
+        self.layers = Layers(model, selection, Forwards(), provenance, chooser, context)
         self.rows = self.layers.rows
         self._catch = Catch(self.layers)
-        self.watching = Watching(selection, forwards, self.layers, self._catch, plan)
-        self._watch = Watch(selection, forwards, self.watching, context.guard, plan)
+        self.watching = Watching(self.layers, self._catch, plan)
+        self._watch = Watch(self.watching, context.guard, plan)
 
     def attach(self) -> None:
         """Put hooks on the modules. `detach` removes them, even if this method raises."""

@@ -1,6 +1,5 @@
 """Hooks that run in training only: copies of the model and function transforms skip them."""
 
-import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx import Proxy
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
-    _has_any_global_hook,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
@@ -57,30 +55,6 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHand
     return handle
 
 
-class ModuleHook:
-    """A forward hook on one module.
-
-    Args:
-        module: the module.
-        hook: called before the forward pass with (module, args, kwargs), or after it with
-            (module, args, kwargs, output).
-        before: whether it runs before the forward pass, and then before all other hooks.
-    """
-
-    def __init__(self, module: nn.Module, hook: Hook, *, before: bool) -> None:
-        register = module.register_forward_pre_hook if before else module.register_forward_hook
-        self._register: Callable[..., RemovableHandle] = partial(register, hook, prepend=before)
-        self._handles: list[RemovableHandle] = []
-
-    def put_on(self) -> None:
-        """Register the hook. `remove` removes it, even if this method raises."""
-        self._handles.append(self._register(with_kwargs=True))
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        call_all(*[handle.remove for handle in self._handles])
-
-
 class GlobalHooks:
     """Forward hooks on all modules of the process, until this object is removed or collected.
 
@@ -99,7 +73,10 @@ class GlobalHooks:
 
     def put_on(self) -> None:
         """Register the hooks; call `remove` afterwards, even if this raises."""
-        _expect(is_on=True)
+        # torch warns that they also see the wrapper of a compiled module, as they are meant to.
+        warnings.filterwarnings(
+            "ignore", "Using `torch.compile.module.` when there are global hooks"
+        )
         if self._before is not None:
             self._handles.append(register_module_forward_pre_hook(self._before))
         always = self._before is not None
@@ -127,22 +104,6 @@ def _remove(handles: list[RemovableHandle]) -> None:
     call_all(*[handle.remove for handle in handles])
     for handle in handles:
         _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it
-    _expect(is_on=_has_any_global_hook())  # type: ignore[no-untyped-call]
-
-
-def _expect(*, is_on: bool) -> None:
-    """Ignore torch's warning that hooks also see the wrapper of a compiled module, or no longer."""
-    filters: Any = warnings.filters
-    if _EXPECTED in filters:
-        filters.remove(_EXPECTED)
-    if is_on:
-        filters.insert(0, _EXPECTED)
-
-
-_EXPECTED = (
-    *("ignore", re.compile("Using `torch.compile.module.` when there are global hooks")),
-    *(UserWarning, None, 0),
-)
 
 
 def trains(value: object) -> bool:

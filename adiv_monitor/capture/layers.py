@@ -1,23 +1,43 @@
-"""The layers found in one step, with their rows."""
+"""The layers found in one step, with their names in reports and their rows."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import cache
+from itertools import chain, count
 
 from torch import Tensor, nn
 
 from adiv_monitor.capture.context import Context
+from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
-from adiv_monitor.capture.names import Names
-from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.selection import Layer, Place, Selection, inside_wrappers
 from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.capture.weights.provenance import Provenance
+from adiv_monitor.features.functions.linear import part_of
 from adiv_monitor.features.uses import Use, shape_alike
+
+# The prefixes that torch puts before a module's class name when it creates a class from it.
+_MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
+
+
+@cache
+def _name_of(kind: type) -> str:
+    made = {f"{prefix}{base.__name__}": base for base in kind.__bases__ for prefix in _MADE}
+    return _name_of(made[kind.__name__]) if kind.__name__ in made else kind.__name__
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class without torch's prefix: "Linear" for an `FSDPLinear`."""
+    kind: type = type(module)
+    return _name_of(kind)
 
 
 class Layers:
     """Finds the layer that a use belongs to, or creates it.
 
     Args:
-        names: the names of layers.
+        model: the model.
+        selection: the parameters to measure.
+        forwards: the running forward calls.
         provenance: the provenance of tensors.
         chooser: chooses rows.
         context: the run around the step.
@@ -29,15 +49,20 @@ class Layers:
     """
 
     def __init__(
-        self, names: Names, provenance: Provenance, chooser: Chooser, context: Context
+        self,
+        model: nn.Module,
+        selection: Selection,
+        forwards: Forwards,
+        provenance: Provenance,
+        chooser: Chooser,
+        context: Context,
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.modes = set[bool]()
-        self.names = names
-        self.provenance = provenance
-        self.context = context
-        self._chooser = chooser
+        self.selection, self.forwards = selection, forwards
+        self.provenance, self.context = provenance, context
+        self._root, self._chooser = inside_wrappers(model), chooser
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -48,8 +73,8 @@ class Layers:
             use: the use.
             known: the layer or its path, if already known.
         """
-        if self.names.root.training not in self.modes:
-            self.modes.add(self.names.root.training)
+        if self._root.training not in self.modes:
+            self.modes.add(self._root.training)
         if isinstance(known, Layer):
             found = self.found.get(known.path)
             if found is None or found is known:
@@ -59,13 +84,13 @@ class Layers:
         lead = weight or bias
         if lead is None:
             return None
-        names = self.names.of(use, lead) if known is None else [known]
+        names = self._names(use, lead) if known is None else [known]
         return self._find(names, use, weight, bias)
 
     def of_whole(self, use: Use, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """Return the layer that stands for a module as a whole with respect to these parameters."""
         pieces = [self.provenance.pieces.of(p) for p in parameters]
-        names = self.names.of_whole(module, parameters)
+        names = self._names_of_whole(module, parameters)
         return self._find(names, use, Source(pieces, through=module), None)
 
     def _find(
@@ -86,19 +111,67 @@ class Layers:
             return None  # a weight that was repeated for the samples of an empty batch
         lead = weight or bias
         assert lead is not None
-        place = self.names.place(id(lead.pieces[0].parameter))
-        module = lead.through if lead.pieces[1:] else None
-        owner = module or self.names.owner(place)
+        place = self.place(id(lead.pieces[0].parameter))
+        module = (lead.through if lead.pieces[1:] else None) or self._owner(place)
         how = use.shaped, place.position, use.form
-        return self._register(Layer(path, owner, use.kind, weight, bias, *how))
+        return self._register(Layer(path, module, use.kind, weight, bias, *how))
 
     def _register(self, layer: Layer) -> Layer:
         """Register a layer that was found, and watch it if it is due."""
         self.found[layer.path] = layer
-        due, first = self.names.selection.due, layer.parameters[0]
-        if layer.path not in self.context.switched_off and (due is None or id(first) in due):
+        if layer.path not in self.context.switched_off and self.selection.is_due(layer):
             self.rows[layer.path] = LayerRows(layer, self._chooser)
         return layer
+
+    # --- places and names ------------------------------------------------------------------------
+
+    def first(self, parameters: Collection[int]) -> Place:
+        """Return the place of the parameter that comes first in the model."""
+        places = self.selection.places
+        return self.place(min(parameters, key=lambda p: places[p][0].position))
+
+    def place(self, parameter: int) -> Place:
+        """Return the place of a parameter, preferably in the running module."""
+        places = self.selection.places[parameter]
+        running = self.forwards.innermost
+        return next((place for place in places if place.module is running), places[0])
+
+    def _owner(self, place: Place) -> nn.Module:
+        """Return the module that held the parameter before torch moved it; see `Place.home`."""
+        path, _ = place.home
+        if path == place.path:
+            return place.module
+        modules = self.selection.modules
+        return next((m for m, its in modules.items() if its == path), place.module)
+
+    def _names(self, use: Use, lead: Source) -> Iterable[str]:
+        """Return names for a layer: of its module, of its parameter, and with its user."""
+        place = self.first([id(piece.parameter) for piece in lead.pieces])
+        path, name = place.home
+        rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
+        part = use.part or part_of(place.module, place.name)
+        full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
+        of_module = [path] if part == "" and name in ("weight", "bias") and not rows else []
+        return chain(of_module, [full], self._with_user(full, use.kind))
+
+    def _names_of_whole(
+        self, module: nn.Module, parameters: Collection[nn.Parameter]
+    ) -> Iterable[str]:
+        """Return names for a module measured as a whole: its path, or that of its one parameter.
+
+        The model itself is named after its class.
+        """
+        name = self.selection.modules[module] or type(self._root).__name__
+        for parameter in parameters if len(parameters) == 1 else ():
+            place = self.place(id(parameter))
+            is_whole = place.path and place.name in ("weight", "bias")
+            name = place.path if is_whole else place.full_name
+        return chain([name, f"{name}@module"], self._with_user(name, "module"))
+
+    def _with_user(self, name: str, kind: str) -> Iterable[str]:
+        """Return names with the running module's, which serve if better ones are in use."""
+        user = f"{name}@{self.selection.modules[self.forwards.innermost] or kind}"
+        return chain([user], (f"{user}#{i}" for i in count(2)))
 
     def of_parts(self, parameter: Tensor) -> list[str]:
         """Return the paths of the layers that a parameter, or a part of it, belongs to."""

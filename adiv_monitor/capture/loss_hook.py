@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.rerun.surroundings import reruns
 
@@ -17,7 +19,7 @@ LossOf = nn.Module | Callable[[Any], Tensor]
 _OTHERWISE = "Pass the module that the loop calls as `loss=`, or call `monitor.log_loss(loss)`."
 
 
-class LossHook(ModuleHook):
+class LossHook:
     """A hook that passes on the loss of forward passes with gradients enabled.
 
     Args:
@@ -50,13 +52,19 @@ class LossHook(ModuleHook):
         elif not self._can_be_called:
             why = f"{name} takes more than one argument, expected the model's output alone"
         self.unseen = f"The loss is not known: {why}. {_OTHERWISE}"
-        module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
-        super().__init__(module, Hook(self._guarded), before=False)
+        self._module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
+        self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
         if self._can_be_called:
-            super().put_on()
+            hook = Hook(self._guarded)
+            self._handles.append(self._module.register_forward_hook(hook, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        call_all(*[handle.remove for handle in self._handles])
+        self._handles.clear()
 
     def _guarded(self, module: nn.Module, args: Any, kwargs: object, output: Any) -> None:
         if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():

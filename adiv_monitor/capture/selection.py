@@ -18,8 +18,8 @@ from adiv_monitor.capture.weights.shards import (
     is_parallel,
     is_shard,
     why_unusable,
+    world_size,
 )
-from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
 from adiv_monitor.printable import quoted

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.capture.forwards import Forward, Forwards, Function, FunctionToCall
+from adiv_monitor.capture.forwards import Forward, Function, FunctionToCall
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
-from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.site import Site
 from adiv_monitor.capture.trace import Plan
 from adiv_monitor.capture.watching import Watching
@@ -53,9 +52,7 @@ class Watch:
     other rounding, while a mode is on and nothing requires gradients.
 
     Args:
-        selection: the parameters to measure, in whose modules functions are watched.
-        forwards: the running forward calls, which are kept up here.
-        watching: sees what happens.
+        watching: sees what happens; its running forward calls are kept up here.
         guard: receives failures.
         plan: the modules with known uses, in which functions need not be watched; None: none.
         repeated: whether to watch reruns of forward passes, and nothing else.
@@ -63,15 +60,14 @@ class Watch:
 
     def __init__(
         self,
-        selection: Selection,
-        forwards: Forwards,
         watching: Watching,
         guard: Guard,
         plan: Plan | None = None,
         *,
         repeated: bool = False,
     ) -> None:
-        self._forwards, self._watching, self._guard = forwards, watching, guard
+        self._forwards, self._watching, self._guard = watching.forwards, watching, guard
+        selection = watching.selection
         self._repeated = repeated
         self._devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         self._active = True

@@ -1,6 +1,6 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -11,11 +11,10 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.batch import sums_of
-from adiv_monitor.capture.forwards import Forwards, FunctionToCall
+from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.site import Called, Site, site_of, versions
 from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.trace import Plan
@@ -25,7 +24,15 @@ from adiv_monitor.capture.weights.provenance import NotFollowed
 from adiv_monitor.capture.without_rule import ParametersWithoutRule, place_of_z
 from adiv_monitor.features.recurrent import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
-from adiv_monitor.features.uses import NESTED, FunctionCall, Refused, found_by, name_of, uses_in
+from adiv_monitor.features.uses import (
+    NESTED,
+    FunctionCall,
+    Refused,
+    found_by,
+    name_of,
+    unknown,
+    uses_in,
+)
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
 
@@ -38,8 +45,6 @@ class Watching:
     """Finds the uses of parameters in a forward pass and passes them to `takes`.
 
     Args:
-        selection: the parameters to measure.
-        forwards: the running forward calls.
         layers: the layers that were found.
         takes: receives the uses.
         plan: the modules with known uses; None: none.
@@ -53,13 +58,13 @@ class Watching:
         refused: id of a parameter → why the function that uses it can't be measured.
         first: the first module with parameters that ran; None: none did.
         batch: `sums_of` what entered it.
+        on_call: called with a torch function's call, and the running forward calls.
+        on_end: called as a forward call ends, with it and its arguments.
         differentiates_inputs: whether anything that entered it requires a gradient, in any call.
     """
 
     def __init__(
         self,
-        selection: Selection,
-        forwards: Forwards,
         layers: Layers,
         takes: Takes,
         plan: Plan | None = None,
@@ -72,17 +77,19 @@ class Watching:
         self.first: nn.Module | None = None
         self.batch: tuple[Tensor, ...] = ()
         self.differentiates_inputs = False
-        self._selection = selection
+        self.selection = selection = layers.selection
+        self.forwards = layers.forwards
         known = plan.known.values() if plan is not None and plan.watched else ()
         layers_of_known = chain.from_iterable(site.layers for site in known)
         self._without_rule = ParametersWithoutRule(selection, layers_of_known)
         self.refused = self._without_rule.unmeasured
         self._ruled = selection.rules.keys()
-        self._forwards = forwards
-        self._layers = layers
+        self.layers = layers
         self._provenance = layers.provenance
         self._takes = takes
         self._repeated = repeated
+        self.on_call: Callable[..., None] = unknown
+        self.on_end: Callable[..., None] = unknown
         self._active = True
 
     def detach(self) -> None:
@@ -103,8 +110,8 @@ class Watching:
 
     def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at what enters the first module with parameters that has run."""
-        if self.first is None and module in self._selection.owners and not self._repeated:
-            self._layers.context.begins()
+        if self.first is None and module in self.selection.owners and not self._repeated:
+            self.layers.context.begins()
             self.first, self.batch = module, sums_of(args, kwargs)
         if module is self.first:
             given = tensors_in(*args, *kwargs.values())
@@ -160,13 +167,14 @@ class Watching:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Handle the end of a module's forward."""
+        self.on_end(self.forwards.forward, args, kwargs)
         if module in self._ruled:
             self._look_at_ruled(module, args, kwargs, output)
             self.sites[module] = Site.of(module)
         else:
             if self._without_rule.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
-            called, site = self._forwards.forward.called, None
+            called, site = self.forwards.forward.called, None
             if len(called) == 1:
                 site = site_of(module, called[0], args, kwargs, output)
             if (called and site is None) or self.sites.get(module, site) != site:
@@ -178,7 +186,7 @@ class Watching:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Take the use of a module whose class has a rule."""
-        path, rule = self._selection.modules[module], self._selection.rules[module]
+        path, rule = self.selection.modules[module], self.selection.rules[module]
         if not trains(output):
             return
         with self._noting([*module.parameters(recurse=False)], path):
@@ -198,9 +206,9 @@ class Watching:
         """Measure through the module's output the parameters that no rule accounts for."""
         if not trains(output):
             return
-        with self._noting([], self._selection.modules[module]):
+        with self._noting([], self.selection.modules[module]):
             inputs = tensors_in(*args, *kwargs.values())
-            if self._forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
+            if self.forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
                 return  # the module computes a weight, not activations
             place = place_of_z(output, inputs)
             if place is None:
@@ -211,13 +219,13 @@ class Watching:
                 return
             self.others.update(module.modules())
             left = [module.get_parameter(name) for name in names]
-            random = self._forwards.forward.random
+            random = self.forwards.forward.random
             try:
                 if any(x.is_nested for x in (z, *inputs)):
                     raise Refused(NESTED)
                 given = module, names, (args, kwargs), place, z, random
                 use = self._without_rule.use(*given)
-                layer = self._layers.of_whole(use, module, left) if z.numel() else None
+                layer = self.layers.of_whole(use, module, left) if z.numel() else None
                 if layer is not None:
                     self._takes.use(use, z, layer)
             except Refused as refusal:
@@ -238,7 +246,7 @@ class Watching:
             return
         if call.name in OPENED:
             self._is_special()
-            call.is_seen, call.run = False, partial(self._forwards.opened, call.function)
+            call.is_seen, call.run = False, partial(self.forwards.opened, call.function)
         elif call.function in RECURRENT:
             self._is_special()
             with self._noting(call.trained):
@@ -250,6 +258,7 @@ class Watching:
         """Find which parameters a torch function has used."""
         if not call.is_seen:
             return
+        self.on_call(call, self.forwards.running)
         args, made, used = call.args, call.result, list[Tensor]()
         is_attribute = call.name in _ATTRIBUTES
         if made is None and args and not is_attribute:
@@ -279,7 +288,7 @@ class Watching:
         return (
             self._active
             and torch._C._functorch.peek_interpreter_stack() is None
-            and not (self._ruled and self._forwards.innermost in self._ruled)
+            and not (self._ruled and self.forwards.innermost in self._ruled)
         )
 
     def _uses(self, call: FunctionToCall, made: object) -> list[Tensor]:
@@ -295,7 +304,7 @@ class Watching:
             return []
         name, args, kwargs = name_of(call.function), call.args, call.kwargs
         with self._noting(trained) as used, without_autocast(made):
-            function = FunctionCall(made, self._provenance.of_model, self._forwards.inside)
+            function = FunctionCall(made, self._provenance.of_model, self.forwards.inside)
             found = uses_in(name, function, args, kwargs)
             taken: list[Call | None] = []
             for use in found:
@@ -310,12 +319,12 @@ class Watching:
                 self._is_special()
             elif found:
                 called = Called(name, args, kwargs, made, versions(*values, made), layers)
-                self._forwards.forward.called.append(called)
+                self.forwards.forward.called.append(called)
         return used
 
     def _is_special(self) -> None:
         """Mark the running module as one whose uses a plain hook can't catch."""
-        self.others.add(self._forwards.innermost)
+        self.others.add(self.forwards.innermost)
 
     @contextmanager
     def _noting(self, trained: Sequence[Tensor], path: str | None = None) -> Iterator[list[Tensor]]:
@@ -341,8 +350,8 @@ class Watching:
                 self._without_rule.refuse(self._provenance.parameters_of(tensor), str(error))
             return
         if path is None:
-            path = self._layers.names.first(self._provenance.parameters_of(trained[0])).path
-        self._layers.failed(path, error)
+            path = self.layers.first(self._provenance.parameters_of(trained[0])).path
+        self.layers.failed(path, error)
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

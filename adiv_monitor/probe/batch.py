@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import is_wrapper
 from adiv_monitor.capture.weights.pieces import Strides
@@ -148,23 +149,24 @@ class Batch:
         self._outputs: list[tuple[Tensor, int]] | None = None  # None: the module has not returned
         self._judged: _Call | None = None
         self._samples: int | None = None
-        self._hooks: list[ModuleHook] = []
+        self._hooks: list[RemovableHandle] = []
 
     # --- the first forward pass ------------------------------------------------------------------
 
     def put_on(self, modules: Iterable[nn.Module]) -> None:
         """Record the first call among modules. `remove` removes the hooks, even if this raises."""
         self._module = self._call = self._outputs = self._judged = None
+        self._hooks = []
         begins, ends, judges = (
             Hook(self._guarded, body) for body in (self._begins, self._ends, self._judges)
         )
-        within = [module for module in modules if not is_wrapper(module)]
-        self._hooks = [ModuleHook(module, begins, before=True) for module in within]
-        self._hooks += [ModuleHook(module, ends, before=False) for module in within]
+        given: dict[str, Any] = {"with_kwargs": True}
+        first = {**given, "prepend": True}  # before all other hooks
+        for module in (module for module in modules if not is_wrapper(module)):
+            self._hooks.append(module.register_forward_pre_hook(begins, **first))
+            self._hooks.append(module.register_forward_hook(ends, **given))
         if isinstance(self._loss, nn.Module):
-            self._hooks.append(ModuleHook(self._loss, judges, before=True))
-        for hook in self._hooks:
-            hook.put_on()
+            self._hooks.append(self._loss.register_forward_pre_hook(judges, **first))
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -7,11 +7,18 @@ from zlib import crc32
 import numpy as np
 from torch import Tensor, nn
 
+from adiv_monitor.capture.context import Context
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.layer_rows import Chooser
+from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import draw
-from adiv_monitor.capture.second_pass import SecondPass
 from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.takes import Takes
+from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Pieces
+from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Index, Rows, to_device
 from adiv_monitor.features.uses import Refused, Use
@@ -46,8 +53,8 @@ class Call:
             self.G = None if self.G is None else self.G.index_select(0, index)
 
 
-class Recording(SecondPass):
-    """Context in which the calls of layers are recorded. See `Takes`.
+class Recording(Takes):
+    """Context in which the calls of layers are recorded; exceptions are raised. See `Takes`.
 
     Which rows are chosen depends on the seed, the layer's path and the number of its call alone, so
     that another run has the same ones.
@@ -58,12 +65,16 @@ class Recording(SecondPass):
         max_rows: number of rows to choose in each call; None: all.
         seed: the seed.
         pieces: the pieces of parameters that are known already.
-        watching: the class that finds uses.
         features: whether to take features.
 
     Attributes:
+        follows_all: see `Provenance`.
+        layers: the layers.
+        watching: what finds the uses.
         calls: the calls by path of the layer, in the order of the first ones.
     """
+
+    follows_all = True
 
     def __init__(
         self,
@@ -72,13 +83,24 @@ class Recording(SecondPass):
         max_rows: int | None,
         seed: int,
         pieces: Pieces | None = None,
-        watching: type[Watching] = Watching,
         *,
         features: bool = True,
     ) -> None:
-        super().__init__(model, selection, pieces, watching)
+        guard = Guard()  # no training step runs that could be disturbed
+        follows, chooser = self.follows_all, Chooser(None, np.random.default_rng(0))
+        provenance = Provenance(model, selection.parameters, pieces, follows_all=follows)
+        given = provenance, chooser, Context(guard)
+        self.layers = Layers(model, selection, Forwards(), *given)
+        self.watching = Watching(self.layers, self, repeated=True)
+        self._watch = Watch(self.watching, guard, repeated=True)
         self.calls: dict[str, list[Call]] = defaultdict(list)
         self._max_rows, self._seed, self._has_features = max_rows, seed, features
+
+    def __enter__(self) -> None:
+        self._watch.put_on()
+
+    def __exit__(self, *error: object) -> None:
+        call_all(self.watching.detach, self._watch.remove)
 
     def take(self, layer: Layer, use: Use, z: Tensor) -> Call:
         """Record a call of a layer whose output is z, (*rows, channels)."""

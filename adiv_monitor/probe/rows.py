@@ -1,7 +1,6 @@
 """The rows of the layers of a step on the probe; at θ before the step also Φ and G."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +8,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.catch import at_gradient
-from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.sampling import winners
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.watching import Watching
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import joined
 from adiv_monitor.features.uses import Use
@@ -45,26 +42,6 @@ class RowsOfLayer:
         self.d: Tensor | None = None
 
 
-class _Looking(Watching):
-    """Watching that also looks for attention."""
-
-    attentions: Attentions | None = None
-
-    def ends(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Handle the end of a module's forward."""
-        if self.attentions is not None:
-            self.attentions.ends(self._forwards.forward, args, kwargs)
-        super().ends(module, args, kwargs, output)
-
-    def ends_call(self, call: FunctionToCall) -> None:
-        """Look at a torch function that was called."""
-        if self.attentions is not None and self._is_looking():
-            self.attentions.look(call, self._forwards.running)
-        super().ends_call(call)
-
-
 class ProbeRows(Recording):
     """Records the layers of a captured step in one run of the probe.
 
@@ -87,13 +64,13 @@ class ProbeRows(Recording):
         *,
         features: bool,
     ) -> None:
-        given = first.selection, max_rows, seed, first.pieces, _Looking
+        given = first.selection, max_rows, seed, first.pieces
         super().__init__(model, *given, features=features)
         self._known = first.layers.found
         self.layers.found = dict(self._known)
-        assert isinstance(self.watching, _Looking)
-        self._attentions = self.watching.attentions = attentions
+        self._attentions = attentions
         if attentions is not None:
+            self.watching.on_call, self.watching.on_end = attentions.look, attentions.ends
             attentions.ask = self.ask
         self._asked: list[tuple[GradientEdge, Callable[[Tensor], None]]] = []
 

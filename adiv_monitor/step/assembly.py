@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from adiv_monitor.capture.world import world_size
+from adiv_monitor.capture.weights.shards import world_size
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, decode_report, encode, encode_report

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from adiv_monitor.capture.check import Equations, of_gradient
 from adiv_monitor.capture.layer_rows import Call, LayerRows, versions
-from adiv_monitor.capture.names import class_name
+from adiv_monitor.capture.layers import class_name
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
-from adiv_monitor.capture.weights.shards import holders
-from adiv_monitor.capture.world import world_size
+from adiv_monitor.capture.weights.shards import holders, world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
 from adiv_monitor.features.rows import joined
 from adiv_monitor.maths import totals

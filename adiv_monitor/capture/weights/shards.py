@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.world import world_size
-
 _WHOLE = (Tensor, nn.Parameter)  # most tensors; checked first, since it is cheapest
+
+
+def world_size() -> int:
+    """Return the number of ranks in the default process group, or 1 without a group."""
+    return torch.distributed.get_world_size() if _together() else 1
 
 
 def is_shard(tensor: object) -> bool:

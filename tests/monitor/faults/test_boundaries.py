@@ -50,7 +50,7 @@ GUARDS = {
     "probe/batch.py": {"_guarded"},
     # They end a context, or read a flag.
     "alignment/passes.py": {"__exit__"},
-    "capture/second_pass.py": {"__exit__"},
+    "probe/recording.py": {"__exit__"},
     "rerun/eager.py": {"__exit__"},
     "rerun/surroundings.py": {"reruns"},
     "capture/loss_hook.py": {"_guarded"},
