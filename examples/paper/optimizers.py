@@ -5,13 +5,15 @@
 
 The theory is about plain gradient descent. Other optimizers take another step, so activations move
 in another direction. Networks of two hidden layers, 64 wide, without biases (Muon takes matrices
-alone), classify CIFAR-10; the learning rate of every optimizer is tuned. Muon needs torch 2.9.
+alone), classify CIFAR-10; the learning rate of every optimizer is tuned. SGD, Adam and Muon also
+train affine-like layers. Muon needs torch 2.9.
 """
 
 import itertools
 from collections.abc import Callable, Iterable
 
 import torch
+from adiv_layers import AffineLikeLinear
 from commandline import parsed
 from experiment import arguments, load
 from scipy import stats
@@ -37,19 +39,24 @@ GRIDS = {
     "adam": range(-8, -4),
     "adamw": range(-8, -4),
     "muon": range(-6, -2),
+    # Affine-like layers: outputs are divided by the norms of inputs, so steps may be longer.
+    "sgd, affine-like": range(-2, 2),
+    "adam, affine-like": range(-7, -3),
+    "muon, affine-like": range(-5, -1),
 }
+PLAIN = tuple(OPTIMIZERS)
 MEASURES = (
     *("gradient_cosine", "update_cosine", "parameter_cosine", "harmed_fraction"),
     *("interference_ratio", "update_ratio", "realised_cosine", "first_order_error"),
 )
 
 
-def model(seed: int) -> nn.Sequential:
+def model(seed: int, linear: type[nn.Linear] = nn.Linear) -> nn.Sequential:
     """A network that begins alike for every optimizer."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for n, m in itertools.pairwise(SIZES):
-        layers += [nn.Linear(n, m, bias=False), nn.ReLU()]
+        layers += [linear(n, m, bias=False), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
@@ -61,7 +68,7 @@ def _alike(found: Best) -> Verdict:
 def _turned(found: Best) -> Verdict:
     pairs = {
         arm: (mean(found[arm], "update_cosine"), mean(found[arm], "gradient_cosine"))
-        for arm in found
+        for arm in PLAIN
         if arm != "sgd"
     }
     said = ", ".join(f"{arm} {u:.3f} of {g:.3f}" for arm, (u, g) in pairs.items())
@@ -76,17 +83,32 @@ def _muon(found: Best) -> Verdict:
 
 
 def _follows(found: Best) -> Verdict:
-    cosines = [mean(mine, "update_cosine") for mine in found.values()]
-    accuracies = [result(mine)[0] for mine in found.values()]
+    cosines = [mean(found[arm], "update_cosine") for arm in PLAIN]
+    accuracies = [result(found[arm])[0] for arm in PLAIN]
     found_r = stats.spearmanr(cosines, accuracies)
     r, p = float(found_r.statistic), float(found_r.pvalue)
-    said = f"rank correlation {r:+.2f} over {len(found)} optimizers, p = {p:.1g}".replace("-", "−")
+    said = f"rank correlation {r:+.2f} over {len(PLAIN)} optimizers, p = {p:.1g}".replace("-", "−")
     return None if p > 0.05 else r < 0, said
 
 
 def _harmed(found: Best) -> Verdict:
     momentum, sgd = (mean(found[arm], "harmed_fraction") for arm in ("momentum", "sgd"))
     return momentum > sgd, f"{momentum:.3f} and {sgd:.3f}"
+
+
+def _gains(optimizer: str, least: float, most: float) -> Claim:
+    """What affine-like layers were expected to add to an optimizer, in points."""
+
+    def verdict(found: Best) -> Verdict:
+        if f"{optimizer}, affine-like" not in found:
+            return None, "not run"
+        gain, error = more(found, f"{optimizer}, affine-like", optimizer)
+        within = least - 2 * error <= gain <= most + 2 * error
+        return within, f"{plus(gain, error, sign=True)} points"
+
+    named = {"sgd": "plain SGD", "adam": "Adam", "muon": "Muon"}[optimizer]
+    bounds = f"{least:g} to {most:g}".replace("-", "−")
+    return Claim(f"affine-like layers add {bounds} points to {named}, within two errors", verdict)
 
 
 QUESTION = Question(
@@ -109,6 +131,9 @@ QUESTION = Question(
             "hope; measured at each one's best learning rate)",
             _follows,
         ),
+        _gains("sgd", 0, 1.5),
+        _gains("adam", -1, 1),
+        _gains("muon", -1, 1),
     ),
 )
 
@@ -119,8 +144,9 @@ def main() -> None:
     data = Images(load(given), 128, "centred", given.epochs, given.device)
 
     def train(trial: Trial) -> Run:
-        alone = model(trial.seed).to(given.device)
-        optimizer = OPTIMIZERS[trial.arm](alone.parameters(), trial.learning_rate)
+        named, _, corrected = trial.arm.partition(", ")
+        alone = model(trial.seed, AffineLikeLinear if corrected else nn.Linear).to(given.device)
+        optimizer = OPTIMIZERS[named](alone.parameters(), trial.learning_rate)
         return data.fit(alone, optimizer, trial.seed, MEASURES, realised=True)
 
     file = given.out / "optimizers.json"
