@@ -31,7 +31,7 @@ COLOURS = {
     "centred": "tab:cyan",
     "centred-affine-like": "tab:pink",
     "rate-by-layer": "tab:olive",
-    "gradient-proportional": "darkorange",
+    "gradient-proportional": "teal",
     "gradient-disproportional": "gold",
     "gradient-batch": "navy",
 }

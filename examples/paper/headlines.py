@@ -113,6 +113,24 @@ def of_fair() -> Iterator[Headline]:
         yield f"fair, tanh, B = {size}: test, epochs 4 to 6", signed(early)
 
 
+def of_gradient_only() -> Iterator[Headline]:
+    """Corrections of the gradient alone at batch size 128, and what they leave to the map's."""
+    found, trained = tuned(), tuned(which="train_accuracy")
+    pairs = (
+        *(("rate-by-layer", "standard"), ("gradient-proportional", "standard")),
+        *(("gradient-proportional", "rate-by-layer"), ("affine-like", "rate-by-layer")),
+        *(("affine-like", "gradient-proportional"), ("gradient-disproportional", "standard")),
+        *(("gradient-batch", "standard"), ("affine-like", "batchnorm"), ("affine-like", "rmsnorm")),
+    )
+    for activation in ("tanh", "leaky"):
+        for method, than in pairs:
+            arm, name = Arm(method, activation, 128), f"fair, {activation}, B = 128: {method}"
+            yield f"{name} − {than}", signed(difference(found, arm, than))
+        batch = Arm("gradient-batch", activation, 128)
+        shown = signed(difference(trained, batch, "standard"))
+        yield f"fair, {activation}, B = 128: gradient-batch − standard, training", shown
+
+
 def _early() -> Accuracies:
     """Accuracies of the fair test in epochs 4 to 6."""
     cut = [
@@ -214,7 +232,8 @@ def of_schedules() -> Iterator[Headline]:
 
 def headlines() -> Iterable[Headline]:
     """All of them."""
-    for part in (of_table1, of_fair, of_own_setting, of_overtaking, of_readings, of_schedules):
+    parts = (of_table1, of_fair, of_gradient_only, of_own_setting, of_overtaking, of_readings)
+    for part in (*parts, of_schedules):
         yield from part()
 
 
