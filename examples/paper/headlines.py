@@ -15,6 +15,7 @@ from readings_report import layer_medians, typical
 from scipy import stats
 from slopes import BY_BATCH, Run, at_the_end, mean_and_error
 from table import plus
+from tuned_report import best, more
 
 RESULTS = Path(__file__).parent / "results"
 ALIGNMENT = RESULTS.parents[1] / "alignment" / "results"
@@ -218,6 +219,14 @@ def _rank(x: Sequence[float], y: Sequence[float]) -> str:
     return plus(float(stats.spearmanr(x, y).statistic), float("nan"), sign=True)
 
 
+def of_optimizers() -> Iterator[Headline]:
+    """What affine-like layers add to an optimizer."""
+    found = best(runs("optimizers"))
+    for optimizer in ("sgd", "adam"):
+        shown = plus(*more(found, f"{optimizer}, affine-like", optimizer), sign=True)
+        yield f"{optimizer}: affine-like layers − none", shown
+
+
 def of_schedules() -> Iterator[Headline]:
     """Dynamic maximal learning rates against those of full alignment, each at its best rate."""
     said = []
@@ -233,7 +242,7 @@ def of_schedules() -> Iterator[Headline]:
 def headlines() -> Iterable[Headline]:
     """All of them."""
     parts = (of_table1, of_fair, of_gradient_only, of_own_setting, of_overtaking, of_readings)
-    for part in (*parts, of_schedules):
+    for part in (*parts, of_optimizers, of_schedules):
         yield from part()
 
 
