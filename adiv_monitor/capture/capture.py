@@ -26,7 +26,7 @@ from adiv_monitor.capture.selection import Layer, Selection, named_modules
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.pieces import Piece, Pieces, overlap
+from adiv_monitor.capture.weights.pieces import Piece, overlap
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.shards import world_size
 from adiv_monitor.report.wording import NO_GRADIENT
@@ -56,7 +56,6 @@ class Capture:
         chooser: chooses rows.
         context: the run around the step.
         plan: the modules with known uses, for which plain hooks suffice; None: there are none.
-        pieces: the pieces of parameters that are known from earlier steps.
 
     Attributes:
         selection: the parameters to watch.
@@ -64,7 +63,6 @@ class Capture:
         rows: the rows of the watched layers, by path.
         watching: finds the uses, and the first module that runs.
         plan: the modules with known uses.
-        pieces: all pieces of parameters that were seen.
         passes: follows the backward passes.
         unreached: by path of a layer without a gradient, why it has none.
         removed: parameters that got a gradient in the backward pass, and have none any more.
@@ -81,7 +79,6 @@ class Capture:
         chooser: Chooser,
         context: Context,
         plan: Plan | None,
-        pieces: Pieces | None,
     ) -> None:
         self.passes = context.passes
         self.unreached: dict[str, str] = {}
@@ -94,8 +91,7 @@ class Capture:
         self._model = model
         self.selection = selection
         self.plan = plan
-        provenance = Provenance(model, selection.parameters, pieces)
-        self.pieces = provenance.pieces
+        provenance = Provenance(model, selection.parameters)
         self.layers = Layers(model, selection, Forwards(), provenance, chooser, context)
         self.rows = self.layers.rows
         self._catch = Catch(self.layers)
@@ -118,10 +114,6 @@ class Capture:
             self._watch.remove,
             self._catch.detach,
         )
-
-    def saw_calls(self) -> bool:
-        """Return whether any layer was called with gradients enabled."""
-        return bool(self.rows)
 
     def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take `sums_of` the arguments with which the first module runs in the next step."""

@@ -1,7 +1,7 @@
 """The forward calls that run in a thread, and the torch functions that are called in them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.capture.site import Called
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.recurrent import RecurrentCall
 from adiv_monitor.rerun.randomness import Randomness
 
@@ -32,6 +32,8 @@ class FunctionToCall:
         trained: the weights among the arguments.
         recurrent: what the arguments say, of a recurrent function.
         random: the state of the random numbers, if it draws any.
+        layers: the layers of its uses, in order.
+        versions: the versions of arguments and result when it returned.
     """
 
     function: Function
@@ -44,6 +46,8 @@ class FunctionToCall:
     trained: list[Tensor] = field(default_factory=list)
     recurrent: RecurrentCall | None = None
     random: Randomness | None = None
+    layers: Sequence[Layer] = ()
+    versions: Sequence[int] = ()
 
     @property
     def name(self) -> str:
@@ -65,7 +69,7 @@ class Forward:
     module: nn.Module
     random: Randomness
     is_open: bool
-    called: list[Called] = field(default_factory=list)
+    called: list[FunctionToCall] = field(default_factory=list)
 
 
 class Forwards(threading.local):

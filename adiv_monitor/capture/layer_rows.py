@@ -162,7 +162,7 @@ class LayerRows:
         self.versions: list[int] = []
         self.v: Tensor | None = None
         self.is_shared = False
-        self._waiting: dict[ref[Call], None] = {}  # among others, calls without a gradient
+        self._every: list[ref[Call]] = []  # also those without a gradient
         self._ceilings: dict[int, Ceiling] = {}  # by graph task
         self._is_summed = False  # whether the ceiling had any call
         self._chooser = chooser
@@ -176,7 +176,7 @@ class LayerRows:
             shape: the shape of z without its channels.
             device: the device of z.
         """
-        others = self.alive() if self.calls or self._waiting else ()
+        others = [call for each in self._every if (call := each()) is not None]
         if not others:
             rows = self._chooser.first(shape, device)
         else:
@@ -187,15 +187,8 @@ class LayerRows:
             self._bound.add(rows)
             self._bounded = len(others) + 1
         call = Call(self.layer, rows)
-        self._waiting[ref(call)] = None
+        self._every.append(ref(call))
         return call
-
-    def alive(self) -> list[Call]:
-        """Return the calls that have a gradient or may get one."""
-        held = [call for each in self._waiting if (call := each()) is not None]
-        held = [call for call in held if call not in self.calls]
-        self._waiting = {ref(call): None for call in held}
-        return [*self.calls, *held]
 
     def release(self) -> None:
         """Release all calls."""
@@ -221,9 +214,7 @@ class LayerRows:
             self._ceilings.pop(task, None)
             for call in self.calls:
                 call.arrived.pop(task, None)
-        for call in [call for call in self.calls if not call.arrived]:
-            del self.calls[call]
-            self._waiting[ref(call)] = None
+        self.calls = {call: None for call in self.calls if call.arrived}
 
     def zeroed(self, tasks: Sequence[int], passes: Passes) -> None:
         """Drop the rows of passes whose gradient was zeroed, and tell `passes`."""

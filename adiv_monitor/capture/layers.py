@@ -10,7 +10,7 @@ from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.selection import Layer, Place, Selection, inside_wrappers
-from adiv_monitor.capture.weights.pieces import Source
+from adiv_monitor.capture.weights.pieces import Piece, Source
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.functions.linear import part_of
 from adiv_monitor.features.uses import Use, shape_alike
@@ -89,9 +89,8 @@ class Layers:
 
     def of_whole(self, use: Use, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """Return the layer that stands for a module as a whole with respect to these parameters."""
-        pieces = [self.provenance.pieces.of(p) for p in parameters]
         names = self._names_of_whole(module, parameters)
-        return self._find(names, use, Source(pieces, through=module), None)
+        return self._find(names, use, Source([*map(Piece, parameters)], through=module), None)
 
     def _find(
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None

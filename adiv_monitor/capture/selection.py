@@ -70,7 +70,7 @@ class Layer:
     def pieces(self) -> list[Piece]:
         """The trained pieces, those of the weight first; never empty."""
         sources = [source for source in (self.weight, self.bias) if source is not None]
-        return list(dict.fromkeys(piece for source in sources for piece in source.pieces))
+        return list({p.key: p for source in sources for p in source.pieces}.values())
 
     @cached_property
     def trained(self) -> dict[str, bool]:

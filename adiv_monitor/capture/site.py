@@ -9,35 +9,16 @@ from the arguments of a hook on the module, so that later steps need not watch f
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.features.uses import FunctionRule, as_it_is, rule_of
+from adiv_monitor.features.uses import FunctionRule, as_it_is, name_of, rule_of
 
 _NUMBERS = (bool, int, float, complex)
 _HOOKED = "_is_full_backward_hook"  # torch sets it with a backward hook, which no use depends on
-
-
-class Called(NamedTuple):
-    """A call that takes trained parameters, in the forward of a running module.
-
-    Attributes:
-        function: its name as rules use it.
-        args: its arguments.
-        kwargs: see args.
-        result: its result.
-        versions: the versions of all these tensors when the call was made.
-        layers: the layers of its uses, in order.
-    """
-
-    function: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Tensor
-    versions: Sequence[int]
-    layers: Sequence[Layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +85,11 @@ class Site:
 
 
 def site_of(
-    module: nn.Module, call: Called, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    module: nn.Module,
+    call: FunctionToCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: object,
 ) -> Site | None:
     """Return the site of a module that made one call; None if a hook can't catch its use."""
     if output is not call.result or any(x.shaped is not as_it_is for x in call.layers):
@@ -126,7 +111,7 @@ def site_of(
             return None
     return Site.of(
         module,
-        rule=rule_of(call.function),
+        rule=rule_of(name_of(call.function)),
         constants=[None if isinstance(x, Tensor) else deepcopy(x) for x in values],
         names=[*call.kwargs],
         own=own,

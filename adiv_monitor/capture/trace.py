@@ -7,7 +7,6 @@ from torch import nn
 
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.site import Site
-from adiv_monitor.capture.weights.pieces import Pieces
 
 # After so many surveys in a row that changed nothing, there are no more.
 _IN_VAIN = 3
@@ -34,13 +33,9 @@ class Trace:
 
     The first step is a survey. There is another one if other parameters are measured, or if a
     parameter without a visible use has a gradient; but no more after some that changed nothing.
-
-    Attributes:
-        pieces: the pieces of the parameters, as long as the same parameters are measured.
     """
 
     def __init__(self) -> None:
-        self.pieces = Pieces()
         self._selection: Selection | None = None  # what is known holds for it
         self._sites: dict[nn.Module, Site | None] = {}  # None: it uses none of its own
         self._unseen: Collection[int] = ()
@@ -52,7 +47,7 @@ class Trace:
         """Return the plan for the next step, with these parameters to measure; None: a survey."""
         if self._selection is not selection:
             if self._selection is None or _places(self._selection) != _places(selection):
-                self.pieces, self._is_due, self._in_vain = Pieces(), True, 0
+                self._is_due, self._in_vain = True, 0
             self._selection, self._plan = selection, None
         if self._is_due:
             return None

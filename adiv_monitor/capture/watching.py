@@ -15,7 +15,7 @@ from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.site import Called, Site, site_of, versions
+from adiv_monitor.capture.site import Site, site_of, versions
 from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.trace import Plan
 from adiv_monitor.capture.weights.computed import CASTS
@@ -318,8 +318,8 @@ class Watching:
             if len(layers) < len(found) or any(x is made for x in values):  # in place
                 self._is_special()
             elif found:
-                called = Called(name, args, kwargs, made, versions(*values, made), layers)
-                self.forwards.forward.called.append(called)
+                call.layers, call.versions = layers, versions(*values, made)
+                self.forwards.forward.called.append(call)
         return used
 
     def _is_special(self) -> None:

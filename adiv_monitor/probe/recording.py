@@ -17,7 +17,6 @@ from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.pieces import Pieces
 from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Index, Rows, to_device
@@ -64,7 +63,6 @@ class Recording(Takes):
         selection: the parameters.
         max_rows: number of rows to choose in each call; None: all.
         seed: the seed.
-        pieces: the pieces of parameters that are known already.
         features: whether to take features.
 
     Attributes:
@@ -82,13 +80,12 @@ class Recording(Takes):
         selection: Selection,
         max_rows: int | None,
         seed: int,
-        pieces: Pieces | None = None,
         *,
         features: bool = True,
     ) -> None:
         guard = Guard()  # no training step runs that could be disturbed
         follows, chooser = self.follows_all, Chooser(None, np.random.default_rng(0))
-        provenance = Provenance(model, selection.parameters, pieces, follows_all=follows)
+        provenance = Provenance(model, selection.parameters, follows_all=follows)
         given = provenance, chooser, Context(guard)
         self.layers = Layers(model, selection, Forwards(), *given)
         self.watching = Watching(self.layers, self, repeated=True)

@@ -64,8 +64,7 @@ class ProbeRows(Recording):
         *,
         features: bool,
     ) -> None:
-        given = first.selection, max_rows, seed, first.pieces
-        super().__init__(model, *given, features=features)
+        super().__init__(model, first.selection, max_rows, seed, features=features)
         self._known = first.layers.found
         self.layers.found = dict(self._known)
         self._attentions = attentions

@@ -277,7 +277,7 @@ class StepController:
     def unstepped(self) -> str:
         """Return why the armed step was not measured although layers were called, or ""."""
         armed = self._armed
-        if armed is None or armed.guard.broken or not armed.capture.saw_calls():
+        if armed is None or armed.guard.broken or not armed.capture.rows:
             return ""
         if self.training.optimizer is None:
             return (
@@ -319,8 +319,8 @@ class StepController:
             attainable=training.attainable,
             check=Check(partial(history.asks, surveys=plan is None)),
         )
-        chooser, pieces = Chooser(training.max_rows, self.generator), self._trace.pieces
-        capture = Capture(training.model, selection, chooser, context, plan, pieces)
+        chooser = Chooser(training.max_rows, self.generator)
+        capture = Capture(training.model, selection, chooser, context, plan)
         probe = None if self._probe is None else self._probe(selection)
         step = MeasuredStep(
             capture,

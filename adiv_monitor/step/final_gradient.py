@@ -12,7 +12,7 @@ from adiv_monitor.capture.check import Equations, of_gradient
 from adiv_monitor.capture.layer_rows import Call, LayerRows, versions
 from adiv_monitor.capture.layers import class_name
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import Parts
+from adiv_monitor.capture.weights.pieces import Key, Parts
 from adiv_monitor.capture.weights.shards import holders, world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
 from adiv_monitor.features.rows import joined
@@ -57,7 +57,7 @@ class FinalGradient:
     out: Outgoing = field(default_factory=Outgoing)
     reached: list[str] = field(default_factory=list)
     measured: dict[str, LayerInProgress] = field(default_factory=dict)
-    pieces: dict[str, dict[int, float]] = field(default_factory=dict)
+    pieces: dict[str, dict[Key, float]] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     blocks: list[Block] = field(default_factory=list)
     _all_rows: dict[str, list[AllRows]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Many tensors end to end in one buffer, so that one operation serves all of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
@@ -9,6 +9,7 @@ from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor
 
+from adiv_monitor.capture.weights.pieces import Key, Parts
 from adiv_monitor.features.rows import compute_dtype, dots, joined
 from adiv_monitor.maths.totals import reduced, wide
 
@@ -28,17 +29,17 @@ class Flat:
         buffers: one for each dtype and device.
     """
 
-    def __init__(self, like: Mapping[int, Tensor]) -> None:
+    def __init__(self, like: Parts) -> None:
         self._like = _described(like)
-        alike: dict[object, list[int]] = defaultdict(list)
+        alike: dict[object, list[Key]] = defaultdict(list)
         for key, x in like.items():
             alike[x.shape, x.stride()].append(key)
-        kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
+        kinds: dict[object, dict[Key, Tensor]] = defaultdict(dict)
         for key in chain(*alike.values()):  # at equal distances, to be stacked without a copy
             kinds[like[key].dtype, like[key].device][key] = like[key]
         self._kinds = [tuple(kind) for kind in kinds.values()]
         self.keys = tuple(chain(*self._kinds))
-        self.views: dict[int, Tensor] = {}
+        self.views: dict[Key, Tensor] = {}
         self.buffers: list[Tensor] = []
         self._lengths: list[Tensor] = []  # in lines, of each tensor of a buffer
         for kind in kinds.values():
@@ -52,12 +53,12 @@ class Flat:
             self.buffers.append(buffer)
             self._lengths.append(torch.tensor(lines).to(buffer.device, non_blocking=True))
 
-    def fits(self, like: Mapping[int, Tensor]) -> bool:
+    def fits(self, like: Parts) -> bool:
         """Whether the parts are as those of other tensors; then their memory can be used again."""
         # Tensors that were made in inference mode can't be written to outside of it.
         return self._like == _described(like) and not any(x.is_inference() for x in self.buffers)
 
-    def apply(self, function: Callable[..., object], others: Mapping[int, Tensor]) -> None:
+    def apply(self, function: Callable[..., object], others: Parts) -> None:
         """Call a `_foreach` function that writes to the parts, with other tensors by key."""
         for kind in self._kinds:
             function([self.views[key] for key in kind], [others[key] for key in kind])
@@ -72,7 +73,7 @@ class Flat:
             buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self.buffers
         )
 
-    def differs(self, others: Mapping[int, Tensor]) -> Tensor:
+    def differs(self, others: Parts) -> Tensor:
         """Return whether any part differs from its tensor; NaN equals itself."""
         pairs = [(self.views[key], others[key]) for key in self.keys]
         flags = [((a != b) & ~(a.isnan() & b.isnan())).any() for a, b in pairs]
@@ -88,7 +89,7 @@ class Flat:
         )
 
 
-def _described(tensors: Mapping[int, Tensor]) -> list[object]:
+def _described(tensors: Parts) -> list[object]:
     return [(key, x.shape, x.stride(), x.dtype, x.device) for key, x in tensors.items()]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.pieces import Parts, Piece, gradient
+from adiv_monitor.capture.weights.pieces import Key, Parts, Piece, gradient
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.run_history import RunHistory
@@ -76,7 +76,7 @@ class ParameterSteps:
         self._before = self._copy(values, values)
         self._at_first = _versions(self._given.values())
 
-    def _values(self) -> dict[int, Tensor]:
+    def _values(self) -> dict[Key, Tensor]:
         """Return the pieces as they are now; a plain parameter stands for itself."""
         return {
             key: piece.parameter

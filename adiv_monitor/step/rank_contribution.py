@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from adiv_monitor.capture.weights.pieces import Key
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import DOTS, NO_SUMS, Array, StepSums
 from adiv_monitor.report import StepReport
@@ -59,8 +60,8 @@ class RankContribution:
 def make_contribution(
     sums: StepSums,
     flags: Mapping[str, Sequence[Array]],
-    pieces: Mapping[str, Mapping[int, float]],
-    keys: Sequence[int],
+    pieces: Mapping[str, Mapping[Key, float]],
+    keys: Sequence[Key],
     report: StepReport,
     *,
     keeps_gradient: bool,
@@ -120,8 +121,8 @@ def make_contribution(
 def _add_dots(
     sums: StepSums,
     dots: Mapping[str, Array],
-    keys: Sequence[int],
-    pieces: Mapping[str, Mapping[int, float]],
+    keys: Sequence[Key],
+    pieces: Mapping[str, Mapping[Key, float]],
 ) -> None:
     """Add the dot products of all parameters of each layer."""
     shares, layers = [pieces[path] for path in sums.paths], sums.layers

@@ -56,7 +56,7 @@ class UnshardedParameters:
         """Return the parameters to gather of which none of these pieces is the whole, as pieces."""
         whole = {id(piece.parameter) for piece in pieces if piece.view is None}
         reached = self._reached if self.all_participate else ()
-        return [Piece(p, -id(p)) for p in reached if id(p) not in whole]
+        return [Piece(p) for p in reached if id(p) not in whole]
 
     def updates(self) -> None:
         """Agree on gathering the updates."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.shards import gradient_part, is_shard, part_of, range_of_part
 
-Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
-
 
 @dataclass(frozen=True)
 class Strides:
@@ -56,19 +54,26 @@ class Strides:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
+Key = tuple[int, Strides | None]  # of a piece
+Parts = Mapping[Key, Tensor]  # a tensor of each piece's shape: a change, a gradient
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """A parameter, or a view of a part of it, as one layer uses it.
 
     Attributes:
         parameter: the parameter.
-        key: identifies the piece.
         view: the part of the parameter; None: all of it.
     """
 
     parameter: nn.Parameter
-    key: int
     view: Strides | None = None
+
+    @cached_property
+    def key(self) -> Key:
+        """Equal for the same part of the same parameter."""
+        return id(self.parameter), self.view
 
     @property
     def name(self) -> str:
@@ -173,33 +178,6 @@ class Source:
         """Equal for tensors that are computed alike, with the same constants."""
         steps = [id(x) if isinstance(x, Tensor) else x for x in self.steps or ()]
         return self.through, *(piece.key for piece in self.pieces), *steps
-
-
-class Pieces:
-    """All pieces of a step, with one object for each part of a parameter."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[tuple[int, Strides | None], Piece] = {}
-        self._whole: dict[int, Source] = {}
-
-    def of(self, parameter: nn.Parameter, view: Strides | None = None) -> Piece:
-        """Return the piece for a parameter or a part of it."""
-        key = id(parameter), view
-        if key not in self._pieces:
-            self._pieces[key] = Piece(parameter, len(self._pieces), view)
-        return self._pieces[key]
-
-    def whole(self, parameter: nn.Parameter) -> Source:
-        """Return a parameter as a source without changes."""
-        if id(parameter) not in self._whole:
-            self._whole[id(parameter)] = Source((self.of(parameter),))
-        return self._whole[id(parameter)]
-
-    def view(self, parameter: nn.Parameter, strides: Strides) -> Source:
-        """Return a view of a parameter; if it shows only a part, that part is the piece."""
-        if prod(strides.size) == parameter.numel():
-            return self.whole(parameter).then(strides)
-        return Source((self.of(parameter, strides),))
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.computed import computed
-from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides, whole_of
+from adiv_monitor.capture.weights.pieces import Piece, Source, Strides, whole_of
 from adiv_monitor.capture.weights.shards import Sharded, is_shard
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
@@ -40,26 +40,20 @@ class Provenance:
     Args:
         model: the model.
         trained: the parameters to measure.
-        pieces: the pieces that are known already.
         follows_all: whether weights that can't be followed are refused; else they are known by
             their pieces alone.
-
-    Attributes:
-        pieces: the pieces of the parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
         trained: Iterable[nn.Parameter],
-        pieces: Pieces | None = None,
         *,
         follows_all: bool = True,
     ) -> None:
         self._model, self._follows_all = model, follows_all
         self._modules = [*model.modules()]  # now, as the forward pass may be deep
         self._trained = {id(p): p for p in trained}
-        self.pieces = Pieces() if pieces is None else pieces
 
     @cached_property
     def sharded(self) -> Sharded:
@@ -83,7 +77,7 @@ class Provenance:
         parameter = self._trained.get(id(tensor if stood_for is None else stood_for))
         if parameter is None:
             return _Known(weakref.ref(tensor))
-        return _Known(weakref.ref(tensor), self.pieces.whole(parameter))
+        return _Known(weakref.ref(tensor), Source((Piece(parameter),)))
 
     def _look_up(self, value: Tensor) -> _Known | None:
         """Return what is known of a tensor, or of the tensor that it is a view of."""
@@ -146,8 +140,8 @@ class Provenance:
         if value is whole:
             return known.source
         strides = Strides.between(value, whole)
-        if known.version is None:
-            return self.pieces.view(known.source.pieces[0].parameter, strides)
+        if known.version is None and value.numel() != whole.numel():
+            return Source((Piece(known.source.pieces[0].parameter, strides),))
         return known.source.then(strides)
 
     def computes(
@@ -188,5 +182,5 @@ class Provenance:
 
 def _unknown(sources: Iterable[Source]) -> Source:
     """Return the source of a tensor that is computed from these in an unknown way."""
-    pieces = dict.fromkeys(piece for source in sources for piece in source.pieces)
-    return Source(tuple(pieces), None, is_view=False)
+    pieces = {piece.key: piece for source in sources for piece in source.pieces}
+    return Source(tuple(pieces.values()), None, is_view=False)
