@@ -33,11 +33,10 @@ from adiv_monitor.capture.weights.pieces import gradient as gradient_of
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
-from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, uses_of
+from adiv_monitor.features.recurrent import Map, RecurrentCall
 from adiv_monitor.features.rows import Rows, behind_view, norms
-from adiv_monitor.features.uses import Refused, Use, as_it_is
+from adiv_monitor.features.uses import Use, as_it_is
 from adiv_monitor.maths import ceiling
-from adiv_monitor.rerun.randomness import Randomness
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -110,15 +109,11 @@ class Catch:
         self._hooks.append(on_gradient(tensor, arrive))
         return call
 
-    def maps(
-        self, made: RecurrentCall, outputs: tuple[Tensor, ...], random: Randomness | None
-    ) -> list[Tensor]:
+    def maps(self, made: RecurrentCall, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
-        if made.refusal is not None:
-            raise Refused(made.refusal)
         calls: dict[str, Call] = {}
         used: list[Tensor] = []
-        for use in uses_of(made):
+        for use in made.uses:
             used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
             layer = self._layers.of(use)
             if layer is not None and layer.path in self._rows:
@@ -126,8 +121,7 @@ class Catch:
                 calls[use.part] = call = rows.new_call((made.rows,), made.input.device)
                 call.precision = made.precision
         if calls:
-            returned = Returned.of(made, outputs)
-            late = LateRows(made, returned, random, calls, self._replayed)
+            late = LateRows(made, calls, self._replayed)
             paths = [call.layer.path for call in calls.values()]
             late.watch(outputs, used, partial(partial, self._reached, paths))
             self._late.add(late)
@@ -244,14 +238,13 @@ class Catch:
         except RuntimeError:  # `autograd.grad` of this very parameter
             return False
 
-    def _replayed(self, call: Call, linear: Map, error: Tensor) -> None:
+    def _replayed(self, call: Call, linear: Map) -> None:
         """Take the rows that a replay computed for one layer of a recurrent call."""
         if call.layer.path in self._rows:
             if not call.arrived:
                 of_rows = affine(linear.inputs, linear.use.weight, linear.use.bias)
                 self._look(call, of_rows, linear.z)
             self._arrives(call, as_it_is, linear.gradient)
-            call.replay_error = error
 
 
 def _earlier(call: Call) -> Equations | None:

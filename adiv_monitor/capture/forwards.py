@@ -31,7 +31,6 @@ class FunctionToCall:
         has_data: whether an argument depends on data.
         trained: the weights among the arguments.
         recurrent: what the arguments say, of a recurrent function.
-        random: the state of the random numbers, if it draws any.
         layers: the layers of its uses, in order.
         versions: the versions of arguments and result when it returned.
     """
@@ -45,7 +44,6 @@ class FunctionToCall:
     has_data: bool = False
     trained: list[Tensor] = field(default_factory=list)
     recurrent: RecurrentCall | None = None
-    random: Randomness | None = None
     layers: Sequence[Layer] = ()
     versions: Sequence[int] = ()
 

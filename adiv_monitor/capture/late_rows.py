@@ -12,11 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, on_gradient
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.features.recurrent import Map, RecurrentCall, Returned, unroll
-from adiv_monitor.rerun.randomness import Randomness
-
-# (call of one of the layers, its map, the error of the map)
-Receive = Callable[[Call, Map, Tensor], None]
+from adiv_monitor.features.recurrent import Map, RecurrentCall, unroll
 
 
 @dataclass(eq=False)
@@ -27,17 +23,13 @@ class LateRows:
 
     Attributes:
         call: the call.
-        returned: its outputs.
-        random: the state of the random numbers before the call, if it draws any.
         calls: the calls of the watched layers, by name of the map.
         receive: receives the unrolled map of each of them.
     """
 
     call: RecurrentCall
-    returned: Returned
-    random: Randomness | None
     calls: dict[str, Call]
-    receive: Receive
+    receive: Callable[[Call, Map], None]
     _gradients: list[Tensor | None] = field(default_factory=list)
     _backward: int = -1  # the backward pass of the gradients
     _hooks: list[RemovableHandle] = field(default_factory=list)
@@ -50,7 +42,8 @@ class LateRows:
     ) -> None:
         """Register hooks on the outputs, and on the weights, whose gradients come later."""
         for i, output in enumerate(outputs):
-            self._hooks.append(on_gradient(output, guard(partial(self._arrive, i))))
+            arrive = guard(partial(self._arrive, i, len(outputs)))
+            self._hooks.append(on_gradient(output, arrive))
         hook = Hook(guard(partial(_settle, weakref.ref(self))))  # a parameter outlives the graph
         for weight in weights:
             if weight.requires_grad:
@@ -65,16 +58,15 @@ class LateRows:
         """Unroll the call: a weight's gradient arrives after all gradients of the outputs."""
         if self._backward != torch._C._current_graph_task_id():
             return
-        maps, error = unroll(self.call, self.returned, self._gradients, self.random)
-        for linear in maps:
+        for linear in unroll(self.call, self._gradients):
             if linear.use.part in self.calls:
-                self.receive(self.calls[linear.use.part], linear, error)
+                self.receive(self.calls[linear.use.part], linear)
         self._gradients, self._backward = [], -1
 
-    def _arrive(self, output: int, gradient: Tensor) -> None:
+    def _arrive(self, output: int, count: int, gradient: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._backward:
-            self._gradients, self._backward = [None] * len(self.returned.outputs), task
+            self._gradients, self._backward = [None] * count, task
         self._gradients[output] = gradient.detach()
 
 

@@ -65,7 +65,6 @@ class Call:
         gradient: ∂L/∂z of the chosen rows; `add_up` sets it.
         norms: see `Arrived`; `add_up` sets it. None once two backward passes have gone through one
             graph: then the sum is known for the chosen rows alone.
-        replay_error: the error of the replay that computed the rows; None: there was no replay.
     """
 
     layer: Layer
@@ -80,7 +79,6 @@ class Call:
     arrived: dict[int, Arrived] = field(default_factory=dict)
     gradient: Tensor | None = None
     norms: Tensor | None = None
-    replay_error: Tensor | None = None
 
     def add_up(self) -> None:
         """Add up the gradients of all passes."""

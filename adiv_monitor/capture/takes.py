@@ -8,7 +8,6 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.recurrent import RecurrentCall
 from adiv_monitor.features.uses import Use
-from adiv_monitor.rerun.randomness import Randomness
 
 
 class Takes(Protocol):
@@ -25,8 +24,6 @@ class Takes(Protocol):
         """
         ...
 
-    def maps(
-        self, made: RecurrentCall, outputs: tuple[Tensor, ...], random: Randomness | None
-    ) -> list[Tensor]:
+    def maps(self, made: RecurrentCall, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Take a recurrent call and return the weights that its uses account for; see `use`."""
         ...

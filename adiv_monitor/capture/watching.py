@@ -34,7 +34,6 @@ from adiv_monitor.features.uses import (
     uses_in,
 )
 from adiv_monitor.rerun.nested import tensors_in
-from adiv_monitor.rerun.randomness import Randomness
 
 _ATTRIBUTES = ("__get__", "__set__")
 # These functions are written in Python; the functions that they call use the parameters.
@@ -251,8 +250,6 @@ class Watching:
             self._is_special()
             with self._noting(call.trained):
                 call.recurrent = read_call(call.function, call.args, call.kwargs)
-                if call.recurrent.draws and call.recurrent.refusal is None:
-                    call.random = Randomness([call.recurrent.input.device])
 
     def ends_call(self, call: FunctionToCall) -> None:
         """Find which parameters a torch function has used."""
@@ -298,7 +295,7 @@ class Watching:
             outputs = tuple(tensors_in(made))
             if call.recurrent is not None and trains(outputs[0]):
                 with self._noting(trained) as used:
-                    used += self._takes.maps(call.recurrent, outputs, call.random)
+                    used += self._takes.maps(call.recurrent, outputs)
             return used
         if not isinstance(made, Tensor):
             return []

@@ -61,7 +61,7 @@ LAYERS = np.dtype(
         *_columns("<U8", "reason"),
         *_columns("?", "partial", "knows_scales", "has_common", "has_attainable"),
         *_columns("<i8", "ranks", "total", "groups", "moved"),
-        *_columns("<f8", "precision", "rule_error", "replay_error", *DOTS, "terms", "factor"),
+        *_columns("<f8", "precision", "rule_error", *DOTS, "terms", "factor"),
         *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
         *_columns("<f8", "rows_bound", "entries_bound", "other_share"),
@@ -130,8 +130,7 @@ class StepSums:
             - total: number T of rows that received a gradient.
             - groups: number of scales of a row; 0: they are not known.
             - precision: rounding of the coarsest dtype that a gradient passed through.
-            - rule_error, replay_error: relative difference of the layer's output from the output by
-              its rule; of a rerun call's output from the original.
+            - rule_error: relative difference of the layer's output from the output by its rule.
             - gamma_gamma … a_gamma: dot products of vectors that hold all parameters of the layer,
               with γ the gradient, w = −u the negative of the optimizer's update, and a the negative
               of the update that was applied in the end. `partial`: this rank holds a part of the

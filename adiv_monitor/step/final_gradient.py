@@ -132,8 +132,6 @@ class FinalGradient:
                     )
         if rows.linear is not None:
             self.out.add("layers", [layer.path], {"rule_error": rows.linear})
-        if errors := [call.replay_error for call in calls if call.replay_error is not None]:
-            self.out.add("layers", [layer.path], {"replay_error": torch.stack(errors).amax()})
         self._send_ceiling(layer, rows)
         of_calls = [(call.norms, call.whole) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown

@@ -97,8 +97,8 @@ def make_contribution(
     if is_set("skipped"):
         return replace(part, refused=(_SKIPPED,))
     errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
-    misdescribed, lost = _misdescribed(errors), _lost(sums)
-    is_kept = [path not in misdescribed and path not in lost for path in sums.paths]
+    misdescribed = _misdescribed(errors)
+    is_kept = [path not in misdescribed for path in sums.paths]
     sums = sums.pick(np.flatnonzero(is_kept))
     with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
         _add_dots(sums, dots, keys, pieces)
@@ -108,7 +108,7 @@ def make_contribution(
         part,
         report=replace(
             report,
-            unsupported={**report.unsupported, **lost, **misdescribed},
+            unsupported={**report.unsupported, **misdescribed},
             realised_loss_change=float(change[0]) if change else None,
             realised_loss_changes=tuple(changes[0].tolist()) if changes else (),
         ),
@@ -160,13 +160,4 @@ def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
         "a subclass changes it, or the registered rule is wrong"
         for path, error in errors.items()
         if error > RULE_TOLERANCE
-    }
-
-
-def _lost(sums: StepSums) -> dict[str, str]:
-    errors = sums.layers["replay_error"]
-    return {
-        sums.paths[i]: "a rerun of its call does not return what the call returned (relative error "
-        f"{errors[i]:.2g}), so its rows are not known"
-        for i in np.flatnonzero(errors > 10 * sums.tolerance)
     }

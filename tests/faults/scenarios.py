@@ -107,12 +107,12 @@ class Attends(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Two recurrent modules, with dropout and a projection."""
+    """Two recurrent modules, with a projection."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 4)
-        self.gru = nn.GRU(4, 3, num_layers=2, dropout=0.2, bidirectional=True)
+        self.gru = nn.GRU(4, 3, num_layers=2, bidirectional=True)
         self.lstm = nn.LSTM(6, 4, batch_first=True, proj_size=3)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ WORDS = 64
 
 
 class LSTMLanguageModel(nn.Module):
-    """Embedding, two LSTM layers with dropout, read-out.
+    """Embedding, two LSTM layers, dropout, read-out.
 
     Args:
         tied: the read-out's weight is the embedding's.
@@ -22,7 +22,7 @@ class LSTMLanguageModel(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 32)
-        self.lstm = nn.LSTM(32, 32, num_layers=2, dropout=0.2, batch_first=True)
+        self.lstm = nn.LSTM(32, 32, num_layers=2, batch_first=True)
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(32, WORDS)
         if tied:
