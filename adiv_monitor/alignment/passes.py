@@ -151,11 +151,8 @@ class Uses(Recording):
                 groups=groups,
             )
 
-    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
+    def use(self, layer: Layer, use: Use, output: Tensor) -> None:
         """Take a use of weights."""
-        layer = self.layers.of(use, known)
-        if layer is None:
-            return
         if use.kind == "module":
             why = "no rule describes how it is used, or a transform of torch.func hides its rows"
             self.refused |= {self._parameters[id(p)]: why for p in layer.parameters}

@@ -95,7 +95,7 @@ class Capture:
         self.layers = Layers(model, selection, Forwards(), provenance, chooser, context)
         self.rows = self.layers.rows
         self._catch = Catch(self.layers)
-        self.watching = Watching(self.layers, self._catch, plan)
+        self.watching = Watching(self.layers, self._catch.use, self._catch.maps, plan)
         self._watch = Watch(self.watching, context.guard, plan)
 
     def attach(self) -> None:
@@ -165,8 +165,7 @@ class Capture:
             for piece in layer.pieces:
                 users[id(piece.parameter)].append((rows, piece))
         for key, uses in users.items():
-            pieces = [piece for _, piece in uses] if uses[1:] else []
-            if key in elsewhere or (pieces and overlap(pieces[0].parameter, pieces)):
+            if key in elsewhere or overlap([piece for _, piece in uses]):
                 for rows, _ in uses:
                     rows.is_shared = True
 

@@ -63,7 +63,7 @@ class _Running(threading.local):
 
 
 class Catch:
-    """Chooses rows of uses and puts hooks on their outputs. See `Takes`.
+    """Chooses rows of uses and puts hooks on their outputs.
 
     Args:
         layers: the layers.
@@ -93,21 +93,20 @@ class Catch:
 
     # --- the forward pass ------------------------------------------------------------------------
 
-    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> Call | None:
+    def use(self, layer: Layer, use: Use, output: Tensor) -> None:
         """Catch rows of a use, and put a hook on its output."""
-        layer = self._layers.of(use, known)
-        rows = None if layer is None else self._rows.get(layer.path)
+        rows = self._rows.get(layer.path)
         if rows is None:
-            return None
+            return
         z = use.layout(output)
         call = rows.new_call(tuple(z.shape[:-1]), z.device)
         features = self._look(call, use, z)
-        if isinstance(known, str) and known not in self._context.checked and len(call.z):
+        is_ruled = layer.module in self._layers.selection.rules
+        if is_ruled and layer.path not in self._context.checked and len(call.z):
             rows.linear = reproduces(use, features, call.z)
         tensor, layout = at_gradient(output, use.layout)
-        arrive = partial(self._reached, (rows.layer.path,), self._arrives, call, layout)
+        arrive = partial(self._reached, (layer.path,), self._arrives, call, layout)
         self._hooks.append(on_gradient(tensor, arrive))
-        return call
 
     def maps(self, made: RecurrentCall, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""

@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.passes import Passes
-
-
-def _nothing() -> None:
-    pass
+from adiv_monitor.features.uses import unknown
 
 
 def _raised(path: str, error: Exception) -> None:
@@ -37,7 +34,7 @@ class Context:
     fail: Callable[[str, Exception], None] = _raised
     switched_off: Collection[str] = ()
     checked: Collection[str] = ()
-    begins: Callable[[], object] = _nothing
+    begins: Callable[[], object] = unknown
     passes: Passes = field(default_factory=Passes)
     check: Check | None = None
     attainable: bool = False

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from adiv_monitor.capture.batch import sums_of
 from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.capture.hook import has_data, trains
-from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.site import Site, site_of, versions
-from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.trace import Plan
 from adiv_monitor.capture.weights.computed import CASTS
 from adiv_monitor.capture.weights.pieces import whole_of
 from adiv_monitor.capture.weights.provenance import NotFollowed
 from adiv_monitor.capture.without_rule import ParametersWithoutRule, place_of_z
-from adiv_monitor.features.recurrent import RECURRENT, read_call
+from adiv_monitor.features.recurrent import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import (
     NESTED,
     FunctionCall,
     Refused,
+    Use,
     found_by,
     name_of,
     unknown,
@@ -41,11 +41,13 @@ OPENED = ("multi_head_attention_forward",)
 
 
 class Watching:
-    """Finds the uses of parameters in a forward pass and passes them to `takes`.
+    """Finds the uses of parameters in a forward pass and passes them on.
 
     Args:
         layers: the layers that were found.
-        takes: receives the uses.
+        take: receives a layer, its use, and the result of the function or of a whole module.
+        take_maps: receives a recurrent call and its results; returns the weights that it accounts
+            for.
         plan: the modules with known uses; None: none.
         repeated: whether the watched forward passes are reruns.
 
@@ -65,7 +67,8 @@ class Watching:
     def __init__(
         self,
         layers: Layers,
-        takes: Takes,
+        take: Callable[[Layer, Use, Tensor], None],
+        take_maps: Callable[[RecurrentCall, tuple[Tensor, ...]], list[Tensor]],
         plan: Plan | None = None,
         *,
         repeated: bool = False,
@@ -85,7 +88,7 @@ class Watching:
         self._ruled = selection.rules.keys()
         self.layers = layers
         self._provenance = layers.provenance
-        self._takes = takes
+        self._take, self._take_maps = take, take_maps
         self._repeated = repeated
         self.on_call: Callable[..., None] = unknown
         self.on_end: Callable[..., None] = unknown
@@ -160,7 +163,9 @@ class Watching:
             return
         for use, layer in zip(found, site.layers, strict=True):
             is_frozen = False in [p.requires_grad for p in layer.parameters]
-            self._takes.use(use, output, None if is_frozen else layer)
+            now = self.layers.of(use, None if is_frozen else layer)
+            if now is not None:
+                self._take(now, use, output)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -197,7 +202,9 @@ class Watching:
                 raise Refused(NESTED)
             if output.requires_grad:
                 use = use_of(rule, module, args, kwargs)
-                self._takes.use(use, output, path)
+                layer = self.layers.of(use, path)
+                if layer is not None:
+                    self._take(layer, use, output)
 
     def _look_at_whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -226,7 +233,7 @@ class Watching:
                 use = self._without_rule.use(*given)
                 layer = self.layers.of_whole(use, module, left) if z.numel() else None
                 if layer is not None:
-                    self._takes.use(use, z, layer)
+                    self._take(layer, use, z)
             except Refused as refusal:
                 self._without_rule.refuse(map(id, left), str(refusal))
 
@@ -295,7 +302,7 @@ class Watching:
             outputs = tuple(tensors_in(made))
             if call.recurrent is not None and trains(outputs[0]):
                 with self._noting(trained) as used:
-                    used += self._takes.maps(call.recurrent, outputs)
+                    used += self._take_maps(call.recurrent, outputs)
             return used
         if not isinstance(made, Tensor):
             return []
@@ -303,14 +310,16 @@ class Watching:
         with self._noting(trained) as used, without_autocast(made):
             function = FunctionCall(made, self._provenance.of_model, self.forwards.inside)
             found = uses_in(name, function, args, kwargs)
-            taken: list[Call | None] = []
+            layers: list[Layer] = []
             for use in found:
                 try:
-                    taken.append(self._takes.use(use, made))
+                    layer = self.layers.of(use)
                 except NotFollowed:  # left to the module around it
                     continue
+                if layer is not None:
+                    self._take(layer, use, made)
+                    layers.append(layer)
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-            layers = [noted.layer for noted in taken if noted is not None]
             values = (*args, *kwargs.values())
             if len(layers) < len(found) or any(x is made for x in values):  # in place
                 self._is_special()

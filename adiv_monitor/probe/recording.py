@@ -14,7 +14,6 @@ from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.takes import Takes
 from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.provenance import Provenance
@@ -52,8 +51,8 @@ class Call:
             self.G = None if self.G is None else self.G.index_select(0, index)
 
 
-class Recording(Takes):
-    """Context in which the calls of layers are recorded; exceptions are raised. See `Takes`.
+class Recording:
+    """Context in which the calls of layers are recorded; exceptions are raised.
 
     Which rows are chosen depends on the seed, the layer's path and the number of its call alone, so
     that another run has the same ones.
@@ -88,7 +87,7 @@ class Recording(Takes):
         provenance = Provenance(model, selection.parameters, follows_all=follows)
         given = provenance, chooser, Context(guard)
         self.layers = Layers(model, selection, Forwards(), *given)
-        self.watching = Watching(self.layers, self, repeated=True)
+        self.watching = Watching(self.layers, self.use, self.maps, repeated=True)
         self._watch = Watch(self.watching, guard, repeated=True)
         self.calls: dict[str, list[Call]] = defaultdict(list)
         self._max_rows, self._seed, self._has_features = max_rows, seed, features
@@ -109,6 +108,10 @@ class Recording(Takes):
             call.features = use.features(rows).restrict(**layer.trained)
         self.calls[layer.path].append(call)
         return call
+
+    def use(self, layer: Layer, use: Use, output: Tensor) -> None:
+        """Take a use, and the result of its function or of a module as a whole."""
+        raise NotImplementedError
 
     def maps(self, *_: object) -> list[Tensor]:
         """Refuse a recurrent call: unrolling it anew in every run is not worth it."""

@@ -89,17 +89,15 @@ class ProbeRows(Recording):
         seen = {path: calls for path, calls in self.calls.items() if path in self._known}
         return {path: RowsOfLayer(calls, self._max_rows) for path, calls in seen.items()}
 
-    def use(self, use: Use, output: Tensor, known: Layer | str | None = None) -> None:
+    def use(self, layer: Layer, use: Use, output: Tensor) -> None:
         """Take the rows of a use."""
-        layer = self.layers.of(use, known)
-        if layer is not None:
-            viewed, layout = at_gradient(output, use.layout)
-            call = self.take(layer, use, use.layout(output))
+        viewed, layout = at_gradient(output, use.layout)
+        call = self.take(layer, use, use.layout(output))
 
-            def arrive(gradient: Tensor) -> None:
-                call.G = call.rows.take(layout(gradient))
+        def arrive(gradient: Tensor) -> None:
+            call.G = call.rows.take(layout(gradient))
 
-            self.ask(viewed, arrive)
+        self.ask(viewed, arrive)
 
     def ask(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
         """Let a function take the gradient of a tensor, if there is one."""

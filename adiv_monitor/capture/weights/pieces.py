@@ -194,23 +194,16 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:
-    """Return how many entries of the parameter lie in at least one of the pieces."""
-    views = [piece.view for piece in pieces if piece.view is not None]
-    return parameter.numel() if len(views) < len(pieces) else _covered(parameter, views)
+    """Return how many entries of the parameter lie in the pieces; at most all of them."""
+    views = {piece.view for piece in pieces}
+    parts = [prod(view.size) for view in views if view is not None]
+    return parameter.numel() if None in views else min(parameter.numel(), sum(parts))
 
 
-def overlap(parameter: nn.Parameter, pieces: Sequence[Piece]) -> bool:
-    """Return whether several layers use the same entries, given one piece for each use."""
-    if len(pieces) < 2:
-        return False
-    views = [piece.view for piece in pieces if piece.view is not None]
-    if len(set(views)) < len(pieces):
-        return True
-    return _covered(parameter, views) < sum(prod(view.size) for view in views)
+def overlap(pieces: Sequence[Piece]) -> bool:
+    """Return whether several layers use the same piece, or all of it, given one for each use.
 
-
-def _covered(parameter: Tensor, views: Sequence[Strides]) -> int:
-    marked = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.bool).zero_()
-    for view in views:
-        marked.as_strided(view.size, view.stride, view.offset).fill_(True)
-    return int(marked.count_nonzero())
+    Of pieces that overlap in part, the check of the gradient tells.
+    """
+    views = {piece.view for piece in pieces}
+    return len(views) < len(pieces) or (None in views and len(pieces) > 1)
