@@ -311,6 +311,19 @@ def test_the_history_holds_every_reports_summary(make: Make) -> None:
 
 
 @pytest.mark.slow(one_in=2)
+def test_an_optimizer_of_master_copies_is_refused_by_name(make: Make) -> None:
+    """As that of DeepSpeed, which steps flat copies of the parameters."""
+
+    class DeepSpeedOptimizerWrapper(torch.optim.SGD):
+        pass
+
+    trainer = make(DivergenceTrainerCallback(2))
+    copies = [p.detach().clone().requires_grad_() for p in trainer.model.parameters()]
+    trainer.optimizer = DeepSpeedOptimizerWrapper(copies, lr=0.1)
+    with pytest.raises(ValueError, match="got a DeepSpeedOptimizerWrapper that holds none of the"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
     trainer = make(DivergenceTrainerCallback(), logging_strategy=strategy)
