@@ -1,5 +1,6 @@
 """TRL's trainers with adapters of PEFT: one line measures them; the training is bit-identical."""
 
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,13 +149,16 @@ def assert_measured(reports: list[StepReport], adapter: str) -> None:
         if adapter != "none":
             for part in ("lora_A", "lora_B"):
                 assert sum(f".{part}" in path for path in report.layers) == 6
+    at_first = reports[0].layers.items()  # B is zero: A has no gradient
+    assert all(reading.idle_share == 1 for path, reading in at_first if ".lora_A" in path)
     last = reports[-1].layers
     assert all((reading.update_ratio or 0) > 0 for reading in last.values())
 
 
 @pytest.mark.slow
-def test_the_recipe_of_the_page(trl: ModuleType) -> None:
+def test_the_recipe_of_the_page(trl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands there, it trains, and the tracker has a picture, findings and scalars."""
+    monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, use_cpu=True))  # as it says
     recipe, loop = blocks.python_blocks(PAGE)
     assert len(recipe.splitlines()) <= 15
     names = {"model": model(), "dataset": dataset("SFT"), "tokenizer": tokenizer()}
