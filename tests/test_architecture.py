@@ -17,7 +17,7 @@ STACKS: Mapping[str, Sequence[str]] = {
     "showing": ("diagnosis", "alarms", "pictures", "pages", "sinks"),
     "using": (
         *("max_lr", "arguments", "outlet", "monitor", "callback_monitor", "lightning"),
-        *("huggingface", "audit", "__init__", "__main__"),
+        *("huggingface", "axolotl", "audit", "__init__", "__main__"),
     ),
 }
 STANDS_ON: Mapping[str, Sequence[str]] = {
