@@ -307,3 +307,26 @@ def test_data_that_is_written_into_a_constant_is_data() -> None:
         optimizer.step()
     assert monitor.latest.layers[""].kind == "gain"
     assert monitor.latest.layers[""].rows_total == 5
+
+
+class Overlapping(nn.Module):
+    """Two uses of parts of one weight that share a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x @ self.w[:3].T, x @ self.w[2:].T], dim=1)
+
+
+def test_parts_that_overlap_are_told_by_the_check() -> None:
+    torch.manual_seed(0)
+    model = Overlapping()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        model(torch.randn(16, 4)).square().sum().backward()
+        optimizer.step()
+    (report,) = monitor.reports
+    assert [*report.layers] == ["w[0:3]", "w[2:5]"] and report.coverage == 1
+    assert "'w[0:3]', 'w[2:5]' holds more than these rows" in " ".join(report.notes)
