@@ -312,11 +312,6 @@ class DenseFeatures(Features):
         summed = active[..., None, :] @ rows
         return (rows @ summed.mT).squeeze(-1), torch.linalg.vector_norm(rows, dim=-1)
 
-    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
-        """Return Σ_k a_k φ_W,k over all groups."""
-        assert self.phi is not None
-        return (active[..., None, :] @ self.phi.flatten(-2)).squeeze(-2)
-
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
         parts = [] if self.phi is None else [self.phi]

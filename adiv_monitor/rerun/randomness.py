@@ -28,10 +28,6 @@ class Randomness:
         """The devices whose torch generators are saved."""
         return self._states.keys()
 
-    def is_still(self) -> bool:
-        """Whether nothing was drawn from torch's generators since."""
-        return all(torch.equal(state, _state(device)) for device, state in self._states.items())
-
     def set(self) -> None:
         """Set the generators to the saved states; after an interrupt, it can be called again."""
         for device, state in self._states.items():

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adiv_layers import AffineLikeLinear
 from cases import OPTIMIZERS
 from setups import cosine
 from torch import Tensor, nn
@@ -210,45 +209,6 @@ def test_the_probe_stays_that_of_the_first_measured_step() -> None:
             sgd.step()
     assert monitor.latest is not None and monitor.latest.step == 2
     check(monitor.latest, truth(old, model, first_eight(batches)))
-
-
-def test_a_weight_that_the_forward_renorms() -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(7, 5, max_norm=0.5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.table(x)))
-
-    torch.manual_seed(0)
-    model = Words().double()
-    x, y = torch.randint(7, (9,)), torch.randint(3, (9,))
-    model(x)
-    old, sgd = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with Monitor(model, sgd, realised=CRITERION, max_rows=None, on_error="raise") as monitor:
-        CRITERION(model(x), y).backward()
-        sgd.step()
-    after = [p.detach().clone() for p in model.parameters()]
-    assert monitor.latest is not None
-    found = monitor.latest.realised_loss_change
-    expected = CRITERION(copy.deepcopy(model)(x[:8]), y[:8]) - CRITERION(old(x[:8]), y[:8])
-    assert found == pytest.approx(expected.item(), **EXACT)
-    assert all(map(torch.equal, after, model.parameters()))
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, AffineLikeLinear])
-def test_a_single_layer_does_what_its_step_does(kind: type[nn.Module]) -> None:
-    """A single layer's realised change equals its effective one exactly, and is linear."""
-    torch.manual_seed(0)
-    model = kind(5, 3).double()
-    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    reading = trained(model, sgd, loop([(x, y)])).layers[""]
-    assert reading.single_layer_share == pytest.approx(1, **EXACT)
-    assert reading.realised_cosine == pytest.approx(reading.update_cosine, **EXACT)
-    assert reading.first_order_error == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", MODELS)
