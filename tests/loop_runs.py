@@ -142,7 +142,6 @@ HITS = {
     ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
-    "weights-set-back to new draws, seen by the loss": run(losses=(*WELL[:12],) * 4),
     "targets-change": run(
         batch=[(float(i % 2),) for i in range(6)], targets=[(i, 8 - i) for i in range(6)]
     ),
@@ -197,7 +196,6 @@ MEANT = {
     ),
     "one sample in each step, as the loss falls": run(layers=FEW_ROWS),
     "a noisy loss of large batches": run(losses=NOISY),
-    "a loss that jumps at any time": run(losses=(*WELL[:12], 3.0, *WELL[:9], 3.0, *WELL[:15])),
     "gradients of other code before the first step": run(
         2, layers={name: reading(earlier_share=0.05) for name in "abc"}
     ),
@@ -248,9 +246,6 @@ MEANT = {
     ),
     "tasks in turn, each from a loss of its own": run(
         losses=tuple(x + y for y in (0.0, 2.0, 0.0, 2.0) for x in WELL[:12])
-    ),
-    "a loss that jumps up for single batches": run(
-        losses=tuple(2.3 if i in (13, 22, 31) else x for i, x in enumerate(WELL))
     ),
     "a step uphill by momentum": run(
         layers={name: reading(parameter_cosine=-0.1, update_cosine=-0.1) for name in "abc"}

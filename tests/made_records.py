@@ -66,7 +66,6 @@ def record(
         "losses": WELL,
         "gradient_norms": (1.0,) * STEPS,
         "reports": tuple(StepReport(step, layers, {}, 1.0) for step in range(0, STEPS, 10)),
-        "realised": dict.fromkeys(range(0, STEPS, 10), -0.008),
         "inputs": {"0": INPUTS},
         "units": {"relu": UnitStatistics("relu", 64, 2, 0.5, 20)},
         "wiring": Wiring(input_matters=0.5),

@@ -77,9 +77,6 @@ def audit(
     every_n_steps: int | None = None,
     max_rows: int | None = DEFAULT_MAX_ROWS,
     clip_norm: float | None = None,
-    realised: bool = False,
-    attention: bool = False,
-    alignment: bool = False,
     try_fixes: bool = True,
     try_seconds: float = math.inf,
     seed: int = 0,
@@ -110,11 +107,6 @@ def audit(
             the given steps, or 6.
         max_rows: number of rows to sample per layer and step; None: all of them.
         clip_norm: largest norm of the gradient; None: it is not clipped.
-        realised: whether to also measure the actual change of the activations in each step; that of
-            the loss needs a loss of output and target, or the model's own.
-        attention: whether to also measure the effect of each step on attention scores.
-        alignment: whether to also measure the alignment of weights, updates and activations, with
-            the first batch as the probe.
         try_fixes: whether to try fixes and other learning rates in short runs.
         try_seconds: no trial begins that would end later than this many seconds after the first
             one. If that leaves a trial out, the result depends on the clock, and the verdict says

@@ -20,17 +20,12 @@ from adiv_monitor.audit.training.setup import COSTLY, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, silent
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.course import compared, course, end, start
-from adiv_monitor.diagnosis.diagnose import fault_of, is_cause
 from adiv_monitor.diagnosis.record import Record
 
 # Without a given number of steps, a run has as many as cost no more than `MOST_STEPS` steps that
 # are not costly; and a step whose number is a multiple of `EVERY` is measured.
 FEWEST_STEPS, MOST_STEPS, EVERY = 24, 60, 6
-HIGH = 0.25  # of the same: above it, a loss stays high
 LEARNT = 0.1  # of the first loss, or of a constant prediction's: no learning rate hinders this run
-
-
-_MEASURED = ("max_rows", "realised", "attention", "alignment")  # what else of a step is measured
 
 
 def run(given: Mapping[str, Any]) -> AuditReport:
@@ -61,8 +56,8 @@ def run(given: Mapping[str, Any]) -> AuditReport:
                              f"{MOST_STEPS}: give a number of steps for more.")  # fmt: skip
         setup = replace(setup, steps=most, cost=cost, differentiates=differentiates)
         every = of.every_n_steps or (EVERY if steps is None else max(1, steps // 10))
-        progress, measured = of.progress or silent, {name: given[name] for name in _MEASURED}
-        record = observe(setup, every_n_steps=every, progress=progress, **measured)
+        progress = of.progress or silent
+        record = observe(setup, every_n_steps=every, max_rows=of.max_rows, progress=progress)
         own = of.own_losses or ()
         by_step = own.items() if isinstance(own, Mapping) else enumerate(own)
         record = replace(
@@ -93,8 +88,6 @@ def _report(setup: Setup, record: Record, cap: trials.Cap, progress: Progress) -
             rates = trials.rate_trials(setup, record, cap=cap, progress=progress)
             record = replace(record, rates=rates)
             record = replace(record, overfit=trials.overfit(setup, record, cap=cap))
-            if _is_unexplained(record):
-                record = trials.with_edits(setup, record, cap=cap, progress=progress)
             findings = trials.tried(diagnose(record), setup, record, cap=cap, progress=progress)
             return AuditReport(findings, replace(record, hurried=cap.reached))
     except KeyboardInterrupt:
@@ -109,13 +102,6 @@ def _is_settled(setup: Setup, record: Record) -> bool:
     """Return whether steps are costly, and there is nothing that a learning rate could explain."""
     learnt = course(record) == "falls" and 0 <= end(record) < LEARNT * start(record)
     return setup.is_costly and learnt and all(f.strength == "note" for f in diagnose(record))
-
-
-def _is_unexplained(record: Record) -> bool:
-    """Return whether the loss stays high above 0, and no cause of it is certain."""
-    is_high = end(record) > HIGH * start(record) > 0
-    certain = (f for f in diagnose(record) if f.strength == "act" and fault_of(f).certain)
-    return is_high and not any(map(is_cause, certain))
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -214,7 +214,6 @@ class Record:
         losses: loss of each step's batch before the step; ends with the first that is not finite.
         gradient_norms: ‖gradient of all trained parameters‖ at each step, before clipping.
         reports: reports of the measured steps; layers in the order in which they first ran.
-        realised: measured step → loss of its batch after the step minus the loss before it.
         inputs: statistics of the model's inputs, by the argument's name or number.
         units: statistics of activation functions, by path of the module in which they ran (several:
             `path#2`, …).
@@ -229,8 +228,6 @@ class Record:
         parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
             recorded.
         weights: statistics of weights before training, by path of the module, in the same order.
-        double_softmax: whether the model's outputs are probabilities of which the loss takes the
-            softmax again; None: unknown.
         activated_output: the activation function, or softmax, between the model and a loss that has
             its own softmax or sigmoid; None: there is none.
         descent_share: decrease of the loss of a few samples along its gradient before training,
@@ -258,7 +255,6 @@ class Record:
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     reports: tuple[StepReport, ...]
-    realised: Mapping[int, float] = field(default_factory=dict)
     inputs: Mapping[str, InputStatistics] = field(default_factory=dict)
     units: Mapping[str, UnitStatistics] = field(default_factory=dict)
     wiring: Wiring = field(default_factory=Wiring)
@@ -270,7 +266,6 @@ class Record:
     parameter_norms: tuple[float, ...] = ()
     weights: Mapping[str, WeightStatistics] = field(default_factory=dict)
     interrupted: bool = False
-    double_softmax: bool | None = None
     repeats: bool = True
     activated_output: ActivatedOutput | None = None
     descent_share: float | None = None

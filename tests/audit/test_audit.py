@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from adiv_monitor import audit
 from adiv_monitor.audit.experiments.observe import in_order
-from adiv_monitor.audit.training.setup import Setup, of_batch
-from adiv_monitor.audit.training.train import Watch, train
+from adiv_monitor.audit.training.setup import of_batch
 from adiv_monitor.diagnosis.readings import maps
 
 QUICK: dict[str, Any] = {
@@ -56,35 +55,6 @@ def test_a_run_is_that_of_a_plain_loop() -> None:
     assert record.facts.parameters == sum(p.numel() for p in model.parameters())
     assert (record.facts.batch_size, record.facts.batches, record.facts.steps) == (10, 4, 6)
     assert record.facts.settings["momentum"] == 0.9
-
-
-def test_realised_is_the_change_of_the_same_batch_by_the_same_chance() -> None:
-    class After(Watch):
-        def __init__(self) -> None:
-            self.changes: dict[int, float] = {}
-
-        def begins(self, step: int, batch: Any) -> None:
-            self.state, self.chance = copy.deepcopy(fork.model), torch.get_rng_state()
-
-        def has_stepped(self, step: int, batch: Any) -> None:
-            now = torch.get_rng_state()
-            other = copy.deepcopy(fork.model)
-            other.load_state_dict(
-                {**self.state.state_dict(), **dict(fork.model.named_parameters())}
-            )
-            found = []
-            for model in (self.state, other):
-                torch.set_rng_state(self.chance)
-                found.append(cross_entropy(model, batch).item())
-            self.changes[step] = found[1] - found[0]
-            torch.set_rng_state(now)
-
-    model = mlp(nn.Dropout(0.5), nn.BatchNorm1d(12))
-    fork = Setup(model, sgd(), cross_entropy, tuple(batches()), 6).fork()
-    after = After()
-    train(fork, after)
-    record = seen(model, optimizer=sgd())
-    assert record.realised == {step: after.changes[step] for step in (0, 2, 4)}
 
 
 def test_what_was_given_is_untouched() -> None:
@@ -370,24 +340,6 @@ def test_a_loss_that_keeps_something_from_call_to_call_is_told_and_nothing_is_tr
     record = audit(mlp(), batches(), loss=annealed, steps=12).record
     assert not record.repeats and not record.rates and record.overfit is None
     assert any("from call to call" in note for note in record.notes)
-
-
-def test_alignments_are_those_of_the_first_batch() -> None:
-    given = {"loss": cross_entropy, "optimizer": sgd(), "steps": 2, "try_fixes": False}
-    model = mlp()
-    found = audit(model, batches(), alignment=True, **given)
-    last = found.record.reports[-1].alignment
-    assert list(last) == ["0", "2"] and last["0"].rows == len(batches()[0][0])
-    assert last["0"].alpha is not None and last["0"].omega is None  # its input never changes
-    plain = audit(model, batches(), **given)
-    assert not plain.record.reports[-1].alignment
-    assert found.record.losses == plain.record.losses
-
-    def around(model: nn.Module, batch: Any) -> Tensor:
-        return cross_entropy(nn.Sequential(*model), batch)
-
-    with pytest.raises(ValueError, match="did not call the model"):
-        audit(model, batches(), alignment=True, **{**given, "loss": around})
 
 
 def test_a_warning_of_the_training_is_shown_once() -> None:

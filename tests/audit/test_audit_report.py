@@ -81,7 +81,6 @@ def audited() -> AuditReport:
         real.record,
         reports=(*real.record.reports, *step_reports()),
         losses=(*real.record.losses, math.nan),
-        realised={0: -0.5, 10: math.inf},
         rates={0.1: trial, 10.0: trial},
         overfit=trial,
         first_non_finite="loss",

@@ -59,14 +59,13 @@ def everything(folder: str) -> set[str]:
 
 def test_it_writes_a_report_that_its_config_makes_again(capsys: Read) -> None:
     weights = {key: value.clone() for key, value in command_models.net.state_dict().items()}
-    given = ("--realised", "--loss", "mse", "--optimizer-args", '{"lr": 1e-2}')
+    given = ("--loss", "mse", "--optimizer-args", '{"lr": 1e-2}')
     assert run(NET, *given) == 0
     assert everything("out") == FILES and everything(".") == {"out"}
     assert all(torch.equal(x, weights[k]) for k, x in command_models.net.state_dict().items())
     first, printed = report(), capsys.readouterr().out
     assert len(first.record.losses) == 4 and first.record.facts.data == "random"
     assert any("random" in note for note in first.record.notes)
-    assert first.record.reports[0].layers["0"].realised_cosine is not None
     assert first.verdict.split()[0] in printed and "out/report.html" in printed
     assert any(name.startswith("events") for name in everything("out/tensorboard"))
     assert main([NET, "--config", "out/config.yaml", "--out", "again"]) == 0

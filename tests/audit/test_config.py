@@ -77,7 +77,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("input_shape", "a", "such as 3,64,64"),
         ("model_args", "\"{'a': 1}\"", "JSON"),
         ("precision", "16-mixed", "bf16-mixed"),
-        ("realised", '"yes"', "ignored explicit argument 'yes'"),
+        ("download", '"yes"', "ignored explicit argument 'yes'"),
         ("fail_if", '["scale_cv >"]', "'scale_cv >': expected"),
         ("stepz", "3", "unrecognized arguments: --stepz=3"),
         ("model_args", "{api_key: '***'}", "--model-args: api_key: .* give this option anew"),

@@ -66,9 +66,6 @@ def probed(
     return record(probed={name: Probed((fact,))}, losses=losses)
 
 
-LEFT_OUT = {"edit": "left out", "of": "model"}
-
-
 def units(function: str = "relu", dead: int = 0, share: float = 0.1, batches: int = 20) -> Record:
     of = {"5": UnitStatistics(function, 64, dead, share, batches)}
     return record(units=of, losses=STILL)
@@ -100,7 +97,6 @@ def penalised(learnt: float) -> Record:
     return probed("penalty-dominates", without=2.0, others=1.0, **numbers)
 
 
-COPIED = {"with": 2.0, "without": 1.0}
 ZERO = Wiring(zero_gradient=("a.weight",))
 VANISHES = {"a": reading(descent=1e-9, scale_mean=17.0)}
 HITS = {
@@ -133,7 +129,7 @@ HITS = {
         dict.fromkeys("abc", reading(parameter_cosine=-0.3, descent=-0.01)), losses=RISING
     ),
     "cannot-overfit": record(overfit=Trial("overfit", 100, 2.2, 2.3, None, 0.01)),
-    "double-softmax": record(double_softmax=True),
+    "double-softmax": record(activated_output=ActivatedOutput("softmax", "a")),
     "activated-logits": record(activated_output=ActivatedOutput("relu", "head.1")),
     "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
     "unbounded-loss": record(losses=tuple(2 - 1e6 * (i / 39) ** 3 for i in range(STEPS))),
@@ -176,7 +172,7 @@ HITS = {
     "future-leak": probed("future-leak", change=0.5),
     "left-in-eval": probed("left-in-eval", given=0.0),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0),
-    "dropout-too-high": probed("dropout-too-high", rate=0.9, **COPIED),
+    "dropout-too-high": probed("dropout-too-high", rate=0.9),
     "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3),
     "outputs-constant": probed("outputs-constant", words={"by": "norm"}, share=0.0),
     "collapsed": probed("collapsed", WELL, before=0.5, after=0.05, loss=-1.0),
@@ -218,9 +214,6 @@ MILDER = [
     ("samples-mixed watch", probed("samples-mixed", WELL, {"by": "place"}, share=1.0)),
     ("no-activation watch", probed("no-activation", WELL, {"by": "lost"})),
     ("padding-read watch", probed("padding-read", change=0.3, places=4.0)),
-    ("term-outweighed watch",
-     probed("term-outweighed", WELL, {"other": "b"},
-            **{"ratio": 1e3, "at first": 2.0, "after": 2.0})),
     ("softmax-of-one watch", probed("softmax-of-one", WELL, {"scores": "True"})),
     ("targets-moved watch",
      probed("targets-moved", words={"move": "shifted", "order": "meant"}, own=0.1, best=0.5)),
@@ -250,12 +243,10 @@ MILDER = [
     ("group-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"})),
-    ("one-edit act", probed("one-edit", words=LEFT_OUT, loss=0.4, without=1.0)),
-    ("one-edit watch", probed("one-edit", words=LEFT_OUT | {"of": "loss"}, loss=0.4, without=1.0)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),
-    ("batch-part-unread watch", probed("batch-part-unread", unread=1.0, read=0.0)),
+    ("batch-part-unread watch", probed("batch-part-unread", unread=1.0)),
     ("state-carried note",
      probed("state-carried", WELL, {"of": "batch", "goes on": "no"}, outputs=0.1)),
     ("behind-reference watch", explained(0.66, 0.1)),
@@ -327,9 +318,6 @@ NEAR_MISSES = {
     "targets-moved": probed("targets-moved", words={"order": "wrong"}, own=0.3, best=0.5),
     "targets-misplaced": probed("targets-misplaced", share=0.6),
     "padding-read": probed("padding-read", change=0.04, places=4.0),
-    "term-outweighed": probed(
-        "term-outweighed", WELL, **{"ratio": 29.0, "at first": 2, "after": 2}
-    ),
     "behind-reference": explained(0.66, 0.2),
     "labels-unrelated": explained(0.01, 0.02, per_class=5.0),
     "interference": record({"a": reading(gradient_cosine=0.05, attainable_cosine=0.1)}),
@@ -531,10 +519,6 @@ def test_a_few_steps_tell_nothing_of_the_loss(steps: int) -> None:
 
 
 def test_without_trials_of_rates_what_steps_do_decides() -> None:
-    worse = dict.fromkeys(range(0, STEPS, 10), 0.5)
-    assert found(record(realised=worse, losses=RISING))["rate-too-high"].strength == "act"
-    assert found(record(realised=worse))["rate-too-high"].strength == "watch"
-
     def moves(ratio: float, **values: object) -> Record:
         return record(dict.fromkeys("abc", reading(update_ratio=ratio)), **values)
 

@@ -118,20 +118,6 @@ def test_weights_of_a_single_score(axis: int, hits: bool) -> None:
     assert bool(found("softmax-of-one", setup(model=Weighed(axis)))) is hits
 
 
-def two_tasks(scale: float) -> Callable[[nn.Module, Any], Tensor]:
-    def both(model: nn.Module, batch: Any) -> Tensor:
-        made = model(batch[0])
-        places = scale * batch[0][:, :1]
-        return functional.cross_entropy(made, batch[1]) + (made[:, :1] - places).square().mean()
-
-    return both
-
-
-@pytest.mark.parametrize(("scale", "hits"), [(300.0, True), (1.0, False)])
-def test_a_term_that_another_outweighs(scale: float, hits: bool) -> None:
-    assert bool(found("term-outweighed", setup(loss=two_tasks(scale)))) is hits
-
-
 def test_the_function_whose_gradient_is_not_a_number_is_named_with_its_line() -> None:
     def rooted(model: nn.Module, batch: Any) -> Tensor:
         return (0 * model(batch[0])).sqrt().mul(0).sum()

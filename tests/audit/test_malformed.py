@@ -58,7 +58,6 @@ def audit() -> AuditReport:
         rates={0.1: trial("rate*0.1", 4, losses, 1.1)},
         first_non_finite="loss",
         parameter_norms=(1.0, 1.1, 1.2, 1.3),
-        double_softmax=False,
         descent_share=1.0,
     )
     return AuditReport(findings(["a"], losses)[:2], run)

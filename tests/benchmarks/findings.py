@@ -30,7 +30,6 @@ from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.faults import (
     data,
-    edits,
     initialisation,
     inputs,
     optimizer,
@@ -431,24 +430,6 @@ def attending(axis: int = -1, scale: float = 1.0) -> Setup:
     return with_adam(Attending(axis, scale))
 
 
-class Reading(nn.Module):
-    """Reads the rows of an image one after another, and answers from one of the states."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-        self.reader, self.head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.reader(x.reshape(-1, 8, 8))
-        return self.head(states[:, self.place])
-
-
-def reading(place: int) -> Setup:
-    torch.manual_seed(0)
-    return with_adam(Reading(place))
-
-
 def of_two_views(negatives: bool) -> Setup:
     """Noise is added to each sample twice, and the outputs of both are to have one direction."""
 
@@ -562,11 +543,6 @@ def of_input(name: str) -> Callable[[Record], float]:
 
 def of_units(read: Callable[[Any], float]) -> Callable[[Record], float]:
     return lambda record: max(map(read, record.units.values()))
-
-
-def raised(record: Record) -> float:
-    changes = list(record.realised.values())
-    return sum(not change <= 0 for change in changes) / len(changes)
 
 
 def of_rates(pick: Callable[[float], bool]) -> Callable[[Record], float]:
@@ -1013,13 +989,6 @@ PICTURES: dict[str, Picture] = {
         None,
         lambda: attending(axis=-1),
     ),
-    "one-edit": Picture(
-        "a recurrent network reads the rows of an image, and answers after the first one",
-        lambda: reading(0),
-        {"loss with the change": of_fact("one-edit", "loss")},
-        (edits, ("REARRANGED", "LEFT_OUT")),
-        lambda: reading(-1),
-    ),
     "dropout-on-outputs": Picture(
         "dropout of 0.3 behind the last layer",
         with_model(lambda model: nn.Sequential(*model, nn.Dropout(0.3))),
@@ -1055,9 +1024,8 @@ PICTURES: dict[str, Picture] = {
     "dropout-too-high": Picture(
         "dropout of 0.9 behind the first layer; the healthy one's is 0.1",
         with_model(dropping(0.9)),
-        {"dropout rate": of_fact("dropout-too-high", "rate"),
-         "loss of the trained model without it": of_fact("dropout-too-high", "without")},
-        (initialisation, ("DROPOUT_COSTS",)),
+        {"dropout rate": of_fact("dropout-too-high", "rate")},
+        None,
         with_model(dropping(0.1)),
     ),
     "dropout-in-eval": Picture(
@@ -1100,7 +1068,6 @@ PICTURES: dict[str, Picture] = {
         "the learning rate × 30",
         faulty(rate=3.0),
         {"loss at the better of learning rates × 0.1, 0.3": of_rates(lambda f: 0.1 <= f < 1),
-         "share of steps that raise their batch's loss": raised,
          "largest update_ratio": extreme("update_ratio")},
         (rates, ("SHARE_OF_FALL_WATCH", "SHARE_OF_FALL_ACT", "LEFT_AT_A_TENTH",
                  "MOVES_TOO_FAR")),

@@ -175,10 +175,6 @@ def read(record: Record) -> Iterator[tuple[str, float]]:
     moves = readings.by_layer(record, "update_ratio")
     yield "rate-too-high: largest update_ratio", max(t.value for t in moves.values())
     yield "rate-too-low: largest update_ratio", max(t.value for t in moves.values())
-    predicted = {r.step: r.descent for r in record.reports}
-    risen = [change > 0 for step, change in record.realised.items() if predicted[step] > 0]
-    if risen:
-        yield "rate-too-high: steps that raise their batch's loss, share", fmean(risen)
     uphill = [r.descent < 0 for r in record.reports[1:]]
     yield "optimizer-turns: steps uphill, share", fmean(uphill)
     cosines = readings.by_layer(record, "parameter_cosine")

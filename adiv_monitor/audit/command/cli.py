@@ -135,7 +135,7 @@ def hits(rule: alarms.Rule, report: AuditReport) -> list[str]:
         known = {at for step in steps for at, *_ in alarms.compared(at_any, step)}
         raise UsageError(
             f"--fail-if {rule.text!r}: nothing could be compared: {rule.measure} was measured at "
-            f"{listed(sorted(known)) or 'no layer'}; some measures need their option"
+            f"{listed(sorted(known)) or 'no layer'}"
         )
     return [f"{layer}: {', '.join(values)}" for layer, values in found.items()]
 

@@ -20,7 +20,8 @@ from adiv_monitor.report.plain import HIDDEN, hidden_keys, without_secrets
 Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
 _GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
-         "attention-saturated", "padding-is-word", "loss-own-fall")  # fmt: skip
+         "attention-saturated", "padding-is-word", "loss-own-fall", "one-edit",
+         "term-outweighed")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
@@ -103,9 +104,6 @@ class Config:
     seed: int = OF_AUDIT["seed"]
     device: str | None = None
     precision: Precision = "32-true"
-    realised: bool = OF_AUDIT["realised"]
-    attention: bool = OF_AUDIT["attention"]
-    alignment: bool = OF_AUDIT["alignment"]
     try_fixes: bool = OF_AUDIT["try_fixes"]
     try_seconds: float = OF_AUDIT["try_seconds"]
     losses: str | None = None

@@ -422,12 +422,12 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     def is_unread(i: int, *changes: Callable[[Tensor], Tensor]) -> bool:
         return all(loss.of(with_tensor(batch, i, change)) == own for change in changes)
 
-    def fact(i: int, **numbers: float) -> Fact:
-        return Fact("", {"unread": float(i), **numbers}, {"shape": str(tuple(parts[i].shape))})
+    def fact(i: int) -> Fact:
+        return Fact("", {"unread": float(i)}, {"shape": str(tuple(parts[i].shape))})
 
     yield from (fact(i) for i in flags if is_unread(i, lambda x: x.logical_not().to(x.dtype)))
     unread = [i for i in like if is_unread(i, _next_sample, lambda x: 0.5 * x)]
     for i in unread:
         read = [j for j in like if j not in unread and parts[j].shape == parts[i].shape]
         if read and not any(torch.equal(parts[i], parts[j]) for j in read):
-            yield fact(i, read=float(read[0]))
+            yield fact(i)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from adiv_monitor.audit.experiments.calls import (
     rate_of,
     see_calls,
 )
-from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss
 from adiv_monitor.audit.experiments.modules import ends_of_function
 from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import size_of, tensors
@@ -104,7 +102,7 @@ _FAR, _NEAR = 0.1, 0.02
 def no_log(call: Call, fork: Fork) -> Fact | None:
     """Find losses of log-probabilities that are given something else."""
     given = given_to(call)
-    return Fact(call.place, {}, {"function": call.name, "given": given}) if given else None
+    return Fact(call.place, {}, {"given": given}) if given else None
 
 
 @torch.no_grad()
@@ -189,7 +187,7 @@ class OverAnotherAxis:
 
 def _of_shape(call: Call, **words: str) -> Fact:
     shape = str(tuple(call.argument(0, "input").shape))
-    return Fact(call.place, {}, {"shape": shape, "function": call.name, **words})
+    return Fact(call.place, {}, {"shape": shape, **words})
 
 
 def _softmax_over(call: Call, axis: int) -> tuple[int, ...]:
@@ -315,12 +313,9 @@ HIGH = 0.7  # share that dropout drops
 
 @asks("dropout-too-high")
 def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return dropout rates above 0.7, and the trained model's losses with and without it."""
-    if drops := calls_of(setup.fork(), lambda call: rate_of(call) > HIGH):
-        bare, batch = replace(trained), trained.batches[-1]
-        leave_out(bare, drops)
-        price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
-        yield from (Fact(call.place, {"rate": rate_of(call), **price}) for call in drops)
+    """Return dropout rates above 0.7."""
+    drops = calls_of(setup.fork(), lambda call: rate_of(call) > HIGH)
+    return (Fact(call.place, {"rate": rate_of(call)}) for call in drops)
 
 
 @asks("dropout-on-outputs")

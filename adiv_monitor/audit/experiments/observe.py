@@ -4,7 +4,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.experiments.calls import Call, given, is_callers, watched
-from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, arguments, of_few
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
@@ -35,7 +33,7 @@ from adiv_monitor.audit.experiments.modules import Units
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.state import are_trained, unused, weights
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
-from adiv_monitor.audit.training.setup import Fork, Setup, heard, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import (
     Course,
     Progress,
@@ -84,9 +82,6 @@ def observe(
     *,
     every_n_steps: int,
     max_rows: int | None = DEFAULT_MAX_ROWS,
-    realised: bool = False,
-    attention: bool = False,
-    alignment: bool = False,
     progress: Progress = silent,
 ) -> Record:
     """Train one fork under a monitor, and observe the trained model.
@@ -95,9 +90,6 @@ def observe(
         setup: training setup.
         every_n_steps: each step whose number is a multiple of this is measured.
         max_rows: as for the monitor.
-        realised: as for the monitor.
-        attention: as for the monitor.
-        alignment: whether to measure alignments, on the first batch.
         progress: called after each step with ("training", steps done, steps).
 
     Raises:
@@ -105,28 +97,21 @@ def observe(
     """
     fork = setup.fork()
     trains = _trains_any(fork)
-    trained, loss = heard(fork.loss) if realised or attention else (fork.loss, None)
     monitor = Monitor(
         fork.model,
         fork.optimizer if trains else None,
         every_n_steps=every_n_steps,
         max_rows=max_rows,
         attainable=not setup.is_costly,  # which would take longer than the step
-        attention=attention,
-        alignment=_probe(setup) if alignment else None,
-        realised=realised,
-        loss=loss,
         keep=setup.steps,
         seed=setup.seed,
     )
-    watch = Watching(
-        setup, fork, every_n_steps, progress, (lambda: None) if trains else monitor.end_step
-    )
+    watch = Watching(setup, fork, progress, (lambda: None) if trains else monitor.end_step)
     monitor.attach()
     try:
         # The record reports overflow; squares in the measures may overflow in float64, too.
         with np.errstate(over="ignore", invalid="ignore"):
-            course = train(replace(fork, loss=trained), watch)
+            course = train(fork, watch)
     finally:
         monitor.close(quietly=True)
         watch.remove()
@@ -136,7 +121,6 @@ def observe(
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
         reports=tuple(replace(r, layers=in_order(r.layers, ran)) for r in monitor.reports),
-        realised=watch.realised,
         wiring=watch.wiring(copies),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
@@ -145,22 +129,6 @@ def observe(
         lost=tuple(_lost(setup, fork, copies)),
     )
     return record if course.interrupted else _looked_at(record, setup, fork, ran)
-
-
-def _probe(setup: Setup) -> Probe:
-    """Return the arguments that the loss calls the model with for the first batch.
-
-    Raises:
-        ValueError: The loss does not call the model itself.
-    """
-    given = arguments(setup.fork(), setup.batches[0])
-    if not given:
-        raise ValueError(
-            "audit(alignment=True): the loss did not call the model itself, expected model(…) in "
-            "it, whose arguments are the probe: leave alignment out"
-        )
-    named = all(name.isidentifier() for name in given)  # not those of *args
-    return Probe(given if named else tuple(given.values()), seed=setup.seed)
 
 
 def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
@@ -220,12 +188,11 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
 
 def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
     """Return what is known of the state in which training begins."""
-    constant, output = chance(setup), activated_output(setup.fork())
+    constant = chance(setup)
     below = constant is not None and 0 < record.losses[0] < _LEARNT * constant
     return {
         "chance": constant,
-        "double_softmax": output is not None and output.function == "softmax",
-        "activated_output": output,
+        "activated_output": activated_output(setup.fork()),
         "descent_share": descent_share(setup),
         "trained": below or are_trained(setup),
     }
@@ -307,11 +274,10 @@ def _plain(value: object) -> Any:
 
 
 class Watching(Watch):
-    """Observes gradients, and recomputes a batch's loss after each measured step.
+    """Observes gradients, the order of modules, and the first value that is not finite.
 
     Attributes:
         ran: Paths of the modules that hold parameters, in the order in which they first ran.
-        realised: Measured step → change of its batch's loss by the step.
         first_non_finite: Place of the first value that is not finite; None: there is none.
     """
 
@@ -319,20 +285,17 @@ class Watching(Watch):
         self,
         setup: Setup,
         fork: Fork,
-        every_n_steps: int,
         progress: Progress,
         end_step: Callable[[], None],
     ) -> None:
         """Register the hooks; `end_step` is called after each step."""
         self._fork = fork
-        self._every = every_n_steps
         self._end_step = end_step
         self._progress = progress
         self._named = dict(fork.model.named_parameters())
         self._unreached = {name for name, p in self._named.items() if p.requires_grad}
         self._zero = set(self._unreached)
         self.ran: dict[str, None] = {}
-        self.realised: dict[int, float] = {}
         self.first_non_finite: str | None = None
         self._handles = [
             module.register_forward_pre_hook(lambda *_, path=path: self.ran.setdefault(path))
@@ -347,7 +310,6 @@ class Watching(Watch):
 
     def has_loss(self, step: int, batch: Any, loss: float) -> None:
         """If the loss is not finite, locate the first such value."""
-        self._loss = loss
         if not math.isfinite(loss) and self.first_non_finite is None:
             self.first_non_finite = _in_forward(self._fork, self._repeated, step, batch)
 
@@ -363,11 +325,8 @@ class Watching(Watch):
             self.first_non_finite = _in_backward(self._fork.model, self._repeated, self._batch)
 
     def has_stepped(self, step: int, batch: Any) -> None:
-        """Recompute the batch's loss after a measured step; a loss may run once only."""
+        """Complete the step, and report it."""
         self._end_step()
-        if step % self._every == 0:
-            with suppress(Exception):
-                self.realised[step] = self._repeated.of(batch) - self._loss
         self._progress("training", step + 1, len(self._fork.batches))
 
     def remove(self) -> None:

@@ -94,7 +94,7 @@ class PaddingCounts(_Outputs):
         for x in self.given if self.targets else ():
             found = padding(x)
             if found is not None and (share := self._share(found)):
-                return (Fact("", {"share": share}, {"shape": str(tuple(x.shape))}),)
+                return (Fact("", {"share": share}),)
         return ()
 
     def _share(self, found: Padding) -> float:

@@ -193,8 +193,7 @@ class WithoutGraph(Terms):
         same, moved = self._again(0.0), self._again(NOISE)
         for number, (place, x) in found.items():
             if _alike(same[number], x) and not _alike(moved[number], x):
-                numbers = {"value": x, "moved": moved[number], "loss": float(loss.detach())}
-                yield Fact(place, numbers)
+                yield Fact(place, {"value": x, "loss": float(loss.detach())})
 
     def _again(self, noise: float) -> dict[int, float]:
         """Return what is added with noise in the parameters."""
@@ -212,69 +211,36 @@ class WithoutGraph(Terms):
 # Terms against each other
 
 MOST_TERMS = 6
-LEFT = 0.9  # of the value of a term that training lowers
-
-
-Couple = tuple[str, str, list[tuple[Tensor, Tensor]]]  # places, and gradients of shared parameters
-
-
-def _couples(setup: Setup) -> tuple[list[float], list[tuple[int, Couple]]]:
-    """Return the terms of the first batch's loss, and couples of them by the first's number."""
-    fork, seen = setup.fork(), Terms()
-    with torch.enable_grad():
-        loss = see_calls(fork, seen.see, change=undropped)
-    terms, parameters = seen.of(loss), [p for p in fork.model.parameters() if p.requires_grad]
-    if not 1 < len(terms) <= MOST_TERMS:
-        return [], []
-    gradients = []
-    for node in terms:  # the others pass none on
-        handles = [other.register_prehook(_nothing) for other in terms if other is not node]
-        gradients.append(
-            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        )
-        for handle in handles:
-            handle.remove()
-    places, couples = [seen.places.get(node, "") for node in terms], []
-    for i, j in permutations(range(len(terms)), 2):
-        both = [(g, h) for g, h in zip(gradients[i], gradients[j], strict=True)
-                if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
-        couples += [(i, (places[i], places[j], both))] * bool(both)
-    return [*terms.values()], couples
 
 
 @asks("terms-opposed")
 def opposed(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the two terms whose gradients oppose each other most.
+    """Return the two terms of the first batch's loss whose gradients oppose each other most.
 
     Of parameters that both terms reach, it tells the cosine of the gradients, the largest cosine of
     a single parameter tensor, and the ratio of the shorter to the longer gradient.
     """
-    found = []
-    for _, (one, other, gradients) in _couples(setup)[1]:
-        cosine, ratio = compared(*zip(*gradients, strict=True))
-        largest = max(compared([g], [h])[0] for g, h in gradients)
-        found += [(cosine, largest, ratio, one, other)] * (ratio <= 1)
-    for cosine, largest, ratio, one, other in sorted(found)[:1]:
-        yield Fact(one, {"cosine": cosine, "largest": largest, "ratio": ratio}, {"other": other})
-
-
-@asks("term-outweighed")
-def outweighed(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return terms whose gradient is shorter than another's, with their values in the run.
-
-    Only terms count that change where inputs are exchanged between samples, and that training does
-    not lower.
-    """
-    terms, couples = _couples(setup)
-    if not couples:
+    fork, seen, found, gradients = setup.fork(), Terms(), [], []
+    with torch.enable_grad():
+        loss = see_calls(fork, seen.see, change=undropped)
+    terms, parameters = seen.of(loss), [p for p in fork.model.parameters() if p.requires_grad]
+    if not 1 < len(terms) <= MOST_TERMS:
         return
-    exchanged = _terms(setup.fork(), exchanged=True)
-    after = _terms(setup.fork_like(trained), exchanged=False)
-    for i, (place, rival, gradients) in couples if len(terms) == len(after) else ():
-        if not _alike(terms[i], exchanged[i]) and after[i] >= LEFT * terms[i]:
-            ratio = compared(*zip(*gradients, strict=True))[1]
-            numbers = {"ratio": ratio, "at first": terms[i], "after": after[i]}
-            yield Fact(place, numbers, {"other": rival})
+    for node in terms:  # the others pass none on
+        handles = [other.register_prehook(_nothing) for other in terms if other is not node]
+        each = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        gradients.append((seen.places.get(node, ""), each))
+        for handle in handles:
+            handle.remove()
+    for (place, own), (other, others) in permutations(gradients, 2):
+        both = [(g, h) for g, h in zip(own, others, strict=True)
+                if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
+        if both:
+            cosine, ratio = compared(*zip(*both, strict=True))
+            largest = max(compared([g], [h])[0] for g, h in both)
+            found += [(cosine, largest, ratio, place, other)] * (ratio <= 1)
+    for cosine, largest, ratio, place, other in sorted(found)[:1]:
+        yield Fact(place, {"cosine": cosine, "largest": largest, "ratio": ratio}, {"other": other})
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adiv_monitor.audit.training.batches import called, copied, tensors
-from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.rerun.randomness import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -292,26 +291,6 @@ class TargetLoss:
                 f"of {_described(target)}: {type(error).__name__}: {' '.join(str(error).split())}; "
                 "choose another loss, or a function (model, batch) → loss"
             ) from error
-
-
-class _OfOutput(nn.Module):
-    """A loss of output and target, as a module, so that a monitor sees its arguments."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss."""
-        return self._function(output, target)
-
-
-def heard(loss: Loss) -> tuple[Loss, LossOf | None]:
-    """Return the same loss to train by, and what a monitor hears of it; None: nothing."""
-    if not isinstance(loss, TargetLoss):
-        return loss, own_loss if loss is loss_of_output else None
-    of = loss.function if isinstance(loss.function, nn.Module) else _OfOutput(loss.function)
-    return replace(loss, function=of), of
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:

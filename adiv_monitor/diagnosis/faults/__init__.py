@@ -20,7 +20,7 @@ from adiv_monitor.diagnosis.record import Record
 # learning rate look better.
 FAMILY_NAMES = (
     *("parameters", "could_train", "wiring", "samples", "targets", "loss", "data", "inputs"),
-    *("initialisation", "edits", "optimizer", "rates", "units", "states"),
+    *("initialisation", "optimizer", "rates", "units", "states"),
 )
 for _name in FAMILY_NAMES:
     import_module(f"{__name__}.{_name}")

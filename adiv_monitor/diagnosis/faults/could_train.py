@@ -53,7 +53,6 @@ RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
-FEWEST_JUMPS = 2  # of the loss, to where it began
 ROUNDING = 1e-6  # of the loss, or of activations
 
 
@@ -372,37 +371,14 @@ def set_back(record: Record) -> Iterator[Finding]:
     back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
     limit = SET_BACK if goes_badly(record) else RETURNED
     if len(back) >= FEWEST_MEASURED - 1 and sum(share > limit for share in back) > len(back) / 2:
-        since, share = None, median(back)
-        said = f"measured steps begin with {percent(share)} of the way since an earlier one undone"
-        seen = Evidence("share of the weights' way that is undone", share, limit)
-    elif jumps := _jumps(record):
-        since, said = jumps[0], f"{len(jumps)} times, the loss jumps to where it began, and falls"
-        seen = Evidence("jumps of the loss", len(jumps), FEWEST_JUMPS, step=since)
-    else:
-        return
-    yield Finding("weights-set-back", strength(record), f"The weights are set back: {said}.",
-        (seen,),
-        (Advice("look for load_state_dict, copy_, reset_parameters or a moving average that writes "
-                "to the weights of the model in training, and is not undone"),),
-        since=since)  # fmt: skip
-
-
-def _jumps(record: Record) -> list[int]:
-    """Return the steps at which the loss begins its course anew; none if it jumps elsewhere, too.
-
-    A jump is a rise, in one step, by half of the way that the loss has gone. After it, the loss
-    stays where it was at first, within a quarter of that way.
-    """
-    losses, k = record.losses, FEWEST_REPORTS
-    if not course.is_known(record) or not course.is_measure(record):
-        return []
-    means = [fmean(losses[i : i + k]) for i in range(len(losses) - k + 1)]
-    way = means[0] - min(means)
-    jumps = [i for i in range(k, len(means)) if losses[i] - losses[i - 1] > way / 2]
-    back = all(abs(means[i] - means[0]) < way / 4 for i in jumps)
-    fell = way > max(course.STILL * abs(means[0]), 4 * course.noise(record))
-    many = len(jumps) >= FEWEST_JUMPS
-    return [record.steps_of_losses[i] for i in jumps] if back and fell and many else []
+        share = median(back)
+        yield Finding("weights-set-back", strength(record),
+            f"The weights are set back: measured steps begin with {percent(share)} of the way "
+            "since an earlier one undone.",
+            (Evidence("share of the weights' way that is undone", share, limit),),
+            (Advice("look for load_state_dict, copy_, reset_parameters or a moving average that "
+                    "writes to the weights of the model in training, and is not undone"),)
+            )  # fmt: skip
 
 
 @loop_fault("other-optimizer", "Another optimizer steps the same weights",

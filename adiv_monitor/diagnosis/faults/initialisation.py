@@ -55,9 +55,6 @@ _AGAIN, _LAYER_NORM, _BATCH_NORM = (Advice(text, fix, everywhere=True) for text,
     ("initialise all weights again, scaled by their fan-in", "reinitialise"),
     ("add layer normalisation in front of all layers", "layer-norm"),
     ("add batch normalisation in front of all layers", "batch-norm")))  # fmt: skip
-# Loss of the trained model with dropout over the loss without: a third of the loss is due to
-# dropout.
-DROPOUT_COSTS = 1.5
 DROPS = 0.9  # rate of a dropout that lets next to nothing pass
 
 
@@ -69,14 +66,9 @@ told(__name__, "batch-norm-starved", "Batch normalisation of too few values", su
      Advice("use larger batches"), of_modules=True, acts_below=1.0)  # fmt: skip
 
 
-told(__name__, "dropout-too-high", "Dropout rate too high",
-     lambda record: suffers(record) or any(
-         fact.numbers["with"] > DROPOUT_COSTS * fact.numbers["without"] > 0
-         for fact in record.found_by("dropout-too-high")),
+told(__name__, "dropout-too-high", "Dropout rate too high", suffers,
      "{place} drops {rate:.0%} of its input.",
-     [Number("dropout rate", "rate", above=0.7),
-      Number("loss of the trained model with it", "with"),
-      Number("loss of the trained model without it", "without")],
+     [Number("dropout rate", "rate", above=0.7)],
      Advice("use a dropout rate of 0.1, the share to drop", "dropout-0.1"),
      explains=("cannot-overfit", "behind-reference"), acts_below=0.5)  # fmt: skip
 

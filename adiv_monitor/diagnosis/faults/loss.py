@@ -39,7 +39,6 @@ STUCK = 0.2
 # the shorter to the longer gradient. Real and generated samples of a critic have −0.83 in all, and
 # −0.26 in one tensor.
 AGAINST, ALIKE = -0.95, 0.5
-OUTWEIGHS = 30.0  # times the length of the other term's gradient
 
 
 told(__name__, "zero-slope", "A function that stops the gradient",
@@ -208,13 +207,6 @@ told(__name__, "target-attached", "A target that passes gradients on", suffers,
      [Number("gradient of the target, over minus that of the value", "share")],
      Advice("compute the target under torch.no_grad(), or detach() it"),
      explains=LEARNING)  # fmt: skip
-
-
-told(__name__, "term-outweighed", "A term of the loss that another outweighs", "watch",
-     "The gradient of the term from {other} is {ratio:.3g} times as long as that of the term from "
-     "{place}, which is {at first:.3g} at first and {after:.3g} after training.",
-     [Number("length of the gradient, over the other term's", "ratio", above=OUTWEIGHS)],
-     Advice("divide the larger term until both gradients are about as long"))  # fmt: skip
 
 
 told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act",

@@ -313,18 +313,13 @@ def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[
 
 
 def _too_high_by_measures(record: Record) -> Iterator[Finding]:
-    """Find steps that raise their batch's loss, or that move activations too far."""
+    """Find steps that move activations too far."""
     if course.tells_nothing(record):
         return
-    uphill = [not record.realised[r.step] <= 0 for r in record.reports
-              if r.step in record.realised and (r.descent or 0) > 0]  # fmt: skip
     first = read.at_first(record, "update_ratio")
     moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
     limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
-    if len(uphill) >= 3 and fmean(uphill) > 0.5:
-        evidence = Evidence("steps that raise their batch's loss", fmean(uphill), 0.5)
-        said = f"{sum(uphill)} of {len(uphill)} measured steps raised the loss of their own batch."
-    elif moves > limit and not course.end(record) <= course.start(record) / 2:
+    if moves > limit and not course.end(record) <= course.start(record) / 2:
         evidence = Evidence("update_ratio, median layer", moves, limit, step=0)
         said = (f"The first step moved the activations of the median layer by {moves:.3g} times "
                 "their length.")  # fmt: skip

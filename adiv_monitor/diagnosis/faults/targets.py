@@ -92,7 +92,7 @@ told(__name__, "softmax-over-samples", "", "act",
 def double_softmax(record: Record) -> Iterator[Finding]:
     """Find probabilities whose softmax the loss takes again, so that it can't come near zero."""
     output = record.activated_output
-    if record.double_softmax or (output is not None and output.function == "softmax"):
+    if output is not None and output.function == "softmax":
         yield Finding("double-softmax", "act",
             "The loss applies a second softmax to probabilities: they differ by at most 1 between "
             "classes, so the loss can't come near zero.",

@@ -42,7 +42,7 @@ told(__name__, "bounded-logits", "Logits of too narrow a range", suffers,
      not_advised="A higher learning rate does not widen the range of the logits.",
      against=HIGHER_RATES,
      # By their construction, not by an activation function on them.
-     unless=lambda record: record.activated_output is not None or record.double_softmax,
+     unless=lambda record: record.activated_output is not None,
      acts_below=1.0)  # fmt: skip
 
 
