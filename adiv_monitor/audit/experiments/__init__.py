@@ -3,7 +3,7 @@
 from importlib import import_module
 
 for _name in (
-    *("answers", "axes", "backward", "data", "exchange", "fits"),
+    *("answers", "axes", "backward", "data", "exchange", "fits", "free"),
     *("loss_inputs", "modules", "places", "state", "terms", "wiring"),
 ):
     import_module(f"{__name__}.{_name}")

@@ -26,6 +26,7 @@ COUNTS = 0.5
 # Of classes without a gradient: most batches, fewest labels of the class, and the share of the
 # labels of other classes that have a gradient, at least.
 CLASS_BATCHES, SAMPLES, TAUGHT = 8, 8, 0.5
+PLACES = 0.25  # of an axis; a few at its end have no target
 
 
 class _Outputs:
@@ -174,26 +175,36 @@ def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
-    """Yield how many columns of an output have no gradient in any batch.
+    """Yield how many parts of an output have no gradient in any batch, along each of its axes.
 
     That is so before and after training. Outputs without any gradient are not used. Costly steps
-    leave no passes for so many batches.
+    leave no passes for so many batches. A single place may be chosen, and padding left out.
     """
-    read: dict[int, Tensor] = {}
+    read: dict[tuple[int, str], Tensor] = {}
     if setup.is_costly:
         return
     batches = spread(setup.batches, CLASS_BATCHES)
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
-        for number, g in enumerate(x.grad for x in _passed(fork, batch).made):
+        seen = _passed(fork, batch)
+        is_padded = any(padding(x) for x in seen.given)
+        for number, g in enumerate(x.grad for x in seen.made):
             if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
                 continue
-            each = g.movedim(1 if g.ndim > 3 else -1, 0).flatten(1).ne(0).any(1)
-            known = read.get(number, each)
-            read[number] = known | each if known.shape == each.shape else each | True
-    for each in read.values():
-        if without := int((~each).sum()):
-            numbers = {"unread": without, "length": len(each), "first": int(each.int().argmin())}
-            yield Fact("", numbers)
+            columns = 1 if g.ndim > 3 else g.ndim - 1
+            for axis in range(g.ndim):
+                of = "columns" if axis == columns else f"places along axis {axis}"
+                of = of if axis else "samples of a batch"
+                each = g.movedim(axis, 0).flatten(1).ne(0).any(1)
+                known = read.get((number, of), each)
+                alike = known.shape == each.shape and not (is_padded and "places" in of)
+                read[number, of] = known | each if alike else each | True
+    for (_, of), each in read.items():
+        without, length = int((~each).sum()), len(each)
+        least = PLACES if "places" in of else 1 - PLACES  # of samples, others may have no target
+        many = without >= least * length and not (without == length - 1 and "places" in of)
+        if without and (of == "columns" or many):
+            numbers = {"unread": without, "length": length, "first": int(each.int().argmin())}
+            yield Fact("", numbers, {"of": of})
 
 
 def _passed(fork: Fork, batch: Any) -> "_Outputs":

@@ -29,7 +29,7 @@ GROWS, CORRELATED = 0.5, 0.9
 # Share of the classes that never occur, among this many labels for each class.
 MISSING, PER_CLASS = 0.25, 20
 # Share of padding in the places that count in the loss.
-PADDING = 0.05
+PADDING, ALONE = 0.05, 0.9
 # By how much the loss, without the penalty, rises with exchanged inputs: in the run, over a copy
 # trained without the penalty, and in that copy, over its loss. Healthy VAEs have 0.9 for the first.
 LEARNT, LEARNABLE = 0.1, 0.02
@@ -39,6 +39,10 @@ STUCK = 0.2
 # the shorter to the longer gradient. Real and generated samples of a critic have −0.83 in all, and
 # −0.26 in one tensor.
 AGAINST, ALIKE = -0.95, 0.5
+# Of the loss, what its own weights leave; uncertainties with their logarithm leave 0.5.
+ITSELF = 0.1
+# Share of the loss that the best outputs leave; labels that are smoothed by 0.1 have 0.3.
+IN_VAIN = 0.8
 
 
 told(__name__, "zero-slope", "A function that stops the gradient",
@@ -96,10 +100,11 @@ told(__name__, "class-untaught", "Classes without a gradient", lasts,
      Advice("check which labels the loss expects, and masks leave out"),
      where=lambda fact: "label" in fact.numbers, explains=LEARNING)  # fmt: skip
 told(__name__, "class-untaught", "", suffers,
-     "Of the {length:.0f} columns of the outputs, {unread:.0f} never have a gradient, before or "
+     "Of the {length:.0f} {of} of the outputs, {unread:.0f} never have a gradient, before or "
      "after training: the loss does not read them (number {first:.0f} is the first).",
-     [Number("columns without a gradient", "unread")],
-     Advice("check the axis along which the loss gathers, slices or counts the outputs"),
+     [Number("parts without a gradient", "unread")],
+     Advice("check the axis along which the loss gathers, slices or counts the outputs, and the "
+            "lengths that it is given"),
      where=lambda fact: "unread" in fact.numbers,
      unless=lambda record: record.found_by("zero-gradient"))  # fmt: skip
 
@@ -121,11 +126,13 @@ def missing(record: Record) -> Iterator[Finding]:
                     "these outputs are spare"),))  # fmt: skip
 
 
-told(__name__, "padding-counts", "Padding counts in the loss", "watch",
+told(__name__, "padding-counts", "Padding counts in the loss",
+     lambda record: record.found_by("padding-counts")[0].numbers["share"] > ALONE,
      "{share:.0%} of the places that count in the loss are padding, whose targets are all the "
      "same: the loss is lower than that of the real places.",
      [Number("share of padding in the places that count", "share", above=PADDING)],
-     Advice("leave padding out of the loss, as by ignore_index"))  # fmt: skip
+     Advice("leave padding out of the loss, as by ignore_index, and check that its mask is not the "
+            "wrong way round"))  # fmt: skip
 
 
 told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
@@ -216,3 +223,28 @@ told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act
       Number("length of the shorter gradient over the longer", "ratio", above=ALIKE)],
      Advice("give each player its own loss (detach generated samples), or look for a term that is "
             "added with both signs"), explains=LEARNING)  # fmt: skip
+
+
+told(__name__, "weighs-itself", "A loss that lowers itself", suffers,
+     "For the same outputs, the loss falls from {first:.3g} to {lowest:.3g} by {place} alone: "
+     "weights of its terms, or the like, with nothing that holds them.",
+     [Number("what is left of the loss", "share", below=ITSELF)],
+     Advice("add what holds the weights, such as log σ to loss / σ², or fix them"),
+     explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
+
+
+told(__name__, "players-agree", "A generator that helps its critic", "act",
+     "The loss sends the same gradient (cosine {cosine:.3g}) through the critic's outputs for "
+     "generated samples, detached or not: the generator learns what makes them look false.",
+     [Number("cosine of the two gradients", "cosine", above=-AGAINST)],
+     Advice("give the generator's term the labels of real samples, or the opposite sign"),
+     certain=True, explains=LEARNING)  # fmt: skip
+
+told(__name__, "outputs-in-vain", "A loss that no outputs lower", suffers,
+     "Whatever the last layers return, the loss of a few samples does not fall below {lowest:.3g} "
+     "({first:.3g} at first, {zeros:.3g} if all outputs are 0): the fault is in the loss, its "
+     "targets, or what lies between the last layer and the loss.",
+     [Number("lowest loss, over that of the model or of zeros", "share", above=IN_VAIN)],
+     Advice("compute the loss of perfect outputs by hand: look for bounds on the outputs, scales "
+            "and temperatures, constants that drown the rest, smoothed or repeated targets"),
+     unless=lambda record: record.found_by("bounded-logits"), explains=LEARNING)  # fmt: skip

@@ -58,3 +58,11 @@ told(__name__, "input-written", "Data that are written over",
      [Number("change of the batch", "change", above=CHANGED)],
      Advice("compute anew (x / 4, not x /= 4 or x.div_(4)), or clone() the input first"),
      certain=True)  # fmt: skip
+
+
+told(__name__, "seed-again", "Random numbers that repeat in each step", suffers,
+     "The loss ends with the same state of torch's random numbers whatever it was before: a seed "
+     "is set in each step, so that dropout, noise and samples are the same ones in all of them.",
+     [Number("places that set the seed")],
+     Advice("set the seed once, before the training; for fixed numbers, use a torch.Generator of "
+            "their own"), certain=True)  # fmt: skip
