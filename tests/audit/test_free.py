@@ -81,7 +81,7 @@ class Weighed(nn.Module):
 
 def terms(model: nn.Module, batch: Any) -> Tensor:
     logits, value = model(batch[0])
-    wanted = batch[0].sum(1, keepdim=True)
+    wanted = batch[0].mean(1, keepdim=True)
     return torch.stack(
         [functional.cross_entropy(logits, batch[1]), functional.mse_loss(value, wanted)]
     )

@@ -186,7 +186,7 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
     batches = spread(setup.batches, CLASS_BATCHES)
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         seen = _passed(fork, batch)
-        is_padded = any(padding(x) for x in seen.given)
+        is_padded = any(padding(x) or _ends_alike(x) for x in seen.given)
         for number, g in enumerate(x.grad for x in seen.made):
             if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
                 continue
@@ -205,6 +205,11 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
         if without and (of == "columns" or many):
             numbers = {"unread": without, "length": length, "first": int(each.int().argmin())}
             yield Fact("", numbers, {"of": of})
+
+
+def _ends_alike(x: Tensor) -> bool:
+    """Return whether the last places of all samples are the same, as those of padding are."""
+    return x.ndim > 1 and x.shape[1] > 2 and bool((x[:, -2:] == x[:1, -1:]).all())
 
 
 def _passed(fork: Fork, batch: Any) -> "_Outputs":
