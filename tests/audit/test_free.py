@@ -217,3 +217,36 @@ def test_a_loss_of_the_first_sample_alone_and_one_place_that_is_chosen() -> None
     data = tuple((x[:, None].expand(-1, 5, -1), y) for x, y in batches())
     last = lambda m, b: functional.cross_entropy(m(b[0])[:, -1], b[1])  # noqa: E731
     assert unread(last, batches=data) == []
+
+
+# Stored actions, and others that are drawn
+
+
+@pytest.mark.parametrize("kind", ["discrete", "continuous"])
+@pytest.mark.parametrize("anew", [True, False])
+def test_actions_that_are_drawn_again(kind: str, anew: bool) -> None:
+    chance, of_kind = torch.Generator().manual_seed(0), torch.distributions.Categorical
+    actions = torch.randint(0, 3, (32,), generator=chance)
+    if kind == "continuous":
+        actions, of_kind = torch.randn(32, 3, generator=chance), torch.distributions.Normal
+    data = ((batches()[0][0], actions, torch.randn(32, generator=chance)),)
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        made = model(batch[0])
+        by = of_kind(logits=made) if kind == "discrete" else of_kind(made, 1.0)
+        log = by.log_prob(by.sample() if anew else batch[1]).reshape(32, -1).sum(1)
+        return -(log * batch[2]).mean()
+
+    bed = setup(loss=of, batches=data)
+    drawn = [f for f in answer("batch-part-unread", bed, bed.fork()).facts if "drawn" in f.words]
+    assert [fact.numbers["unread"] for fact in drawn] == [1.0] * anew
+
+
+def test_samples_that_are_rewarded_at_once_are_meant() -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        by = torch.distributions.Categorical(logits=model(batch[0]))
+        chosen = by.sample()
+        return -(by.log_prob(chosen) * (chosen == batch[1])).mean()
+
+    bed = setup(loss=of)
+    assert answer("batch-part-unread", bed, bed.fork()).facts == ()

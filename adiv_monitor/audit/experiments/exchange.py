@@ -348,6 +348,7 @@ def _varies(part: Tensor) -> bool:
 
 # The batch before, and parts of the batch
 
+SAMPLES_OF = ("multinomial", "bernoulli", "normal")  # functions that draw from a distribution
 NEAR = 0.75  # distance of neighbours in a series, over that of others
 
 
@@ -406,6 +407,7 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the tensors that change no loss, of the shape of another that does; and flags.
 
     A flag is 0 or 1 for each sample, beside inputs and targets: a mask, or the ends of episodes.
+    Also tensors of as many entries as the loss draws itself, such as actions.
     """
     batch = setup.batches[0]
     parts, size = [*tensors(batch)], size_of(batch)
@@ -414,7 +416,9 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     like = [i for i in floats if shapes.count(parts[i].shape) > 1]
     flags = [i for i, x in enumerate(parts) if len(parts) > 2 and len(x) == x.numel() == size > 1
              and set(x.flatten().tolist()) == {0, 1}]  # fmt: skip
-    if not like and not flags:
+    drawn = {call.result.numel(): call.place for call in calls_of(
+        setup.fork(), lambda call: call.name in SAMPLES_OF and call.path is None)}  # fmt: skip
+    if not (like or flags or drawn):
         return
     loss = RepeatedLoss(setup.fork())
     own = loss.of(batch)
@@ -426,6 +430,9 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return Fact("", {"unread": float(i)}, {"shape": str(tuple(parts[i].shape))})
 
     yield from (fact(i) for i in flags if is_unread(i, lambda x: x.logical_not().to(x.dtype)))
+    for i, x in enumerate(parts):
+        if x.numel() in drawn and len(x) == size > 1 and is_unread(i, _next_sample):
+            yield Fact("", {"unread": float(i)}, {"drawn": drawn[x.numel()]})
     unread = [i for i in like if is_unread(i, _next_sample, lambda x: 0.5 * x)]
     for i in unread:
         read = [j for j in like if j not in unread and parts[j].shape == parts[i].shape]

@@ -316,4 +316,10 @@ told(__name__, "batch-part-unread", "A part of the batch that the loss never rea
      "The loss never reads tensor {unread:.0f} of the batch (shape {shape}).",
      [Number("number of the tensor in the batch", "unread")],
      Advice("look for the place in the loss where this tensor belongs, and for another that stands "
-            "there"))  # fmt: skip
+            "there"), where=lambda fact: "drawn" not in fact.words)  # fmt: skip
+told(__name__, "batch-part-unread", "", "act",
+     "The loss never reads tensor {unread:.0f} of the batch, and draws as many numbers anew "
+     "({drawn}): what belongs to the stored ones, such as rewards, does not belong to these.",
+     [Number("number of the tensor in the batch", "unread")],
+     Advice("take the stored actions, or samples, in place of new ones"),
+     where=lambda fact: "drawn" in fact.words)  # fmt: skip

@@ -49,6 +49,7 @@ LONG = 24  # fewest steps of a trial that tells more than a run's beginning
 HARDLY_MOVES = 3e-3
 # Share of the first loss that is left after overfitting one small batch.
 NOT_BY_HEART = 0.5
+BY_OUTPUTS = 0.95  # of the loss, that outputs of free choice take away
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
 IN_VAIN = 0.1  # of the first loss: the sum of its falls in single steps, which later ones undo
 RISES_YET = "The learning rate still rises: measurements at its peak will be clearer."
@@ -136,11 +137,18 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
     if trial is not None and left > NOT_BY_HEART and not course.tells_nothing(record):
         yield Finding("cannot-overfit", act_if(not trial.falls),
             f"After {trial.steps} steps on one small batch, the loss of this batch is still "
-            f"{trial.loss:.3g}{', and falling' * trial.falls}.",
+            f"{trial.loss:.3g}{', and falling' * trial.falls}."
+            + " Outputs of free choice bring the loss of a few samples close to 0: the fault lies "
+            "before the loss." * _reaches_zero(record),
             (Evidence("share of the first loss that is left", left, NOT_BY_HEART),),
             (Advice("print the inputs and outputs of each function, from batch to loss"),),
             "More data do not help a model that can't learn a few samples." * (not trial.falls),
             against=())  # fmt: skip
+
+
+def _reaches_zero(record: Record) -> bool:
+    facts = record.found_by("outputs-in-vain")
+    return any(fact.numbers["share"] < 1 - BY_OUTPUTS for fact in facts)
 
 
 def _left_of_one_batch(record: Record) -> float:
