@@ -68,6 +68,30 @@ def test_the_users_model_and_random_numbers_stay_as_they_are() -> None:
     assert all(map(torch.equal, of.model.parameters(), before))
 
 
+class Queued(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(12, 8)
+        self.register_buffer("queue", functional.normalize(torch.randn(16, 8), dim=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(self.layer(x), dim=1)
+
+
+def queued(model: Any, batch: Any) -> Tensor:
+    query, key = model(batch[0]), functional.normalize(batch[0][:, :8], dim=1)
+    before = model.queue.clone()
+    model.queue[: len(key)] = key[:16]
+    logits = torch.cat([(query * key).sum(1, keepdim=True), query @ before.T], 1)
+    return functional.cross_entropy(logits / 0.1, torch.zeros(len(query), dtype=torch.long))
+
+
+def test_a_queue_that_the_loss_fills_begins_anew_each_time() -> None:
+    (fact,) = facts("outputs-in-vain", setup(model=Queued(), loss=queued))
+    assert fact.numbers["share"] < 0.1
+
+
 class Weighed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -188,6 +188,11 @@ class RepeatedLoss:
 
         return untouched(self._modules, self._begin, run)
 
+    def with_graph(self, batch: Any) -> Tensor:
+        """Return the same loss with its graph; what it changed of the fork stays until the next."""
+        with seeded(self._fork.seed), self._begin.again(), torch.enable_grad():
+            return self._fork.loss(self._fork.model, copied(batch))
+
 
 # A few samples, and which outputs their inputs and targets concern
 

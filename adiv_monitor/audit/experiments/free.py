@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import compared, nodes_of
-from adiv_monitor.audit.experiments.changed_inputs import of_few, still
+from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, of_few, still
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.state import last_maps
 from adiv_monitor.audit.training.batches import copied, tensors
@@ -40,6 +40,8 @@ class Free:
             part = self.fork.model.get_submodule(path.partition(".")[0])
             part.register_forward_pre_hook(self._called)
             self.fork.model.get_submodule(path).register_forward_hook(self._instead)
+        with seeded(setup.seed):
+            self._again = RepeatedLoss(self.fork)  # a queue that it fills begins anew each time
         self.first = self.loss()
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -56,8 +58,7 @@ class Free:
     def loss(self) -> Tensor:
         """Return the loss of the outputs as they are."""
         self._next = 0
-        with seeded(self.fork.seed), torch.enable_grad():
-            return self.fork.loss(self.fork.model, copied(self._batch))
+        return self._again.with_graph(self._batch)
 
     def lowest(self, over: Sequence[Tensor]) -> float:
         """Return the lowest loss that L-BFGS finds over some tensors."""
