@@ -99,7 +99,6 @@ def record(reports: tuple[StepReport, ...], losses: list[float], norms: list[flo
             for factor, ratio in ((0.1, 3.1), (0.3, 0.88), (3.0, 1.6), (10.0, math.inf))
         },
         chance=math.log(10),
-        realised={report.step: -0.01 for report in reports},
         weights={"head.1": WeightStatistics(0.58, 0.04, 0.0)},
         notes=("Batches were repeated: there were fewer than steps.",),
     )

@@ -82,7 +82,7 @@ def test_a_value_within_two_errors_of_the_limit_is_no_hit(error: float, hit: boo
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
-        ("enc*: update_cosine < 0", "update_cosine was measured at a;"),
+        ("enc*: update_cosine < 0", "update_cosine was measured at a$"),
         ("a: scale_cv > 0", "scale_cv was measured at no layer"),
     ],
 )

@@ -10,8 +10,7 @@ from torch.nn import functional
 from trial_setups import answer, batches, loss, setup
 
 from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.diagnosis.faults.edits import IN_VAIN
-from adiv_monitor.diagnosis.faults.loss import ITSELF
+from adiv_monitor.diagnosis.faults.loss import IN_VAIN, ITSELF
 from adiv_monitor.diagnosis.record import Fact
 
 
