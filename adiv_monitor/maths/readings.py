@@ -77,7 +77,12 @@ class Measured:
 
 @np.errstate(all="ignore")  # what a layer does not have is NaN
 def measure(
-    sums: StepSums, *, updated: bool, has_applied: bool, gradient_lost: bool = False
+    sums: StepSums,
+    *,
+    updated: bool,
+    has_applied: bool,
+    gradient_lost: bool = False,
+    rates: PerLayer | None = None,
 ) -> Measured:
     """Return all measures of all layers.
 
@@ -86,11 +91,15 @@ def measure(
         updated: an optimizer has stepped.
         has_applied: the products of the applied update are known.
         gradient_lost: the parameters' products do not apply to the gradient that was used.
+        rates: the learning rate of every layer; None, NaN: not known.
     """
     found = Measured(len(sums.paths))
     for layers in _alike(sums):
         x = _Layers(sums, layers, gradient_lost=gradient_lost)
         _measure(x, found, updated=updated, has_applied=has_applied)
+        if updated:
+            rate = np.full(len(layers), np.nan) if rates is None else rates[layers]
+            found.put(layers, _of_sizes(x.layers, rate))
     return found
 
 
@@ -186,6 +195,8 @@ def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -
     layers = x.layers
     found.put(index, {"idle_share": measures.idle_share(sample, layers["active"])})
     found.put(index, {"gradient_cosine": measures.gradient_cosine(e_G, e_e, G_G, sample)})
+    found.put(index, _of_rms(x, G_G))
+    found.put(index, {"gradient_norm": _certain(np.sqrt(layers["gamma_gamma"]))})
     found.put(index, {"common_share": _common_share(x)}, layers["has_common"])
     attainable = _certain(layers["attainable"])
     found.put(index, {"attainable_cosine": attainable}, layers["has_attainable"])
@@ -202,6 +213,28 @@ def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -
     found.put_levels(index, "row_cosine", levels)
     if (moved := layers["moved"] > 0).any():
         _add_realised(x.sums, index[moved], found)
+
+
+def _of_rms(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
+    count = over_rows(x.sample.active.astype(np.float64), x.sample, x.layers["active"])
+    of = count, x.layers["width"], x.sample
+    of_G = measures.activation_gradient_rms(G_G, *of)
+    return {
+        "activation_rms": measures.activation_rms(x.sum("z_z"), *of),
+        "activation_gradient_rms": Estimate(np.where(x.known_unit, of_G.value, np.nan), of_G.error),
+    }
+
+
+def _of_sizes(of: Table, rate: PerLayer) -> dict[str, Estimate]:
+    w_w, theta_theta = of["w_w"], of["theta_theta"]
+    found = {
+        "update_norm": np.sqrt(w_w),
+        "weight_norm": np.sqrt(theta_theta),
+        "weight_update_ratio": measures.weight_update_ratio(w_w, theta_theta),
+        "update_rms": measures.update_rms(w_w, of["size"], rate),
+        "unchanged_share": measures.unchanged_share(of["changed"], of["reached"]),
+    }
+    return {name: _certain(value) for name, value in found.items()}
 
 
 def _certain(value: PerLayer) -> Estimate:

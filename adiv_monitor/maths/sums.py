@@ -55,13 +55,18 @@ def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
     return [(name, kind) for name in names]
 
 
-DOTS = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
+DOTS = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma", "theta_theta")
+# Numbers of a layer's parameters: dot products, counts, and the former without what an earlier
+# layer counts already, since it uses the same parameters.
+ONCE = {"once_gamma": "gamma_gamma", "once_w": "w_w"}
+OF_PARAMETERS = (*DOTS, "size", "reached", "changed", *ONCE)
 LAYERS = np.dtype(
     [
         *_columns("<U8", "reason"),
         *_columns("?", "partial", "knows_scales", "has_common", "has_attainable"),
         *_columns("<i8", "ranks", "total", "groups", "moved"),
-        *_columns("<f8", "precision", "rule_error", *DOTS, "terms", "factor"),
+        *_columns("<f8", "precision", "rule_error", "terms", "factor"),
+        *_columns("<f8", *OF_PARAMETERS, "width"),
         *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
         *_columns("<f8", "rows_bound", "entries_bound", "other_share"),
@@ -135,6 +140,10 @@ class StepSums:
               with γ the gradient, w = −u the negative of the optimizer's update, and a the negative
               of the update that was applied in the end. `partial`: this rank holds a part of the
               parameters; the ranks' numbers add up.
+            - theta_theta, size, reached, changed: of the parameters before the step, ‖θ‖², their
+              number, that of those with a gradient that is not zero, and of those among them that
+              the step changed. once_gamma, once_w: parts of γγ and ww, so that each parameter
+              counts for one layer alone. width: number of entries of z_r.
             - factor: c in γ = c·GᵀΦ; NaN if unknown. gradient_factor: the same without the
               averaging over ranks by the backward passes.
             - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it

@@ -75,6 +75,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         updated=part.updated,
         has_applied=part.has_applied,
         gradient_lost=part.gradient_lost,
+        rates=np.array([report.learning_rate(path) for path in sums.paths]),
     )
     paths, reasons = sums.paths, sums.layers["reason"].tolist()
     if "more" in reasons:  # a forgotten `zero_grad()` would show in all layers
@@ -82,6 +83,11 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     if not part.is_settled:  # ranks would not agree on what they check
         history.checks(sums, reasons)
     broken = _non_finite(sums)
+    norms = _norms(sums, report, updated=part.updated)
+    after, before = norms["gradient_norm"], norms["unclipped_gradient_norm"]
+    if after is not None and before is not None:
+        history.clipped.append(after < (1 - sums.tolerance.max()) * before)
+    clipped = sum(history.clipped) / len(history.clipped) if history.clipped else None
     attention, of_attention = _attention(part.attention, part.no_attention)
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}
     told = [
@@ -106,7 +112,23 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         attention=attention,
         zeroed_passes=zeroed,
         rescaled=tuple(p for p, of in zip(paths, reasons, strict=True) if of == "apart"),
+        **norms,
+        clipped_share=clipped,
     )
+
+
+def _norms(sums: StepSums, report: StepReport, *, updated: bool) -> dict[str, float | None]:
+    """Return norms over the parameters of all layers, those of several layers counted once."""
+    layers = sums.layers
+    # A scaler multiplied the loss by this; the gradient was divided by it again.
+    factor = layers["gradient_factor"] * max(1.0, sum(report.loss_gradients))
+    squares = {
+        "gradient_norm": layers["once_gamma"],
+        "unclipped_gradient_norm": layers["once_gamma"] / factor**2,
+        "update_norm": layers["once_w"] if updated else np.full(len(layers), np.nan),
+    }
+    found = {name: float(np.sqrt(of.sum())) for name, of in squares.items()}
+    return {name: norm if sums.paths and norm == norm else None for name, norm in found.items()}
 
 
 def _is_idle(sums: StepSums, found: Measured) -> Mask:
@@ -157,7 +179,7 @@ def _readings(
     if not sums.paths:
         return {}
     if part.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
-        for name in ("parameter_cosine", "applied_cosine", "descent"):
+        for name in ("parameter_cosine", "applied_cosine", "descent", "unchanged_share"):
             found.values.pop(name, None)
     names = [name for name in found.values if name in MEASURES]
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()

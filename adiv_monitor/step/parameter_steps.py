@@ -30,8 +30,8 @@ class ParameterSteps:
 
     Attributes:
         keys: the pieces.
-        products: their dot products, by the names of `DOTS`, in the order of `keys`: one vector for
-            each dtype and device.
+        products: their dot products and counts, by the names of `OF_PARAMETERS`, in the order of
+            `keys`: one vector for each dtype and device.
         has_copies: whether γ is preserved even if the optimizer changes `.grad`.
     """
 
@@ -61,7 +61,8 @@ class ParameterSteps:
                 buffer.div_(scale.to(buffer.device))
         self._gamma = self._copied.views
         self.keys = self._copied.keys
-        self.products = {"gamma_gamma": self._copied.dots(self._copied)}
+        sizes = torch.tensor([self._gamma[k].numel() for k in self.keys], dtype=torch.float64)
+        self.products = {"gamma_gamma": self._copied.dots(self._copied), "size": (sizes,)}
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -74,6 +75,7 @@ class ParameterSteps:
             self._history.flats.append(self._copied)
             self._copied, self._gamma = None, self._given
         self._before = self._copy(values, values)
+        self.products["theta_theta"] = self._before.dots(self._before)
         self._at_first = _versions(self._given.values())
 
     def _values(self) -> dict[Key, Tensor]:
@@ -126,11 +128,17 @@ class ParameterSteps:
         w = self._taken
         assert w is not None
         self.products["w_w"] = w.dots(w)
-        if self._copied is not None:
-            self.products["w_gamma"] = w.dots(self._copied)
+        gamma, changed = self._copied, w.nonzero()
+        if gamma is not None:
+            self.products["w_gamma"] = w.dots(gamma)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
             self.products["w_gamma"] = w.sums()
+            w.apply(torch._foreach_copy_, self._gamma)
+            gamma = w
+        reached = gamma.nonzero()
+        self.products["reached"] = gamma.counts(reached)
+        self.products["changed"] = gamma.counts(map(torch.logical_and, reached, changed))
         if self.has_copies:
             assert self._copied is not None
             changed = self._copied.differs(self._given)

@@ -42,6 +42,7 @@ class RunHistory:
         checked: measured steps since all gradients were checked.
         sound: layers whose gradient was that of their rows when all were last checked, at two
             measured steps in a row.
+        clipped: of the measured steps of which it is known, whether the gradient was clipped.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
@@ -58,6 +59,7 @@ class RunHistory:
     telling: str | None = None
     checked: int = 0
     sound: set[str] = field(default_factory=set)
+    clipped: list[bool] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)

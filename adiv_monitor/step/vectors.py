@@ -196,6 +196,7 @@ class Block:
         by_name = dict(zip(names_of(pairs_of(named)), products, strict=True))
         active = by_name["G_G"].sign()
         paths = [x.layer.path for x in self.layers]
+        out.add("layers", paths, {}, width=V.shape[-1])
         for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
             family.send(out, paths[at], own, active[at], generator)
