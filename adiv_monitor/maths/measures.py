@@ -310,6 +310,28 @@ def _rms(x_x: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estimate:
     return Estimate(value / np.sqrt(width), error / np.sqrt(width))
 
 
+def activation_max(largest: PerRow, sample: Sample) -> Estimate:
+    """Largest |entry| of z of the sampled rows, ≥ 0; its error is that of `scale_max_of_rows`."""
+    return scale_max_of_rows(largest, sample)
+
+
+def activation_kurtosis(
+    fourth: Sum, z_z: Sum, count: Sum, width: PerLayer, sample: Sample
+) -> Estimate:
+    """mean(z⁴) / mean(z²)² over all entries, ≥ 1: 3 if normal, large if a few hold most of ‖z‖.
+
+    About zero, not about the mean.
+    """
+    value, error = product(fourth, [(z_z, -2), (count, 1)], sample)
+    return Estimate(value * width, error * width)
+
+
+def zero_share(zeros: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estimate:
+    """Share of the entries of G that are exactly zero, in [0, 1]: units that are shut."""
+    value, error = product(zeros, [(count, -1)], sample)
+    return Estimate(value / width, error / width)
+
+
 def weight_update_ratio(u_u: PerLayer, theta_theta: PerLayer) -> PerLayer:
     """‖ΔΘ‖ / ‖Θ‖, ≥ 0, Θ before the step; NaN where all weights are zero."""
     return _root(u_u, theta_theta)

@@ -151,7 +151,7 @@ class _Layers:
         self.exact = (layers["reason"] == "") & ~np.bool_(gradient_lost)
 
     def per_row(self, name: str) -> PerRow:
-        """Return a_r·b_r of the sampled rows, named `a_b`; 0 for zero-gradient rows."""
+        """Return a number of the sampled rows, such as a_r·b_r: `a_b`; 0 for zero-gradient rows."""
         found: PerRow = self.rows[name]
         return found if name == "G_G" else np.where(self.sample.active, found, 0.0)
 
@@ -218,9 +218,13 @@ def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -
 def _of_rms(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
     count = over_rows(x.sample.active.astype(np.float64), x.sample, x.layers["active"])
     of = count, x.layers["width"], x.sample
-    of_G = measures.activation_gradient_rms(G_G, *of)
+    of_G, z_z = measures.activation_gradient_rms(G_G, *of), x.sum("z_z")
+    fourth, zeros = (over_rows(x.per_row(name), x.sample) for name in ("fourth", "zeros"))
     return {
-        "activation_rms": measures.activation_rms(x.sum("z_z"), *of),
+        "activation_rms": measures.activation_rms(z_z, *of),
+        "activation_max": measures.activation_max(x.per_row("largest"), x.sample),
+        "activation_kurtosis": measures.activation_kurtosis(fourth, z_z, *of),
+        "zero_share": measures.zero_share(zeros, *of),
         "activation_gradient_rms": Estimate(np.where(x.known_unit, of_G.value, np.nan), of_G.error),
     }
 

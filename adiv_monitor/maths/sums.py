@@ -74,7 +74,18 @@ LAYERS = np.dtype(
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
 TABLES = {
-    "rows": [*_ROWS, "scale", "mean", "off", "common", "length", "key"],
+    "rows": [
+        *_ROWS,
+        "scale",
+        "mean",
+        "off",
+        "common",
+        "length",
+        "largest",
+        "fourth",
+        "zeros",
+        "key",
+    ],
     "entries": ["scale", "key"],
     "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
@@ -166,7 +177,8 @@ class StepSums:
         rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
             counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
             m and √Σ (s − m)². common: φ_r·Σ_k φ_k, with the sum over the sampled active rows.
-            length: ‖φ_W‖. key: see `capture/sampling.py`.
+            length: ‖φ_W‖. largest, fourth, zeros: of the entries, max |z_n|, Σ z_n⁴, and the number
+            of g_n = 0. key: see `capture/sampling.py`.
         entries: scales of a random subset of all rows, where a pass knows them, else of the sampled
             rows that have several. row: the index in `rows`; −1 in the first case, where scales of
             zero-gradient rows are NaN. key: as that of rows.

@@ -82,6 +82,9 @@ class LayerReading:
     applied_cosine: float | None = None
     activation_rms: float | None = None
     activation_gradient_rms: float | None = None
+    activation_max: float | None = None
+    activation_kurtosis: float | None = None
+    zero_share: float | None = None
     gradient_norm: float | None = None
     update_norm: float | None = None
     weight_norm: float | None = None
@@ -144,6 +147,9 @@ SIZES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "activation_rms": ("RMS of the outputs", "‖z‖ / √(N n), of N rows of n entries"),
         "activation_gradient_rms": ("RMS of the outputs' gradient", "‖G‖ / √(N n)"),
+        "activation_max": ("Largest output", "max |z_n| of the sample"),
+        "activation_kurtosis": ("Kurtosis of the outputs", "mean z⁴ / (mean z²)²; 3 if normal"),
+        "zero_share": ("Shut units", "share of the entries g_n = 0 of rows with a gradient"),
         "gradient_norm": ("Gradient norm", "‖γ‖, as the optimizer saw it"),
         "update_norm": ("Update norm", "‖ΔΘ‖"),
         "weight_norm": ("Weight norm", "‖Θ‖, before the step"),
