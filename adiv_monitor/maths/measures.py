@@ -353,7 +353,8 @@ def unchanged_share(changed: PerLayer, reached: PerLayer) -> PerLayer:
 
 def _root(squares: PerLayer, by: PerLayer) -> PerLayer:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(by > 0, np.sqrt(squares / by), np.nan)
+        found: PerLayer = np.where(by > 0, np.sqrt(squares / by), np.nan)
+        return found
 
 
 # --- the parameter step: dot products of vectors that hold all parameters of the layer ---------
