@@ -348,7 +348,8 @@ def unchanged_share(changed: PerLayer, reached: PerLayer) -> PerLayer:
     Where weights are kept in half precision, small updates are rounded away.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        return 1 - changed / reached
+        share: PerLayer = 1 - changed / reached
+        return share
 
 
 def _root(squares: PerLayer, by: PerLayer) -> PerLayer:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -117,7 +118,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     )
 
 
-def _norms(sums: StepSums, report: StepReport, *, updated: bool) -> dict[str, float | None]:
+def _norms(sums: StepSums, report: StepReport, *, updated: bool) -> dict[str, Any]:
     """Return norms over the parameters of all layers, those of several layers counted once."""
     layers = sums.layers
     # A scaler multiplied the loss by this; the gradient was divided by it again.

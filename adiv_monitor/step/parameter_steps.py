@@ -128,7 +128,7 @@ class ParameterSteps:
         w = self._taken
         assert w is not None
         self.products["w_w"] = w.dots(w)
-        gamma, changed = self._copied, w.nonzero()
+        gamma, moved = self._copied, w.nonzero()
         if gamma is not None:
             self.products["w_gamma"] = w.dots(gamma)
         else:
@@ -138,7 +138,7 @@ class ParameterSteps:
             gamma = w
         reached = gamma.nonzero()
         self.products["reached"] = gamma.counts(reached)
-        self.products["changed"] = gamma.counts(map(torch.logical_and, reached, changed))
+        self.products["changed"] = gamma.counts(map(torch.logical_and, reached, moved))
         if self.has_copies:
             assert self._copied is not None
             changed = self._copied.differs(self._given)
