@@ -98,8 +98,11 @@ def measure(
         x = _Layers(sums, layers, gradient_lost=gradient_lost)
         _measure(x, found, updated=updated, has_applied=has_applied)
         if updated:
-            rate = np.full(len(layers), np.nan) if rates is None else rates[layers]
-            found.put(layers, _of_sizes(x.layers, rate))
+            found.put(layers, _of_sizes(x.layers))
+            if rates is not None:
+                u, rate = x.layers, rates[layers]
+                rms = measures.update_rms(u["w_w"], u["size"], rate)
+                found.put(layers, {"update_rms": _certain(rms)}, ~np.isnan(rate))
     return found
 
 
@@ -229,13 +232,12 @@ def _of_rms(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
     }
 
 
-def _of_sizes(of: Table, rate: PerLayer) -> dict[str, Estimate]:
+def _of_sizes(of: Table) -> dict[str, Estimate]:
     w_w, theta_theta = of["w_w"], of["theta_theta"]
     found = {
         "update_norm": np.sqrt(w_w),
         "weight_norm": np.sqrt(theta_theta),
         "weight_update_ratio": measures.weight_update_ratio(w_w, theta_theta),
-        "update_rms": measures.update_rms(w_w, of["size"], rate),
         "unchanged_share": measures.unchanged_share(of["changed"], of["reached"]),
     }
     return {name: _certain(value) for name, value in found.items()}

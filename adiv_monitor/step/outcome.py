@@ -1,7 +1,8 @@
 """Readings from the numbers on the host, with notes for the reader."""
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from adiv_monitor.step.gradient_check import settled
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
+# Where the loss is unknown, a smaller factor on the gradient may be that of an AMP scaler.
+_SMALLEST_CLIP = 1e-3
 _ALONE = "Their readings are estimated from rows alone."
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
@@ -120,16 +123,27 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
 
 def _norms(sums: StepSums, report: StepReport, *, updated: bool) -> dict[str, Any]:
     """Return norms over the parameters of all layers, those of several layers counted once."""
-    layers = sums.layers
-    # A scaler multiplied the loss by this; the gradient was divided by it again.
-    factor = layers["gradient_factor"] * max(1.0, sum(report.loss_gradients))
+    layers, gamma = sums.layers, sums.layers["once_gamma"]
+    factor = np.where(gamma > 0, layers["gradient_factor"], np.inf)
+    factor *= _loss_scale(report.loss_gradients, factor.min(initial=np.inf))
     squares = {
-        "gradient_norm": layers["once_gamma"],
-        "unclipped_gradient_norm": layers["once_gamma"] / factor**2,
+        "gradient_norm": gamma,
+        "unclipped_gradient_norm": gamma / factor**2,
         "update_norm": layers["once_w"] if updated else np.full(len(layers), np.nan),
     }
     found = {name: float(np.sqrt(of.sum())) for name, of in squares.items()}
     return {name: norm if sums.paths and norm == norm else None for name, norm in found.items()}
+
+
+def _loss_scale(gradients: Sequence[float], factor: float) -> float:
+    """Return the number by which an AMP scaler multiplied the loss, given that on the gradient.
+
+    Where the loss of each of several passes is divided by their number, it is the sum.
+    """
+    if not gradients:
+        return math.nan if factor < _SMALLEST_CLIP else 1.0
+    scales = (sum(gradients), max(gradients)) if max(gradients) > 1 else ()
+    return next((scale for scale in scales if scale * factor < 1.01), 1.0)
 
 
 def _is_idle(sums: StepSums, found: Measured) -> Mask:
