@@ -54,6 +54,11 @@ _IDLE = (
     "are missing there. A larger max_rows samples some of the others."
 )
 _ZEROED = "The gradient of {} was set to zero after the backward pass."
+_ROUNDED_AWAY = (
+    "Most weights of {} that have a gradient did not change, because the step is below their last "
+    "digit. If the optimizer steps copies of higher precision that are not in its state, then what "
+    "reports say of the update and of its moves is true of the rounded weights alone."
+)
 _ROUNDED = (
     "The real change of {} is lost in rounding, or hardly larger: realised_cosine and "
     "single_layer_share are missing or too near to 0 there, and first_order_error is missing or "
@@ -102,6 +107,10 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         (_IDLE, _is_idle(sums, measured)),
         (_ZEROED, sums.was_zeroed),
         (_ROUNDED, _is_rounded(sums)),
+        (
+            _ROUNDED_AWAY,
+            (sums.layers["w_w"] > 0) & (2 * sums.layers["changed"] < sums.layers["reached"]),
+        ),
     ]
     notes = [*report.notes]
     for sentence, which in told:

@@ -8,7 +8,7 @@ and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has wr
 parameters since the step, by their version counters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class ParameterSteps:
         history: the run history so far.
         scale: the number by which a fused optimizer divides `.grad` in its step (AMP); None: 1.
         new: whether some of the layers were not measured before.
+        masters: by id of a parameter, the copy of higher precision that the optimizer steps.
 
     Attributes:
         keys: the pieces.
@@ -42,7 +43,9 @@ class ParameterSteps:
         *,
         scale: Tensor | None,
         new: bool,
+        masters: Mapping[int, Tensor],
     ) -> None:
+        self._masters = masters
         self._pieces = {piece.key: piece for piece in pieces}
         self._history = history
         self._keeps_update = new or history.weights_change
@@ -80,12 +83,16 @@ class ParameterSteps:
 
     def _values(self) -> dict[Key, Tensor]:
         """Return the pieces as they are now; a plain parameter stands for itself."""
-        return {
-            key: piece.parameter
-            if piece.view is None and type(piece.parameter) is nn.Parameter
-            else piece.value()
-            for key, piece in self._pieces.items()
-        }
+        found: dict[Key, Tensor] = {}
+        for key, piece in self._pieces.items():
+            master = self._masters.get(id(piece.parameter))
+            if master is not None:
+                found[key] = piece.of(master)
+            elif piece.view is None and type(piece.parameter) is nn.Parameter:
+                found[key] = piece.parameter
+            else:
+                found[key] = piece.value()
+        return found
 
     def _copy(self, like: Parts, tensors: Parts) -> Flat:
         """Return a copy of tensors that are laid out like others, in spare memory if there is."""
