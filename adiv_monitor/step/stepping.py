@@ -110,7 +110,7 @@ def name_of_masters(optimizer: Optimizer) -> str | None:
     They are all float32, and rounded they are the weights; "": there are none; None: no state yet.
     """
     coarse = [(p, of) for p, of in optimizer.state.items() if p.dtype.itemsize == 2]
-    names = {name for _, of in coarse for name, x in of.items() if isinstance(x, Tensor)}
+    names: set[str] = {k for _, of in coarse for k, x in of.items() if isinstance(x, Tensor)}
     for name in sorted(names):
         pairs = [(p, of.get(name, p)) for p, of in coarse]
         if (
