@@ -19,7 +19,7 @@ from adiv_monitor.errors import AlarmError
 from adiv_monitor.lightning_base import Callback
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
-from adiv_monitor.sinks.logger import logger_sink, takes_pictures
+from adiv_monitor.sinks.logger import logger_sinks, takes_pictures
 from adiv_monitor.sinks.scalars import Metrics, alarms_tag
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ _NAME = "optimizer_"
 class DivergenceCallback(Callback):
     """Monitors the optimizers of a `Trainer.fit` and writes to all loggers of the Trainer.
 
-    A TensorBoard logger receives pictures, findings, scalars and histograms (see
-    `TensorBoardSink`). Any other logger, such as those of W&B, MLflow and Comet, receives the
-    scalars through `log_metrics`.
+    A TensorBoard logger receives pictures, findings and scalars (see `TensorBoardSink`). Any other
+    logger, such as those of W&B, MLflow and Comet, receives the scalars through `log_metrics`; in
+    W&B, pictures and findings are beside them (see `TrackerSink`).
 
     The summary over layers is also in `trainer.callback_metrics`, for early stopping and
     checkpoints, for example as `adiv.summary/update_cosine_min` (`MeasureSummary` says how it uses
@@ -241,7 +241,7 @@ class DivergenceCallback(Callback):
         if not trainer.is_global_zero:
             return []
         metrics = self._metrics(name)
-        loggers = [logger_sink(logger, metrics) for logger in trainer.loggers]
+        loggers = [sink for logger in trainer.loggers for sink in logger_sinks(logger, metrics)]
         if not self._settings.sinks and not any(takes_pictures(sink) for sink in loggers):
             kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(

@@ -200,7 +200,7 @@ def seen(state: State, loop: str, folder: Path) -> Seen:
     result = Seen(folder, listener.running, memory.reports)
     sinks: list[Sink] = [
         *(listener, memory, JsonlSink(folder / "run.jsonl"), HtmlSink(folder / "run.html")),
-        TensorBoardSink(folder / "board", histograms=False),
+        TensorBoardSink(folder / "board"),
     ]
     overview, heat = board_module.overview_picture, board_module.heat_picture
     draws = loop == "plain"  # one drawing takes as long as the whole training

@@ -10,7 +10,7 @@ from adiv_monitor.diagnosis.health import GRADIENT, measure_title
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import NAMED, Cell
-from adiv_monitor.pages.pictures import two_losses
+from adiv_monitor.pages.pictures import loss_picture
 from adiv_monitor.pages.render import render
 from adiv_monitor.pages.report_page import headline, last_with_direction, settings
 from adiv_monitor.pictures.grid import grid
@@ -75,12 +75,10 @@ def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
         steps=[None if report is None else report.step for report in (first, second)],
         measures=measures,
         rows=rows,
-        differing={m: sum(pairs[i].differs for _, pairs in rows) for i, m in enumerate(measures)},
-        better={m: sum(p[i].verdict == "better" for _, p in rows) for i, m in enumerate(measures)},
         only=([p for p in of_a if p not in of_b], [p for p in of_b if p not in of_a]),
         settings=[row for row in both if row[1] != row[2]],
         same=[name for name, of_a, of_b in both if of_a == of_b],
-        picture=two_losses((a.record, b.record)) if a.record.losses or b.record.losses else None,
+        picture=loss_picture(a.record, b.record) if a.record.losses or b.record.losses else None,
         maps=_maps(a.record, b.record),
     )
 

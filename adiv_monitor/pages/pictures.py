@@ -46,69 +46,57 @@ _STYLE: dict[Any, Any] = {  # mypy does not accept plain strings as matplotlib's
 _HIGHEST = 1e300  # above it, the ends of an axis overflow
 
 
-def loss_picture(record: Record) -> "Markup":
-    """Draw loss and, if known, gradient norm by step, with the measured steps."""
+def loss_picture(*records: Record) -> "Markup":
+    """Draw loss by step of one run, or of two, A and B.
+
+    Of one run, also the measured steps, the loss of a constant prediction and the gradient norm, as
+    far as they are known.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    alone = records[0] if len(records) == 1 else None
     with rc_context(_STYLE):
-        norms = [value if _is_drawn(value) else math.nan for value in record.gradient_norms]
+        norms = [v if _is_drawn(v) else math.nan for v in alone.gradient_norms] if alone else []
         figure = Figure(figsize=(12.8, 5.2 if norms else 3.8))
         heights = (2.4, 1) if norms else (1,)
-        loss, *below = figure.subplots(
-            len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
-        )[:, 0]
+        parts = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)
         bottom = 0.1 if norms else 0.14
         figure.subplots_adjust(left=0.07, right=0.99, top=0.97, bottom=bottom, hspace=0.16)
-        _draw_losses(loss, record.steps_of_losses, record.losses, "accent")
+        loss = parts[0, 0]
+        for name, record, colour in zip("AB", records, ("accent", "second"), strict=False):
+            _draw_losses(loss, record.steps_of_losses, record.losses, colour, name)
         # Set before marking the measured steps, whose marks need no room on the axis.
-        _set_scale(loss, record.losses)
-        if record.chance is not None and _is_drawn(record.chance):
-            loss.axhline(record.chance, color=_COLOURS["muted"], linewidth=1, linestyle=":")
+        _set_scale(loss, [value for record in records for value in record.losses])
         loss.set_ylabel("loss")
-        loss.plot(
-            [report.step for report in record.reports],
-            [0.0] * len(record.reports),
-            transform=loss.get_xaxis_transform(),
-            clip_on=False,
-            linestyle="",
-            marker="|",
-            markersize=7,
-            color=_COLOURS["ink"],
-        )
-        for norm in below:
+        if alone:
+            _mark(loss, alone)
+        else:
+            loss.legend(frameon=False, labelcolor="linecolor")
+        for norm in parts[1:, 0]:
             norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
             _set_scale(norm, norms)
-            if (clip := record.facts.clip_norm) is not None and _is_drawn(clip):
+            if alone and (clip := alone.facts.clip_norm) is not None and _is_drawn(clip):
                 norm.axhline(clip, color=_COLOURS["ink"], linewidth=1, dashes=(3, 2))
             norm.set_ylabel("‖gradient‖")
-        (below or [loss])[-1].set_xlabel("step")
-        words = _course_words(record.losses, record.steps_of_losses)
-        return _svg(figure, "loss", f"Loss by step: {words}.")
+        parts[-1, 0].set_xlabel("step")
+        words = [_course_words(record.losses, record.steps_of_losses) for record in records]
+        said = words if alone else [f"{name}: {w}" for name, w in zip("AB", words, strict=True)]
+        return _svg(figure, "loss", f"Loss by step: {'; '.join(said)}.")
 
 
-def two_losses(records: Sequence[Record]) -> "Markup":
-    """Draw the losses of two runs, A and B, each at its own steps."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(12.8, 4.2))
-        axes = figure.subplots()
-        figure.subplots_adjust(left=0.07, right=0.99, top=0.96, bottom=0.12)
-        runs = list(zip("AB", records, ("accent", "second"), strict=True))
-        for mark, run, colour in runs:
-            _draw_losses(axes, run.steps_of_losses, run.losses, colour, mark)
-        _set_scale(axes, [value for run in records for value in run.losses])
-        axes.legend(frameon=False, labelcolor="linecolor")
-        axes.set_ylabel("loss")
-        axes.set_xlabel("step")
-        words = [f"{mark}: {_course_words(r.losses, r.steps_of_losses)}" for mark, r, _ in runs]
-        return _svg(figure, "losses", f"Loss by step. {'; '.join(words)}.")
+def _mark(loss: "Axes", record: Record) -> None:
+    """Mark the measured steps, and the loss of a constant prediction."""
+    if record.chance is not None and _is_drawn(record.chance):
+        loss.axhline(record.chance, color=_COLOURS["muted"], linewidth=1, linestyle=":")
+    steps = [report.step for report in record.reports]
+    look: dict[str, Any] = {"linestyle": "", "marker": "|", "markersize": 7}
+    at = loss.get_xaxis_transform()
+    loss.plot(steps, [0.0] * len(steps), transform=at, clip_on=False, color=_COLOURS["ink"], **look)
 
 
 def _draw_losses(
-    axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str, name: str = ""
+    axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str, name: str
 ) -> None:
     known = [(s, loss) for s, loss in zip(steps, losses, strict=True) if _is_drawn(loss)]
     line = [step for step, _ in known], [loss for _, loss in known]

@@ -30,22 +30,23 @@ _HEADLINE, _SMALLEST_HEADLINE = 37, 22  # sizes; longer headlines shrink, then u
 _HEIGHT = 500  # pixels of the overview; a card of TensorBoard shrinks a higher one to fit
 _MOST_LINES = 3
 _STRIP, _BELOW_STRIP = 22, 8  # heights of the losses
+_BAR = 12  # height of colour bars
 _APART = 6  # minimal pixels between two texts of a row
 
 
 class _Style(NamedTuple):
-    """Sizes of the parts of a picture, in pixels."""
+    """The font of a picture's small texts, and its room for names."""
 
-    title: Font
     small: Font
     most_names: int  # with more layers, blocks are named instead
     names: float  # largest share of the width for names
-    bar: int
 
 
-_OVERVIEW = _Style(Font(22), Font(21, colour=MUTED), 15, 0.18, 12)
-_SINGLE = _Style(Font(18), Font(12, colour=MUTED), 60, 0.4, 12)
-_STEP = _Style(Font(11), Font(11, colour=MUTED), 60, 0.2, 12)  # nine panels
+_OVERVIEW, _SINGLE = (
+    _Style(Font(21, False, MUTED), 15, 0.18),
+    _Style(Font(12, False, MUTED), 60, 0.4),
+)
+_TITLE = Font(22)  # of each measure of the overview
 
 
 def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
@@ -111,19 +112,6 @@ def overview_picture(
     return picture
 
 
-def step_picture(grids: Sequence[Grid], headline: str, lines: Iterable[str]) -> Picture:
-    """Draw one step: layers by measures, each of which is a grid of one step."""
-    picture = Picture(_WIDTH)
-    head = Font(17)
-    top = _MARGIN - 4.0
-    for words in (headline, *lines):
-        top = picture.lines(_MARGIN, top, head.wrapped(words, _WIDTH - 2 * _MARGIN), head)
-    layers = len(grids[0].layers)
-    rows = 15 * layers if layers <= _STEP.most_names else 900
-    _panels(picture, top + 8, grids, (), max(rows, 60), _STEP)
-    return picture
-
-
 def _some(lines: list[str], most: int) -> list[str]:
     return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][:-1]}…"]
 
@@ -147,12 +135,12 @@ def _panels(
     left = _MARGIN + max(font._replace(bold=True).width(name) for name in beside) + 8
     each = int((_WIDTH - _MARGIN - left + _GAP) / len(grids)) - _GAP
     if len(grids) > 1:
-        titles = [style.title.wrapped(measure_title(g.measure), each) for g in grids]
+        titles = [_TITLE.wrapped(measure_title(g.measure), each) for g in grids]
         highest = max(map(len, titles))
         for i, lines in enumerate(titles):
-            down = (highest - len(lines)) * style.title.line
-            picture.lines(left + i * (each + _GAP), top + down, lines, style.title)
-        top += highest * style.title.line + 4
+            down = (highest - len(lines)) * _TITLE.line
+            picture.lines(left + i * (each + _GAP), top + down, lines, _TITLE)
+        top += highest * _TITLE.line + 4
     if has_losses:
         picture.text(_MARGIN, top + (_STRIP - font.line) / 2, "loss", font)
         for i in range(len(grids)):
@@ -162,7 +150,7 @@ def _panels(
         begin = left + i * (each + _GAP)
         picture.pixels(begin, top, _cells(found, rows, each, sizes))
         _steps(picture, begin, top + rows + 3, each, found.steps, style.small)
-        _bar(picture, begin, top + rows + style.small.line + 12, each, found.measure, style)
+        _bar(picture, begin, top + rows + style.small.line + 12, each, found.measure, style.small)
     ends, placed = np.cumsum(sizes), list[float]()
     middles = (ends - np.array(sizes) / 2) * rows / ends[-1]
     marked = [any(path in named for path in block) for _, block in groups]
@@ -171,7 +159,7 @@ def _panels(
             placed.append(middles[i])
             own = font._replace(bold=True, colour=BAD) if marked[i] else font
             picture.text(_MARGIN, top + middles[i] - font.line / 2, names[i], own)
-    below = top + rows + 2 * style.small.line + style.bar + 32
+    below = top + rows + 2 * style.small.line + _BAR + 32
     _legend(picture, below, grids, style.small)
 
 
@@ -248,22 +236,20 @@ def _steps(
     _row(picture, left, top, width, labels, font)
 
 
-def _bar(
-    picture: Picture, left: float, top: float, width: int, measure: str, style: _Style
-) -> None:
+def _bar(picture: Picture, left: float, top: float, width: int, measure: str, font: Font) -> None:
     """Draw the colour bar, with the healthy limits and the ends."""
     meant = bar(measure)
     span = meant.high - meant.low
     ramp = painted(measure, np.linspace(meant.low, meant.high, width))
-    picture.pixels(left, top, np.tile(ramp, (style.bar, 1, 1)))
+    picture.pixels(left, top, np.tile(ramp, (_BAR, 1, 1)))
     at = {(place - meant.low) / span * width: words for place, words in meant.ticks.items()}
     for x in at:
         mark = left + min(x, width - 1)
-        picture.pixels(mark, top + style.bar, plain(MUTED, (3, 1)))
+        picture.pixels(mark, top + _BAR, plain(MUTED, (3, 1)))
     if meant.healthy is not None:
         first, second = (round((place - meant.low) / span * width) for place in meant.healthy)
-        picture.pixels(left + first, top + style.bar, plain(INK, (3, second - first)))
-    _row(picture, left, top + style.bar + 4, width, at, style.small)
+        picture.pixels(left + first, top + _BAR, plain(INK, (3, second - first)))
+    _row(picture, left, top + _BAR + 4, width, at, font)
 
 
 def _row(

@@ -13,7 +13,6 @@ from adiv_monitor.report.layer import (
     NO_MAPS,
     QUANTILE_LEVELS,
     REALISED_MEASURES,
-    SIZES,
     WORST,
     LayerReading,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "NO_MAPS",
     "QUANTILE_LEVELS",
     "REALISED_MEASURES",
-    "SIZES",
     "WORST",
     "Alarm",
     "AlignmentReading",

@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from adiv_monitor.sinks.memory import MemorySink
     from adiv_monitor.sinks.table import TableSink
     from adiv_monitor.sinks.tensorboard import TensorBoardSink
+    from adiv_monitor.sinks.tracker import TrackerSink
 
-__all__ = ["HtmlSink", "JsonlSink", "MemorySink", "Sink", "TableSink", "TensorBoardSink"]
+__all__ = [
+    "HtmlSink",
+    "JsonlSink",
+    "MemorySink",
+    "Sink",
+    "TableSink",
+    "TensorBoardSink",
+    "TrackerSink",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,7 +36,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_WAYS = {"text": "table.table_text", "html": "notebook.report_html", "figure": "plots.step_figure"}
+_WAYS = {"text": "table.table_text", "html": "table.table_html", "figure": "plots.step_figure"}
 
 
 def _shown(report: StepReport, way: str) -> Any:

@@ -17,7 +17,7 @@ from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.blocks import common_stem
 from adiv_monitor.report.wording import listed
-from adiv_monitor.sinks.course import Course
+from adiv_monitor.sinks.course import CourseSink
 
 NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
@@ -32,51 +32,50 @@ _UNTOLD = (
 )
 
 
-class Board(Course):
-    """Collects reports, decides when pictures are due, and draws them.
+class BoardSink(CourseSink):
+    """Shows pictures and findings of the training so far on a dashboard.
 
     Each picture shows the whole course, so only the last one matters. Pictures are due whenever the
     number of reports has grown by two fifths, which keeps a run's file small, and as long as
     drawing takes at most a twentieth of the time since the first report. A short run only has the
     pictures of its end.
 
-    Args:
-        owner: name of the class that warns if pictures can't be drawn.
-
     Attributes:
         draws: whether pictures can be drawn.
+
+    Warns:
+        UserWarning: matplotlib, whose fonts pictures need, is not installed.
     """
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self) -> None:
         super().__init__(_FIRST)
         self.draws = find_spec("matplotlib") is not None
         if not self.draws:
-            warnings.warn(f"{owner}: {NO_PICTURES}", stacklevel=3)
+            warnings.warn(f"{type(self).__name__}: {NO_PICTURES}", stacklevel=3)
 
     def add(self, report: StepReport) -> bool:
         """Add a report; return whether pictures and findings are due."""
         return super().add(report) and self.count > self.shown * _GROWTH
 
-    def pictures(self, findings: Iterable[Finding], name: str = "") -> dict[str, bytes]:
-        """Draw pictures, tag → PNG: `adiv/overview` and informative `adiv/per_layer/<measure>`.
 
-        Args:
-            findings: findings that the overview states.
-            name: distinguishes several monitors of one run: `adiv/overview/<name>` and so on, so
-                that all overviews come first.
-        """
-        record = self.running.record()
-        shown = grids(record, HEALTH)
-        found = tuple(findings)
-        red, end = red_layers(found), f"/{name}" if name else ""
-        pictures = {
-            f"adiv/per_layer/{measure}{end}": heat_picture(found_there, red).png()
-            for measure, found_there in shown.items()
-            if is_told(measure, found_there.values) or found_there.not_finite.any()
-        }
-        if (front := overview(record, found, name)) is not None:
-            pictures[f"adiv/overview{end}"] = front.png()
-        return pictures
+def pictures(record: Record, findings: Sequence[Finding], name: str = "") -> dict[str, bytes]:
+    """Draw pictures, tag → PNG: `adiv/overview` and informative `adiv/per_layer/<measure>`.
+
+    Args:
+        record: the training so far.
+        findings: findings that the overview states.
+        name: distinguishes several monitors of one run: `adiv/overview/<name>` and so on, so
+            that all overviews come first.
+    """
+    red, end = red_layers(findings), f"/{name}" if name else ""
+    drawn = {
+        f"adiv/per_layer/{measure}{end}": heat_picture(found, red).png()
+        for measure, found in grids(record, HEALTH).items()
+        if is_told(measure, found.values) or found.not_finite.any()
+    }
+    if (front := overview(record, findings, name)) is not None:
+        drawn[f"adiv/overview{end}"] = front.png()
+    return drawn
 
 
 def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Picture | None:
@@ -91,7 +90,9 @@ def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Pic
     whose = f"{stem}: {headline}" if name else headline
     rows = list(grids(record, panels, layers).values())
     red = red_layers(findings)
-    return overview_picture(rows, whose, _said(findings), red, _losses(record))
+    return overview_picture(
+        rows, whose, [*map(said_of, findings)] or [_UNTOLD], red, _losses(record)
+    )
 
 
 def _losses(record: Record) -> list[float | None]:
@@ -125,13 +126,9 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
     return "\n\n".join([*parts, f"Reports can't tell, and how to find out:\n\n{open_questions}"])
 
 
-def _said(findings: Iterable[Finding]) -> list[str]:
-    """Return one paragraph per finding: title, layers and first advice."""
-    said: list[str] = []
-    for finding in findings:
-        where = f": {listed([*map(quoted, finding.layers)])}" if finding.layers else ""
-        fixes = finding.advice if finding.strength != "note" else ()
-        advice = f" To try: {fixes[0].text}." if fixes else ""
-        title = f"{finding_title(finding.name)} ({finding.strength})"
-        said.append(printable(f"• {title}{where}.{advice}"))
-    return said or [_UNTOLD]
+def said_of(finding: Finding) -> str:
+    """Return a finding in one paragraph: title, layers and first advice."""
+    where = f": {listed([*map(quoted, finding.layers)])}" if finding.layers else ""
+    fixes = finding.advice if finding.strength != "note" else ()
+    advice = f" To try: {fixes[0].text}." if fixes else ""
+    return printable(f"• {finding_title(finding.name)} ({finding.strength}){where}.{advice}")

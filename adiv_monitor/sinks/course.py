@@ -1,8 +1,8 @@
-"""The course of a training so far, for output that shows all of it and is redrawn often."""
+"""Sinks that show the whole training so far, and are redrawn while it goes on."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import StepReport
@@ -10,8 +10,8 @@ from adiv_monitor.report import StepReport
 _PATIENCE = 20
 
 
-class Course:
-    """Collects reports, and allows output at most a twentieth of the time since the first one.
+class CourseSink(ABC):
+    """Collects reports, and shows them for at most a twentieth of the time since the first one.
 
     Output is allowed only if that covers the time spent so far and twice the time of the last
     output: once for now, and once for the final one at the end of the training. The time of imports
@@ -33,6 +33,15 @@ class Course:
         self._next, self.spent = first, 0.0  # seconds
         self._began: float | None = None  # clock time of the first report
 
+    @abstractmethod
+    def show(self) -> None:
+        """Output what the reports so far show."""
+
+    def write(self, report: StepReport) -> None:
+        """Add the report, and show all if that is due."""
+        if self.add(report):
+            self.flush()
+
     def add(self, report: StepReport) -> bool:
         """Add a report; return whether there is time for output now."""
         self.running.add(report)
@@ -47,18 +56,18 @@ class Course:
         self.running.add_losses(losses)
         self.count += bool(self.count)  # no output shows these losses yet
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether there is something that no output shows yet."""
-        return self.shown < self.count
-
-    @contextmanager
-    def showing(self) -> Iterator[None]:
-        """Mark all reports as shown after the body; time a failure, so that a retry waits."""
+    def flush(self) -> None:
+        """Show all reports so far, if something is not shown yet."""
+        if self.shown == self.count:
+            return
         began = time.monotonic()
         try:
-            yield
+            self.show()
             self.shown = self.count
-        finally:
+        finally:  # the time of a failure counts, so that a retry waits
             self._next = time.monotonic() - began
             self.spent += self._next
+
+    def close(self) -> None:
+        """Show the whole training; whatever the sink was given stays open."""
+        self.flush()

@@ -1,19 +1,17 @@
 """A page about a running training, rewritten while it goes on."""
 
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 
 from adiv_monitor.files import file_path, write_whole
 from adiv_monitor.pages import beside, is_ours, running_files
-from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.course import Course
+from adiv_monitor.sinks.course import CourseSink
 
 _BESIDE = (".json", ".md")
 _FIRST = 1.5  # seconds, on the slower of two processors: imports and the page of a small net
 
 
-class HtmlSink:
+class HtmlSink(CourseSink):
     """Writes the run so far as one HTML page: verdict, alarms, heat map, layers.
 
     It is the audit's page without what only an audit can know. The file holds everything, loads
@@ -43,30 +41,12 @@ class HtmlSink:
             )
         self._path = file_path("HtmlSink", path)
         self._check_beside()
-        self._course = Course(_FIRST)
+        super().__init__(_FIRST)
 
     @property
     def place(self) -> str:
         """Path of the page, for the closing line of a run; "" if it was never written."""
-        return str(self._path) if self._course.shown else ""
-
-    def write(self, report: StepReport) -> None:
-        """Add the report, and write the page if the time budget allows it."""
-        if self._course.add(report):
-            self._write_page()
-
-    def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Add the losses of the steps after the last report."""
-        self._course.add_losses(losses)
-
-    def flush(self) -> None:
-        """Write the page with all reports so far."""
-        if self._course.is_behind:
-            self._write_page()
-
-    def close(self) -> None:
-        """Write the final page of the training."""
-        self.flush()
+        return str(self._path) if self.shown else ""
 
     def _check_beside(self) -> None:
         for other in (beside(self._path, ending) for ending in _BESIDE):
@@ -76,11 +56,11 @@ class HtmlSink:
                     "which it did not write: expected another name"
                 )
 
-    def _write_page(self) -> None:
-        with self._course.showing():
-            run = self._course.running
-            texts = running_files(run.record(), run.findings(), run.count, run.alarms)
-            files = {self._path: texts[".html"]}
-            if self._path.is_file() or not self._path.exists():
-                files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}
-            write_whole(files)
+    def show(self) -> None:
+        """Write the page with all reports so far, and the files beside it."""
+        run = self.running
+        texts = running_files(run.record(), run.findings(), run.count, run.alarms)
+        files = {self._path: texts[".html"]}
+        if self._path.is_file() or not self._path.exists():
+            files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}
+        write_whole(files)

@@ -3,28 +3,33 @@
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.board import BoardSink
 from adiv_monitor.sinks.scalars import Metrics
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
+from adiv_monitor.sinks.tracker import TrackerSink
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
 
 
-def logger_sink(logger: "Logger", metrics: Metrics) -> Sink:
+def logger_sinks(logger: "Logger", metrics: Metrics) -> tuple[Sink, ...]:
     """Return a TensorBoard sink if the logger has a TensorBoard writer, else a `LoggerSink`.
 
-    Names in TensorBoard keep their slashes, which define its groups and identify its charts.
+    W&B also gets a sink of pictures and findings. Names in TensorBoard keep their slashes, which
+    define its groups and identify its charts.
     """
-    writer = as_writer(getattr(logger, "experiment", None))
-    if writer is None:
-        return LoggerSink(logger, metrics)
-    return TensorBoardSink(writer, metrics.measures, scalars=metrics.scalars, name=metrics.name)
+    name, writer = metrics.name, as_writer(getattr(logger, "experiment", None))
+    if writer is not None:
+        return (TensorBoardSink(writer, metrics.measures, scalars=metrics.scalars, name=name),)
+    numbers = LoggerSink(logger, metrics)
+    is_wandb = type(logger).__name__ == "WandbLogger"
+    return (numbers, TrackerSink("wandb", scalars="none", name=name)) if is_wandb else (numbers,)
 
 
 def takes_pictures(sink: Sink) -> bool:
     """Return whether the sink accepts pictures and findings."""
-    return isinstance(sink, TensorBoardSink)
+    return isinstance(sink, BoardSink)
 
 
 class LoggerSink:

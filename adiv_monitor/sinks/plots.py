@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 from adiv_monitor.diagnosis.finding import red_layers
 from adiv_monitor.diagnosis.health import HEALTH, MEASURE_TITLES
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.pictures.grid import grid, grids
-from adiv_monitor.pictures.heat import heat_picture, step_picture
+from adiv_monitor.pictures.grid import grid
+from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.report import StepReport
-from adiv_monitor.report.wording import non_finite_words
 from adiv_monitor.sinks.board import overview
 
 if TYPE_CHECKING:
@@ -34,7 +33,12 @@ def run_figure(running: Running, measure: str | None = None) -> "Figure":
         )
     if not running.count:
         raise ValueError("plot: there is no report yet; one is complete when the next step begins")
-    _check_installed()
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            'plot needs the package matplotlib: pip install "adiv-monitor[audit]"'
+        ) from error
     record, findings = running.record(), running.findings()
     if measure is None:
         return _figure(overview(record, findings), "layers in reports")
@@ -44,32 +48,10 @@ def run_figure(running: Running, measure: str | None = None) -> "Figure":
 
 
 def step_figure(report: StepReport) -> "Figure":
-    """Draw all layers of one step by the measures that dashboards show.
-
-    Raises:
-        ImportError: the package matplotlib is missing.
-        ValueError: there is nothing to draw.
-    """
-    _check_installed()
+    """Draw the overview of a training of which this report alone is known; errors as above."""
     running = Running()
     running.add(report)
-    record = running.record()
-    known = grids(record, HEALTH)
-    layers = [path for path in report.layers if any(path in g.layers for g in known.values())]
-    broken = report.first_non_finite
-    said = [] if broken is None else [f"{non_finite_words(report, *broken)} is not finite"]
-    headline = f"Step {report.step:,}: {len(report.layers):,} layers"
-    drawn = list(grids(record, known, layers).values())
-    return _figure(step_picture(drawn, headline, said) if drawn else None, "layers in the report")
-
-
-def _check_installed() -> None:
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            'plot needs the package matplotlib: pip install "adiv-monitor[audit]"'
-        ) from error
+    return run_figure(running)
 
 
 def _figure(picture: Picture | None, what: str) -> "Figure":

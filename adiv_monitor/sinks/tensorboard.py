@@ -1,9 +1,7 @@
-"""Reports in TensorBoard: heat maps, findings, scalars, histograms over rows."""
+"""Reports in TensorBoard: heat maps, findings, scalars."""
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Union
 
 from adiv_monitor.diagnosis.health import chart_text
@@ -11,7 +9,7 @@ from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import not_measured, percent, trained
-from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
+from adiv_monitor.sinks.board import NO_PICTURES, BoardSink, findings_text, pictures
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     FRONT_MEASURES,
@@ -23,13 +21,8 @@ from adiv_monitor.sinks.scalars import (
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_ROUNDING = 1e-6  # a few units in the last place of float32
-# A histogram takes half a kilobyte. With more layers than this, histograms are written at fewer
-# reports, so that a run's file stays a few megabytes.
-_LAYERS_AT_EACH = 40
 
-
-class TensorBoardSink:
+class TensorBoardSink(BoardSink):
     """Writes reports for TensorBoard.
 
     - Images: `adiv/overview`, with the verdict in words and the measures that show most; and
@@ -43,8 +36,6 @@ class TensorBoardSink:
       and `adiv.<measure>/<block>`, medians over the layers of at most eight blocks of the network;
       with `scalars="all"`, `adiv.<measure>/<module path>` of every layer instead. A value without a
       direction is NaN. Charts say what healthy layers read, if that is known.
-    - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
-      the report's quantiles; with more than 40 layers not for every report.
 
     Args:
         target: folder for the event files, or a `SummaryWriter` of yours, which stays open at
@@ -52,7 +43,6 @@ class TensorBoardSink:
         measures: the measures that become scalars. None: those that tell faulty runs from healthy
             ones, and of every layer a selection.
         scalars: "few", or "all" for those of every layer.
-        histograms: whether to write the histograms.
         name: tells several monitors apart that write into one run: the summary goes to
             `adiv.summary.<name>/…`, pictures to `adiv/…/<name>`.
 
@@ -71,24 +61,21 @@ class TensorBoardSink:
         measures: Iterable[str] | None = None,
         *,
         scalars: Scalars = "few",
-        histograms: bool = True,
         name: str = "",
     ) -> None:
         chosen = None if measures is None else tuple(measures)
         self._metrics = Metrics(chosen, scalars, name=_encodable(name))
-        self._histograms = histograms
         self._owned = isinstance(target, str | os.PathLike)
         self._writer = _writer(target)
         self._texts: dict[str, str] = {}
-        self._board = Board("TensorBoardSink")
         self._described_tags: set[str] = set()
-        self._written = 0
-        self._last: StepReport | None = None
+        self._step = 0
+        super().__init__()
 
     @property
     def place(self) -> str:
         """Folder of the event files, for the closing line of a run; "" if nothing was written."""
-        return str(self._writer.log_dir) if self._written else ""
+        return str(self._writer.log_dir) if self.count else ""
 
     def write(self, report: StepReport) -> None:
         """Write the report and flush it to the event file."""
@@ -103,29 +90,13 @@ class TensorBoardSink:
             )
             for tag, v in self._metrics.board(report).items()
         ]
-        rarely = math.ceil(len(report.layers) / _LAYERS_AT_EACH) or 1
-        if self._histograms and self._written % rarely == 0:
-            values += _histograms(report)
         # One event for all values: the writer's own methods pass every single value to another
         # thread, which takes ten times as long.
         self._file_writer().add_summary(Summary(value=values), report.step)
-        due = self._board.add(report)
+        self._step = report.step
+        super().write(report)
         self._write_texts(report)
-        self._written += 1
-        self._last = report
-        if due:
-            self._write_board(report)
         self._writer.flush()
-
-    def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Add the losses of the steps after the last report."""
-        self._board.add_losses(losses)
-
-    def flush(self) -> None:
-        """Write pictures and findings of all reports so far."""
-        if self._last is not None and self._board.is_behind:
-            self._write_board(self._last)
-            self._writer.flush()
 
     def close(self) -> None:
         """Write the last pictures, and close the event file if the sink opened it."""
@@ -152,22 +123,21 @@ class TensorBoardSink:
     def _file_writer(self) -> Any:
         return self._writer._get_file_writer()  # type: ignore[no-untyped-call]
 
-    def _write_board(self, report: StepReport) -> None:
-        """Write findings and pictures of the course so far."""
-        with self._board.showing():
-            running = self._board.running
-            findings = running.findings()
-            self._write_text("findings", findings_text(findings, running.record()), report.step)
-            if self._board.draws:
-                for tag, png in self._board.pictures(findings, self._metrics.name).items():
-                    self._file_writer().add_summary(_image(tag, png), report.step)
-            else:
-                self._write_text("no_pictures", NO_PICTURES, report.step)
+    def show(self) -> None:
+        """Write findings and pictures of the training so far."""
+        record, findings = self.running.record(), self.running.findings()
+        self._write_text("findings", findings_text(findings, record), self._step)
+        if self.draws:
+            for tag, png in pictures(record, findings, self._metrics.name).items():
+                self._file_writer().add_summary(_image(tag, png), self._step)
+        else:
+            self._write_text("no_pictures", NO_PICTURES, self._step)
+        self._writer.flush()
 
     def _write_texts(self, report: StepReport) -> None:
         measures = self._metrics.measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)
         if report.ends_round:  # single turns would change these texts each time
-            whole = self._board.running.last
+            whole = self.running.last
             self._write_text("worst_layers", "\n".join(worst_lines(whole, measures)), report.step)
             self._write_text("not_measured", _not_measured(whole), report.step)
         self._write_text("notes", _bullets(report.notes), report.step)
@@ -191,14 +161,14 @@ def as_writer(found: object) -> Union["SummaryWriter", None]:
 
 
 def _writer(target: object) -> "SummaryWriter":
+    if (writer := as_writer(target)) is not None:
+        return writer
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(
             'TensorBoardSink needs the package tensorboard: pip install "adiv-monitor[tensorboard]"'
         ) from error
-    if isinstance(target, SummaryWriter):
-        return target
     if isinstance(target, str | os.PathLike):
         return SummaryWriter(os.fspath(target))
     raise TypeError(
@@ -218,36 +188,6 @@ def _image(tag: str, png: bytes) -> Any:
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))  # in the PNG header
     image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
     return Summary(value=[Summary.Value(tag=tag, image=image)])
-
-
-def _histograms(report: StepReport) -> Iterator[Any]:
-    """Yield histograms of scale and cosine over the rows with a gradient, for every layer.
-
-    Each has one equally filled bucket between neighbouring quantiles.
-    """
-    from torch.utils.tensorboard.summary import histogram_raw
-
-    for path, reading in report.layers.items():
-        rows = reading.rows_seen - reading.rows_without_gradient
-        of_rows = {"scale": reading.scale_quantiles, "cosine": reading.row_cosine_quantiles}
-        for what, quantiles in of_rows.items():
-            if not quantiles or not all(map(math.isfinite, quantiles)):
-                continue
-            if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
-                # Stretched over the whole chart, rounding would look like a distribution.
-                quantiles = (float(f"{quantiles[0]:.6g}"),) * len(quantiles)
-            middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
-            share = rows / len(middles)
-            yield from histogram_raw(  # type: ignore[no-untyped-call]
-                f"adiv.row_{what}/{_encodable(path)}",
-                min=quantiles[0],
-                max=quantiles[-1],
-                num=rows,
-                sum=share * sum(middles),
-                sum_squares=share * sum(middle**2 for middle in middles),
-                bucket_limits=list(quantiles[1:]),
-                bucket_counts=[share] * len(middles),
-            ).value
 
 
 def _not_measured(report: StepReport) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.scalars import Metrics
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
+from adiv_monitor.sinks.tracker import TrackerSink
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -17,8 +18,8 @@ class TrainerSink:
 
     The summary over layers, and the coverage, go into `trainer.state.log_history` and to all
     callbacks except those that only print logs. Scalars of single layers would flood the history,
-    so only callbacks that report to a tracker receive them. TensorBoard also receives all else that
-    `TensorBoardSink` writes.
+    so only callbacks that report to a tracker receive them. TensorBoard, trackio and W&B also
+    receive all else that `TensorBoardSink` and `TrackerSink` write.
 
     Args:
         trainer: the Trainer, which has begun to train.
@@ -29,12 +30,12 @@ class TrainerSink:
         self._trainer = trainer
         self._state = trainer.state  # state of this training; the next one has another
         self._metrics = metrics
-        self._board: TensorBoardSink | None = None
+        self._boards: dict[TrainerCallback, TensorBoardSink | TrackerSink] = {}
 
     @property
     def place(self) -> str:
         """Folder of TensorBoard's event files, for the closing line; "" without TensorBoard."""
-        return "" if self._board is None else self._board.place
+        return next((p for b in self._boards.values() if (p := getattr(b, "place", ""))), "")
 
     def write(self, report: StepReport) -> None:
         """Log the report at the number of steps that the Trainer has taken."""
@@ -49,26 +50,37 @@ class TrainerSink:
         # `trainer.log` is not used: trainers that override it log means, which it would restart.
         self._state.log_history.append({**summary, "step": self._state.global_step})
         for callback in self._trainer.callback_handler.callbacks:
-            writer = as_writer(getattr(callback, "tb_writer", None))
-            if writer is not None:
-                self._board = self._board or TensorBoardSink(
-                    writer, metrics.measures, scalars=metrics.scalars
-                )
-                self._board.write(report)
-            elif isinstance(callback, trackers):
+            board = self._board_of(callback)
+            if board is not None:
+                board.write(report)
+            if isinstance(board, TensorBoardSink):
+                continue
+            if isinstance(callback, trackers):
                 self._tell(callback, {**shown, "epoch": self._state.epoch})
             elif not isinstance(callback, (PrinterCallback, ProgressCallback)):
                 self._tell(callback, dict(summary))
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
         """Add the losses of the steps after the last report."""
-        if self._board is not None:
-            self._board.add_losses(losses)
+        for board in self._boards.values():
+            board.add_losses(losses)
 
     def close(self) -> None:
-        """Write the last pictures; their writer belongs to the Trainer and stays open."""
-        if self._board is not None:
-            self._board.close()
+        """Write the last pictures; their writers belong to the Trainer and stay open."""
+        for board in self._boards.values():
+            board.close()
+
+    def _board_of(self, callback: "TrainerCallback") -> TensorBoardSink | TrackerSink | None:
+        """Return the sink for the product that the callback reports to, if it takes pictures."""
+        if callback not in self._boards:
+            writer = as_writer(getattr(callback, "tb_writer", None))
+            names = [p for p in ("trackio", "wandb") if getattr(callback, f"_{p}", None)]
+            if writer is not None:
+                measures, scalars = self._metrics.measures, self._metrics.scalars
+                self._boards[callback] = TensorBoardSink(writer, measures, scalars=scalars)
+            elif names:
+                self._boards[callback] = TrackerSink(names[0], scalars="none")
+        return self._boards.get(callback)
 
     def _tell(self, callback: "TrainerCallback", logs: dict[str, float]) -> None:
         """Pass logs to a callback in the way the Trainer does."""

@@ -17,7 +17,8 @@ from torch.optim import SGD
 from torchvision.models import resnet18
 
 from adiv_monitor import Monitor
-from adiv_monitor.sinks.board import Board
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.sinks.board import pictures
 
 SLOW = ("layer2.1.conv1.weight", "layer2.1.conv2.weight")
 BATCH, RATE = 32, 0.03
@@ -34,16 +35,16 @@ def overview(steps: int) -> bytes:
     slow = [named.pop(name) for name in SLOW]
     groups = [{"params": list(named.values())}, {"params": slow, "lr": RATE / 1000}]
     optimizer = SGD(groups, lr=RATE, momentum=0.9)
-    board = Board("overview.py")
     with Monitor(model, optimizer, every_n_steps=2, keep=steps) as monitor:
         for _ in range(steps):
             rows = torch.randint(len(images), (BATCH,))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
             optimizer.step()
+    running = Running()
     for report in monitor.reports:
-        board.add(report)
-    return board.pictures(board.running.findings())["adiv/overview"]
+        running.add(report)
+    return pictures(running.record(), running.findings())["adiv/overview"]
 
 
 def main() -> None:

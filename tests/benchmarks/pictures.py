@@ -33,10 +33,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # location of the example repor
 from example_reports import reading, report
 
 from adiv_monitor import Monitor
-from adiv_monitor.diagnosis.running import MOST_REPORTS
+from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
 from adiv_monitor.sinks import HtmlSink, MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
-from adiv_monitor.sinks.board import Board
+from adiv_monitor.sinks.board import pictures
 
 SINKS = {
     "none": "no sink",
@@ -73,8 +73,7 @@ def trained(kind: str, steps: int) -> dict[str, float]:
                 nn.functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
             loop = time.perf_counter() - began
-            course = getattr(sink, "_board", getattr(sink, "_course", None))
-            spent = 0.0 if course is None else course.spent
+            spent = getattr(sink, "spent", 0.0)
         sink.close()
         return {"loop": loop, "spent": spent, "end": time.perf_counter() - began - loop}
 
@@ -109,20 +108,20 @@ def rows_of(steps: int, rounds: int, threads: int) -> list[list[str]]:
 
 def drawn(layers: int, reports: int) -> list[str]:
     """Return the seconds for findings and for pictures of this many layers, after all imports."""
-    board = Board("pictures.py")
+    running = Running()
     draws = [reading(i) for i in range(layers)]
     of_all = {f"blocks.{i // 6}.part{i % 6}": draw for i, draw in enumerate(draws)}
     for step in range(reports):
-        board.add(replace(report(layers=of_all), step=step))
-    board.pictures(board.running.findings())
+        running.add(replace(report(layers=of_all), step=step))
+    pictures(running.record(), running.findings())
     began = time.perf_counter()
-    findings = board.running.findings()
+    findings = running.findings()
     found = time.perf_counter()
-    pictures = board.pictures(findings)
+    shown = pictures(running.record(), findings)
     end = time.perf_counter()
-    size = sum(map(len, pictures.values()))
+    size = sum(map(len, shown.values()))
     times = [f"{found - began:.3f}", f"{end - found:.2f}"]
-    return [str(layers), str(reports), *times, str(len(pictures)), f"{size / 1e3:.0f}"]
+    return [str(layers), str(reports), *times, str(len(shown)), f"{size / 1e3:.0f}"]
 
 
 def main(given: list[str] | None = None) -> None:

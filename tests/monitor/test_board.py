@@ -23,7 +23,7 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import course as course_module
-from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
+from adiv_monitor.sinks.board import NO_PICTURES, BoardSink, findings_text, pictures
 
 pytest.importorskip("matplotlib")
 from adiv_monitor.pictures.grid import grid
@@ -169,13 +169,15 @@ def test_the_gradient_that_arrives_is_that_of_the_last_layer_at_the_end() -> Non
 def drawings(monkeypatch: pytest.MonkeyPatch, reports: int) -> list[int]:
     """Return the reports out of `count` at which pictures are drawn if drawing takes no time."""
     monkeypatch.setattr(course_module, "_PATIENCE", 0)
-    board = Board("test")
-    drawn = []
+    drawn: list[int] = []
+
+    class Counts(BoardSink):
+        def show(self) -> None:
+            drawn.append(self.count - 1)
+
+    board = Counts()
     for i in range(reports):
-        if board.add(report(i, layers={})):
-            drawn.append(i)
-            with board.showing():
-                pass
+        board.write(report(i, layers={}))
     return drawn
 
 
@@ -189,13 +191,11 @@ def test_pictures_are_drawn_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_short_run_is_drawn_at_its_end_alone(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
-    drawn: list[int] = []
-    sink._board.pictures = lambda *given: drawn.append(sink._last.step) or {}  # type: ignore
     for step in range(5):
         sink.write(report(step))
-    assert not drawn
+    assert not sink.shown
     sink.close()
-    assert drawn == [4]
+    assert sink.shown == 5
 
 
 def test_one_faulty_layer_of_300_is_seen_in_the_overview() -> None:
@@ -204,10 +204,8 @@ def test_one_faulty_layer_of_300_is_seen_in_the_overview() -> None:
     layers["layer151"] = reading(idle_share=1.0, update_ratio=0.1)
     overviews = []
     for some in (layers, layers | {"layer151": layers["layer0"]}):
-        board = Board("a test")
-        for step in range(3):
-            board.add(report(step, layers=some))
-        overviews.append(board.pictures(())["adiv/overview"])
+        found = running(*(report(step, layers=some) for step in range(3)))
+        overviews.append(pictures(found.record(), ())["adiv/overview"])
     faulty, well = (share(overview, (179, 0, 0)) for overview in overviews)
     assert faulty > well + 5e-4
 

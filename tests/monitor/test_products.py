@@ -1,4 +1,4 @@
-"""W&B and MLflow as real clients, offline: their own files contain the scalars."""
+"""W&B and MLflow as real clients, offline: their own files contain scalars and pictures."""
 
 import json
 import math
@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from adiv_monitor import Monitor
 from adiv_monitor.huggingface import DivergenceTrainerCallback
 from adiv_monitor.lightning import DivergenceCallback
-from adiv_monitor.sinks import MemorySink
+from adiv_monitor.sinks import MemorySink, TrackerSink
 from adiv_monitor.sinks.scalars import board_scalars
 
 STEPS, EVERY = 8, 2
@@ -144,19 +145,26 @@ def _finished(file: Path) -> list[Any]:
 
 
 def wandb_wrote(folder: Path, axis: str) -> Scalars:
-    (file,) = folder.rglob("run-*.wandb")
     scalars: dict[str, dict[int, float]] = {}
+    for row in wandb_rows(folder):
+        for key, value in row.items():
+            if (tag := key.removeprefix("train/")).startswith("adiv.") and tag != "adiv.step":
+                scalars.setdefault(tag, {})[int(row[axis])] = float(value)
+    return scalars
+
+
+def wandb_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return key → value of each row of the history; of a picture, what is known of its file."""
+    (file,) = folder.rglob("run-*.wandb")
+    rows = []
     for record in _finished(file):
         row: dict[str, Any] = {}
         for item in record.history.item:
             *outer, last = item.nested_key or [item.key]
             of = row.setdefault(outer[0], {}) if outer else row
             of[last] = json.loads(item.value_json)
-        for key, value in row.items():
-            if key.removeprefix("train/").startswith("adiv."):
-                at = int(row[axis])
-                scalars.setdefault(key.removeprefix("train/"), {})[at] = float(value)
-    return scalars
+        rows += [row] if row else []
+    return rows
 
 
 def _histories(client: Any, number: str) -> dict[str, dict[int, float]]:
@@ -243,3 +251,44 @@ def test_a_product_has_the_scalars(
         for tag, value in board_scalars(report, None, "few").items():
             kept = written[tag][report.step + offset]
             assert kept == pytest.approx(value, rel=1e-6, nan_ok=math.isnan(value))
+
+
+Logs = Callable[[int], None]
+OWN_LOGS: dict[str, Callable[[Any], Logs]] = {
+    "none": lambda run: lambda step: None,
+    "each step": lambda run: lambda step: run.log({"own": step}),
+    "each step, by its number": lambda run: lambda step: run.log({"own": step}, step=step),
+    "seldom": lambda run: lambda step: run.log({"own": step}) if step % 5 == 0 else None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", OWN_LOGS)
+def test_a_loop_of_ones_own_keeps_its_logs_in_wandb_beside_ours(own: str, tmp_path: Path) -> None:
+    """W&B drops a row whose step is not above the last, and overwrites a row that waits."""
+    wandb = pytest.importorskip("wandb", reason='pip install "adiv-monitor[products]"')
+    rows = {}
+    for monitored in (False, True):
+        folder = tmp_path / str(monitored)
+        folder.mkdir()
+        run = wandb.init(dir=folder, mode="offline", project="p", settings={"silent": True})
+        log, memory, model = OWN_LOGS[own](run), MemorySink(), net()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        sinks = [TrackerSink("wandb"), memory] if monitored else [memory]
+        with Monitor(model, optimizer, every_n_steps=EVERY, sinks=sinks, on_error="raise"):
+            for step, (x, y) in enumerate(batches()):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                log(step)
+        run.finish()
+        rows[monitored] = wandb_rows(folder)
+    said = [[(row["_step"], row["own"]) for row in of if "own" in row] for of in rows.values()]
+    assert [step for _, step in said[0]] == [step for _, step in said[1]]
+    assert own == "seldom" or said[0] == said[1]  # between seldom logs, ours are rows of their own
+    ours = [row for row in rows[True] if "adiv.summary/coverage" in row]
+    assert [row["adiv.step"] for row in ours] == [report.step for report in memory.reports]
+    for row, report in zip(ours, memory.reports, strict=True):
+        expected = board_scalars(report, None, "few")
+        assert {tag: row[tag] for tag in expected} == pytest.approx(expected, nan_ok=True)
+    assert rows[True][-1]["adiv/overview"]["_type"] == "image-file"

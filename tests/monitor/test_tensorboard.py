@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from example_reports import reading, report
 
-from adiv_monitor.report import QUANTILE_LEVELS, StepReport
+from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import TensorBoardSink
 
 pytest.importorskip("tensorboard")
@@ -19,7 +19,7 @@ ATTENTION = "block.0.attention.q_proj"
 
 
 def events(log_dir: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(log_dir), size_guidance={"tensors": 0, "histograms": 0})
+    accumulator = EventAccumulator(str(log_dir), size_guidance={"tensors": 0})
     return accumulator.Reload()
 
 
@@ -45,27 +45,6 @@ def test_no_direction_is_written_as_nan_and_not_taken_not_at_all(tmp_path: Path)
     assert math.isnan(event.value)
     assert "adiv.scale_cv/a" not in found.Tags()["scalars"]
     assert "adiv.summary/update_cosine_min" not in found.Tags()["scalars"]
-
-
-def test_histogram_buckets_lie_between_neighbouring_quantiles(tmp_path: Path) -> None:
-    found = write(tmp_path, report())
-    layer = report().layers[ATTENTION]
-    rows = 1024 - 24  # rows with a gradient
-    for tag, quantiles in (
-        ("row_scale", layer.scale_quantiles),
-        ("row_cosine", layer.row_cosine_quantiles),
-    ):
-        (event,) = found.Histograms(f"adiv.{tag}/{ATTENTION}")
-        histogram = event.histogram_value
-        assert (histogram.min, histogram.max, histogram.num) == (quantiles[0], quantiles[-1], rows)
-        assert list(histogram.bucket_limit) == list(quantiles[1:])
-        assert list(histogram.bucket) == [rows / 32] * 32
-
-
-@pytest.mark.parametrize("quantiles", [(math.nan,) * 33, (*QUANTILE_LEVELS[:-1], math.inf), ()])
-def test_no_histogram_without_numbers(tmp_path: Path, quantiles: tuple[float, ...]) -> None:
-    found = write(tmp_path, report(layers={"a": reading(row_cosine_quantiles=quantiles)}))
-    assert found.Tags()["histograms"] == ["adiv.row_scale/a"]
 
 
 def test_text_names_the_worst_layers(tmp_path: Path) -> None:

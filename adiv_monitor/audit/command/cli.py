@@ -11,6 +11,7 @@ for example:
   adiv-audit --config adiv-audit/config.yaml --steps 200
   adiv-audit compare before after --out compare.html
   adiv-audit compare runs/mine.html runs/other.html
+  adiv-audit watch runs
 
 exit codes:
   0  audited
@@ -70,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["compare"]:
         return _compare(argv[1:])
+    if argv[:1] == ["watch"]:
+        from adiv_monitor.sinks.watch import watch
+
+        return watch(argv[1:])
     config, of_file = read(argv, __doc__ or "")
     OF_FILE.set(of_file)
     return _audit(config)

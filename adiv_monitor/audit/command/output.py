@@ -87,9 +87,11 @@ def show(report: AuditReport, file: IO[str], model: str = "", width: int | None 
         not_advised = finding.not_advised and f"no fix: {finding.not_advised}"
         for line in filter(None, (finding.summary, *said, not_advised)):
             tell(" " * 7, line)
-    if report.record.notes:
+    hurried = "with more time (--try-seconds), the audit tries more fixes"
+    notes = (*[hurried] * report.record.hurried, *report.record.notes)
+    if notes:
         print(file=file)
-    for note in report.record.notes:
+    for note in notes:
         tell("note: ", note)
 
 
