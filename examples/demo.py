@@ -253,7 +253,6 @@ def audited(data: Data, rate: float, folder: Path, epochs: int) -> AuditReport:
             batches(data, 0, epochs),
             loss=loss_of,
             optimizer=lambda model: sgd(model, rate),
-            try_seconds=math.inf,  # what is tried does not depend on the clock
             progress=update,
         )
     report.write(folder / "audit")

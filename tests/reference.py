@@ -29,6 +29,7 @@ class LayerTruth:
     features: Tensor  # (rows, ·): φ_W, of all groups
     gamma: Tensor
     u: Tensor
+    theta: Tensor
     module: nn.Module = field(default_factory=nn.Module)
     inputs: list[Tensor] = field(default_factory=list)
 
@@ -120,6 +121,7 @@ def _truth(old: nn.Module, new: nn.Module, gradient: Sequence[Tensor], saved: _S
         features=torch.cat([_features(old, x) for x in saved.inputs]),
         gamma=torch.cat([g.flatten() for g in gradient]),
         u=torch.cat([(new_p[name] - old_p[name]).flatten() for name in old_p]),
+        theta=torch.cat([old_p[name].flatten() for name in old_p]),
         module=old,
         inputs=saved.inputs,
     )
@@ -205,6 +207,7 @@ def function_truth(
         features=_each(first.sum(1), [lead])[0],
         gamma=torch.cat([gradient[name].flatten() for name in names]),
         u=torch.cat([(new[name] - old[name]).flatten() for name in names]),
+        theta=torch.cat([old[name].flatten() for name in names]),
     )
 
 
@@ -254,6 +257,17 @@ def measures(truth: LayerTruth, seen: Sequence[int] | None = None) -> dict[str, 
         "parameter_cosine": _cos(truth.u, -truth.gamma),
         "projection_cosine": _cos(truth.u, truth.u),
         "applied_cosine": _cos(truth.u, -truth.gamma),
+        "activation_rms": truth.z[rows].square().mean().sqrt(),
+        "activation_gradient_rms": G.square().mean().sqrt() if len(rows) else math.nan,
+        "activation_max": truth.z[rows].abs().max() if len(rows) else math.nan,
+        "activation_kurtosis": truth.z[rows].pow(4).mean() / truth.z[rows].square().mean() ** 2,
+        "zero_share": (G == 0).double().mean(),
+        "gradient_norm": truth.gamma.norm(),
+        "update_norm": truth.u.norm(),
+        "weight_norm": truth.theta.norm(),
+        "weight_update_ratio": truth.u.norm() / truth.theta.norm(),
+        "update_rms": truth.u.square().mean().sqrt(),  # at a learning rate of 1
+        "unchanged_share": (truth.u[truth.gamma != 0] == 0).double().mean(),
     }
     for name, values in (
         ("scale", scale.flatten()),

@@ -116,7 +116,7 @@ class Uses(Recording):
     @cached_property
     def seen(self) -> dict[str, Seen]:
         """The chosen layers by path, in the order of their first calls."""
-        every = ((path, Seen(calls)) for path, calls in self.calls.items())
+        every = ((path, Seen(calls, self.uses[path])) for path, calls in self.calls.items())
         chosen = self._probe.layers
         return {path: x for path, x in every if is_chosen(path, x.layer.module, chosen)}
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
 from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.probe.recording import Call
+from adiv_monitor.features.uses import Use
 
 
 class Seen:
@@ -15,10 +16,10 @@ class Seen:
 
     Args:
         calls: its calls.
+        use: the use of its weight in its first call.
 
     Attributes:
         layer: the layer.
-        use: the use of its weight in its first call.
         features: features of its sampled rows, over all calls.
         shapes: shape of all rows in each call.
         is_table: whether rows of its matrix are looked up instead of multiplied.
@@ -26,10 +27,9 @@ class Seen:
         block: index of the block of the weight that every row uses; None without blocks.
     """
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.layer, self.use = calls[0].layer, calls[0].use
+    def __init__(self, calls: Sequence[Call], use: Use) -> None:
+        self.layer, self.use = calls[0].layer, use
         first, *more = [call.features for call in calls]
-        assert first is not None
         self.features: Features = first.joined(more)
         self.shapes = [call.rows.shape for call in calls]
         self.is_table = not isinstance(self.features, DenseFeatures | BlockFeatures)

@@ -22,7 +22,6 @@ _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(("steps", "every_n_steps", "max_rows", "batch_size", "num_classes"), _COUNT),
     "seed": (int, lambda x: x >= 0, "an integer of at least 0"),
     "clip_norm": (_NUMBER, lambda x: 0 < x < math.inf, "a number above 0, or None not to clip"),
-    "try_seconds": (_NUMBER, lambda x: x >= 0, "a number of at least 0"),
 }
 _OPTIONAL = ("steps", "every_n_steps", "max_rows", "num_classes", "clip_norm")
 
@@ -78,7 +77,6 @@ def audit(
     max_rows: int | None = DEFAULT_MAX_ROWS,
     clip_norm: float | None = None,
     try_fixes: bool = True,
-    try_seconds: float = math.inf,
     seed: int = 0,
     own_losses: Mapping[int, float] | Sequence[float] | None = None,
     progress: "Progress | None" = None,
@@ -107,11 +105,9 @@ def audit(
             the given steps, or 6.
         max_rows: number of rows to sample per layer and step; None: all of them.
         clip_norm: largest norm of the gradient; None: it is not clipped.
-        try_fixes: whether to try fixes and other learning rates in short runs.
-        try_seconds: no trial begins that would end later than this many seconds after the first
-            one. If that leaves a trial out, the result depends on the clock, and the verdict says
-            so. Without this limit it does not: number and length of trials follow from the number
-            of steps and from the cost of a step (`record.facts.step_cost`).
+        try_fixes: whether to try fixes and other learning rates in short runs. Their number and
+            length follow from the number of steps and from the cost of a step
+            (`record.facts.step_cost`), not from the clock.
         seed: seed of the run's random numbers.
         own_losses: losses of your own run: those of its steps 0, 1, 2, …, or step → loss. The
             verdict says if the copy behaves otherwise.

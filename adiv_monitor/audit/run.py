@@ -67,29 +67,28 @@ def run(given: Mapping[str, Any]) -> AuditReport:
             own_losses={int(step): float(x) for step, x in by_step},
         )
         notes += [*record.notes, *filter(None, [compared(record)])]
-        cap = trials.Cap(of.try_seconds if of.try_fixes else 0.0)
-        return _report(setup, replace(record, notes=tuple(notes)), cap, progress)
+        why = "" if of.try_fixes else "trials are off"
+        return _report(setup, replace(record, notes=tuple(notes)), why, progress)
 
 
-def _report(setup: Setup, record: Record, cap: trials.Cap, progress: Progress) -> AuditReport:
+def _report(setup: Setup, record: Record, why: str, progress: Progress) -> AuditReport:
     """Diagnose a record, and try other learning rates and fixes; an interrupt ends that.
 
-    Nothing is tried without time, or if runs can't be compared.
+    Nothing is tried if `why` says why not, or if runs can't be compared.
     """
-    why = "interrupted" if record.interrupted else ""
-    if not record.repeats or record.moving_targets:
+    if record.interrupted:
+        why = "interrupted"
+    elif not record.repeats or record.moving_targets:
         why = "runs can't be compared"
-    elif cap.seconds == 0:
-        why = "trials are off"
-    elif _is_settled(setup, record):
+    elif not why and _is_settled(setup, record):
         why = "the loss is learnt, and steps are costly"
     try:
         if not why:
-            rates = trials.rate_trials(setup, record, cap=cap, progress=progress)
+            rates = trials.rate_trials(setup, record, progress=progress)
             record = replace(record, rates=rates)
-            record = replace(record, overfit=trials.overfit(setup, record, cap=cap))
-            findings = trials.tried(diagnose(record), setup, record, cap=cap, progress=progress)
-            return AuditReport(findings, replace(record, hurried=cap.reached))
+            record = replace(record, overfit=trials.overfit(setup, record))
+            findings = trials.tried(diagnose(record), setup, record, progress=progress)
+            return AuditReport(findings, record)
     except KeyboardInterrupt:
         record, why = replace(record, interrupted=True), "interrupted"
     if record.interrupted:

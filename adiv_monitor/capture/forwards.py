@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.features.recurrent import RecurrentCall
 from adiv_monitor.rerun.randomness import Randomness
 
 Function = Callable[..., Any]
@@ -30,7 +29,6 @@ class FunctionToCall:
         is_seen: whether the call can be part of a measured use.
         has_data: whether an argument depends on data.
         trained: the weights among the arguments.
-        recurrent: what the arguments say, of a recurrent function.
         layers: the layers of its uses, in order.
         versions: the versions of arguments and result when it returned.
     """
@@ -43,7 +41,6 @@ class FunctionToCall:
     is_seen: bool = False
     has_data: bool = False
     trained: list[Tensor] = field(default_factory=list)
-    recurrent: RecurrentCall | None = None
     layers: Sequence[Layer] = ()
     versions: Sequence[int] = ()
 

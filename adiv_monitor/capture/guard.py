@@ -1,6 +1,7 @@
 """Keeps failures in the bodies of hooks away from the training that calls the hooks."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,13 +54,6 @@ class Guard:
 
 def call_all(*actions: Callable[[], object]) -> None:
     """Call all actions in order, even if some raise, and raise the last exception."""
-    failed: BaseException | None = None
-    for action in actions:
-        try:
-            action()
-        except BaseException as error:
-            if error is not failed:
-                error.__context__ = error.__context__ or failed
-            failed = error
-    if failed is not None:
-        raise failed
+    with ExitStack() as stack:
+        for action in reversed(actions):
+            stack.callback(action)

@@ -55,7 +55,6 @@ class Watch:
         watching: sees what happens; its running forward calls are kept up here.
         guard: receives failures.
         plan: the modules with known uses, in which functions need not be watched; None: none.
-        repeated: whether to watch reruns of forward passes, and nothing else.
     """
 
     def __init__(
@@ -63,15 +62,13 @@ class Watch:
         watching: Watching,
         guard: Guard,
         plan: Plan | None = None,
-        *,
-        repeated: bool = False,
     ) -> None:
         self._forwards, self._watching, self._guard = watching.forwards, watching, guard
         selection = watching.selection
-        self._repeated = repeated
+        self._depth = reruns()  # reruns within it are not watched
         self._devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         self._active = True
-        self._is_survey = plan is None and not repeated
+        self._is_survey = plan is None and not self._depth
         # Modules by their ids: other modules of the process need not be hashable.
         self._known: dict[int, Site] = {} if plan is None else plan.known
         self._open = set(map(id, selection.modules if plan is None else plan.watched))
@@ -118,7 +115,7 @@ class Watch:
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """Run the body of a hook; after a failure, nothing is watched any more."""
-        if reruns() != self._repeated:  # a rerun within one is not watched either
+        if reruns() != self._depth:
             return
         try:
             self._guard(body, *args)
@@ -129,7 +126,7 @@ class Watch:
     @property
     def _counts(self) -> bool:
         """Whether forward calls that begin now can be part of what is watched."""
-        return self._repeated or torch.is_grad_enabled()
+        return self._depth > 0 or torch.is_grad_enabled()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         running = self._forwards.running

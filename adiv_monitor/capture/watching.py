@@ -34,6 +34,7 @@ from adiv_monitor.features.uses import (
     uses_in,
 )
 from adiv_monitor.rerun.nested import tensors_in
+from adiv_monitor.rerun.surroundings import reruns
 
 _ATTRIBUTES = ("__get__", "__set__")
 # These functions are written in Python; the functions that they call use the parameters.
@@ -49,7 +50,6 @@ class Watching:
         take_maps: receives a recurrent call and its results; returns the weights that it accounts
             for.
         plan: the modules with known uses; None: none.
-        repeated: whether the watched forward passes are reruns.
 
     Attributes:
         sites: the uses that were seen, by module; None: a module has none of its own.
@@ -70,8 +70,6 @@ class Watching:
         take: Callable[[Layer, Use, Tensor], None],
         take_maps: Callable[[RecurrentCall, tuple[Tensor, ...]], list[Tensor]],
         plan: Plan | None = None,
-        *,
-        repeated: bool = False,
     ) -> None:
         self.sites: dict[nn.Module, Site | None] = {}
         self.others: set[nn.Module] = set()
@@ -89,7 +87,6 @@ class Watching:
         self.layers = layers
         self._provenance = layers.provenance
         self._take, self._take_maps = take, take_maps
-        self._repeated = repeated
         self.on_call: Callable[..., None] = unknown
         self.on_end: Callable[..., None] = unknown
         self._active = True
@@ -112,7 +109,7 @@ class Watching:
 
     def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at what enters the first module with parameters that has run."""
-        if self.first is None and module in self.selection.owners and not self._repeated:
+        if self.first is None and module in self.selection.owners and not reruns():
             self.layers.context.begins()
             self.first, self.batch = module, sums_of(args, kwargs)
         if module is self.first:
@@ -253,10 +250,6 @@ class Watching:
         if call.name in OPENED:
             self._is_special()
             call.is_seen, call.run = False, partial(self.forwards.opened, call.function)
-        elif call.function in RECURRENT:
-            self._is_special()
-            with self._noting(call.trained):
-                call.recurrent = read_call(call.function, call.args, call.kwargs)
 
     def ends_call(self, call: FunctionToCall) -> None:
         """Find which parameters a torch function has used."""
@@ -285,7 +278,7 @@ class Watching:
     @property
     def _takes_gradients(self) -> bool:
         """Whether a use has a gradient; in a rerun, checkpointed functions run without them."""
-        return torch.is_grad_enabled() or self._repeated
+        return torch.is_grad_enabled() or reruns() > 0
 
     def _is_looking(self) -> bool:
         """Return whether functions called now can be part of a measured use."""
@@ -297,12 +290,12 @@ class Watching:
 
     def _uses(self, call: FunctionToCall, made: object) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
-        trained, used = call.trained, call.trained
+        trained = call.trained
         if call.function in RECURRENT:
-            outputs = tuple(tensors_in(made))
-            if call.recurrent is not None and trains(outputs[0]):
-                with self._noting(trained) as used:
-                    used += self._take_maps(call.recurrent, outputs)
+            self._is_special()
+            with self._noting(trained) as used:
+                recurrent = read_call(call.function, call.args, call.kwargs)
+                used += self._take_maps(recurrent, tuple(tensors_in(made)))
             return used
         if not isinstance(made, Tensor):
             return []

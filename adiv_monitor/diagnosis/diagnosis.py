@@ -50,9 +50,8 @@ class Diagnosis:
                 f"The copy does not train as your run did: {differs}. The copy lacks the cause of "
                 f"this difference, which may be the fault of your run. About the copy: {said}"
             )
-        hurried = " The time for trials (try_seconds) was short: this result depends on the clock."
         lost = f" The copy differs from your run: {'; '.join(self.record.lost)}."
-        return said + hurried * self.record.hurried + lost * bool(self.record.lost)
+        return said + lost * bool(self.record.lost)
 
     def _nothing(self) -> str:
         """Return the verdict without findings to act on, unless the loss contradicts it."""

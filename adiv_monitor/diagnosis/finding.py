@@ -14,7 +14,6 @@ RATES = (*LOWER_RATES, *HIGHER_RATES)
 
 Mark = Literal["✓", "✗", "→"]
 NO_STEPS = "the steps for trials were used up"
-NO_TIME = "no time was left"
 _MOST_RED = 10
 _LEAST = 0.02  # smallest relative decrease of a loss that counts
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from adiv_monitor.diagnosis.readings import gradients
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report import NO_MAPS, WORST, StepReport, smallest
+from adiv_monitor.report import NO_MAPS, SIZES, WORST, StepReport, smallest
 
 # Not a measure of the monitor, but computed from two: ‖∂L/∂z‖ of a layer over that of the last.
 GRADIENT = "gradient"
@@ -159,7 +159,7 @@ def is_told(measure: str, values: NDArray[np.float64]) -> bool:
     )
 
 
-_OTHERS = {  # title, and formula with how to read it
+_OTHERS = {**SIZES,  # title, and formula with how to read it
     "gradient_cosine": ("Cosine of a plain gradient step", "cos(e, G): the step without optimizer"),
     "diagonal_cosine": ("Cosine with the scales alone", "cos(D G, G): 1 if rows are equally long"),
     "attainable_cosine": ("Ceiling of the cosine", "‖P G‖ / ‖G‖: the most that any step can reach"),
@@ -199,7 +199,7 @@ _OTHERS = {  # title, and formula with how to read it
         for name, letter in (("alpha", "α"), ("omega", "ω"), ("u", "u"), ("cumulative", "A"))
     },
     "row_cosine_p50": ("Cosine of the median row", "median of cos(d_r, g_r): how one sample fares"),
-}
+}  # fmt: skip
 MEASURE_TITLES: Mapping[str, Measure] = {
     **HEALTH,
     **{name: Measure(title, f"{reads}.") for name, (title, reads) in _OTHERS.items()},
@@ -220,7 +220,7 @@ def chart_text(tag: str) -> str:
     """
     group, _, name = tag.partition("/")
     measure = group.removeprefix("adiv.")
-    if measure.partition(".")[0] == "summary":
+    if measure.partition(".")[0] in ("summary", "sizes"):
         measure = name.rpartition("_")[0]
     known = HEALTH.get(measure)
     return f"{known.title}: {known.reads}" if known else ""

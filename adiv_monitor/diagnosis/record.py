@@ -240,8 +240,6 @@ class Record:
         trained: whether the weights were trained or loaded before this run: no initialisation.
         moving_targets: whether the loss of the same outputs changed in training, because its
             targets or samples come from the network or from a memory. It is no measure then.
-        hurried: the time for trials (try_seconds) was over before all of them had run: what they
-            gave depends on the clock.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
         non_finite_since: the step at which `first_non_finite` was seen; None: not known.
         probed: name of a question → what it found; empty: not asked.
@@ -271,7 +269,6 @@ class Record:
     descent_share: float | None = None
     trained: bool = False
     moving_targets: bool = False
-    hurried: bool = False
     loss_steps: tuple[int, ...] = ()
     non_finite_since: int | None = None
     probed: Mapping[str, Probed] = field(default_factory=dict)

@@ -292,6 +292,72 @@ def common_share(products: PerRow, squares: PerRow, count: PerLayer, sample: Sam
     return Estimate(np.clip(value, 0, 1), np.where(alone, np.nan, sample.widened(error)))
 
 
+# --- sizes -----------------------------------------------------------------------------------
+
+
+def activation_rms(z_z: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estimate:
+    """‖z‖ / √(N n), ≥ 0: root mean square of the outputs, of N active rows of n entries."""
+    return _rms(z_z, count, width, sample)
+
+
+def activation_gradient_rms(G_G: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estimate:
+    """‖G‖ / √(N n), ≥ 0: root mean square of ∂L/∂z, in the units of G."""
+    return _rms(G_G, count, width, sample)
+
+
+def _rms(x_x: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estimate:
+    value, error = product(_one(sample), [(x_x, 0.5), (count, -0.5)], sample)
+    return Estimate(value / np.sqrt(width), error / np.sqrt(width))
+
+
+def activation_max(largest: PerRow, sample: Sample) -> Estimate:
+    """Largest |entry| of z of the sampled rows, ≥ 0; its error is that of `scale_max_of_rows`."""
+    return scale_max_of_rows(largest, sample)
+
+
+def activation_kurtosis(
+    fourth: Sum, z_z: Sum, count: Sum, width: PerLayer, sample: Sample
+) -> Estimate:
+    """mean(z⁴) / mean(z²)² over all entries, ≥ 1: 3 if normal, large if a few hold most of ‖z‖.
+
+    About zero, not about the mean.
+    """
+    value, error = product(fourth, [(z_z, -2), (count, 1)], sample)
+    return Estimate(value * width, error * width)
+
+
+def zero_share(zeros: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estimate:
+    """Share of the entries of G that are exactly zero, in [0, 1]: units that are shut."""
+    value, error = product(zeros, [(count, -1)], sample)
+    return Estimate(value / width, error / width)
+
+
+def weight_update_ratio(u_u: PerLayer, theta_theta: PerLayer) -> PerLayer:
+    """‖ΔΘ‖ / ‖Θ‖, ≥ 0, Θ before the step; NaN where all weights are zero."""
+    return _root(u_u, theta_theta)
+
+
+def update_rms(u_u: PerLayer, size: PerLayer, rate: PerLayer) -> PerLayer:
+    """‖ΔΘ‖ / (√size η), ≥ 0: root mean square of the update, per unit of learning rate."""
+    return _root(u_u, size * rate**2)
+
+
+def unchanged_share(changed: PerLayer, reached: PerLayer) -> PerLayer:
+    """Share of the parameters with a nonzero gradient that the step did not change, in [0, 1].
+
+    Where weights are kept in half precision, small updates are rounded away.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share: PerLayer = 1 - changed / reached
+        return share
+
+
+def _root(squares: PerLayer, by: PerLayer) -> PerLayer:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: PerLayer = np.where(by > 0, np.sqrt(squares / by), np.nan)
+        return found
+
+
 # --- the parameter step: dot products of vectors that hold all parameters of the layer ---------
 
 

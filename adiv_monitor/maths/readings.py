@@ -77,7 +77,12 @@ class Measured:
 
 @np.errstate(all="ignore")  # what a layer does not have is NaN
 def measure(
-    sums: StepSums, *, updated: bool, has_applied: bool, gradient_lost: bool = False
+    sums: StepSums,
+    *,
+    updated: bool,
+    has_applied: bool,
+    gradient_lost: bool = False,
+    rates: PerLayer | None = None,
 ) -> Measured:
     """Return all measures of all layers.
 
@@ -86,11 +91,18 @@ def measure(
         updated: an optimizer has stepped.
         has_applied: the products of the applied update are known.
         gradient_lost: the parameters' products do not apply to the gradient that was used.
+        rates: the learning rate of every layer; None, NaN: not known.
     """
     found = Measured(len(sums.paths))
     for layers in _alike(sums):
         x = _Layers(sums, layers, gradient_lost=gradient_lost)
         _measure(x, found, updated=updated, has_applied=has_applied)
+        if updated:
+            found.put(layers, _of_sizes(x.layers))
+            if rates is not None:
+                u, rate = x.layers, rates[layers]
+                rms = measures.update_rms(u["w_w"], u["size"], rate)
+                found.put(layers, {"update_rms": _certain(rms)}, ~np.isnan(rate))
     return found
 
 
@@ -142,7 +154,7 @@ class _Layers:
         self.exact = (layers["reason"] == "") & ~np.bool_(gradient_lost)
 
     def per_row(self, name: str) -> PerRow:
-        """Return a_r·b_r of the sampled rows, named `a_b`; 0 for zero-gradient rows."""
+        """Return a number of the sampled rows, such as a_r·b_r: `a_b`; 0 for zero-gradient rows."""
         found: PerRow = self.rows[name]
         return found if name == "G_G" else np.where(self.sample.active, found, 0.0)
 
@@ -186,6 +198,8 @@ def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -
     layers = x.layers
     found.put(index, {"idle_share": measures.idle_share(sample, layers["active"])})
     found.put(index, {"gradient_cosine": measures.gradient_cosine(e_G, e_e, G_G, sample)})
+    found.put(index, _of_rms(x, G_G))
+    found.put(index, {"gradient_norm": _certain(np.sqrt(layers["gamma_gamma"]))})
     found.put(index, {"common_share": _common_share(x)}, layers["has_common"])
     attainable = _certain(layers["attainable"])
     found.put(index, {"attainable_cosine": attainable}, layers["has_attainable"])
@@ -202,6 +216,31 @@ def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -
     found.put_levels(index, "row_cosine", levels)
     if (moved := layers["moved"] > 0).any():
         _add_realised(x.sums, index[moved], found)
+
+
+def _of_rms(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
+    count = over_rows(x.sample.active.astype(np.float64), x.sample, x.layers["active"])
+    of = count, x.layers["width"], x.sample
+    of_G, z_z = measures.activation_gradient_rms(G_G, *of), x.sum("z_z")
+    fourth, zeros = (over_rows(x.per_row(name), x.sample) for name in ("fourth", "zeros"))
+    return {
+        "activation_rms": measures.activation_rms(z_z, *of),
+        "activation_max": measures.activation_max(x.per_row("largest"), x.sample),
+        "activation_kurtosis": measures.activation_kurtosis(fourth, z_z, *of),
+        "zero_share": measures.zero_share(zeros, *of),
+        "activation_gradient_rms": Estimate(np.where(x.known_unit, of_G.value, np.nan), of_G.error),
+    }
+
+
+def _of_sizes(of: Table) -> dict[str, Estimate]:
+    w_w, theta_theta = of["w_w"], of["theta_theta"]
+    found = {
+        "update_norm": np.sqrt(w_w),
+        "weight_norm": np.sqrt(theta_theta),
+        "weight_update_ratio": measures.weight_update_ratio(w_w, theta_theta),
+        "unchanged_share": measures.unchanged_share(of["changed"], of["reached"]),
+    }
+    return {name: _certain(value) for name, value in found.items()}
 
 
 def _certain(value: PerLayer) -> Estimate:

@@ -55,13 +55,18 @@ def _columns(kind: str, *names: str) -> list[tuple[str, str]]:
     return [(name, kind) for name in names]
 
 
-DOTS = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma")
+DOTS = ("gamma_gamma", "w_w", "w_gamma", "a_a", "a_w", "a_gamma", "theta_theta")
+# Numbers of a layer's parameters: dot products, counts, and the former without what an earlier
+# layer counts already, since it uses the same parameters.
+ONCE = {"once_gamma": "gamma_gamma", "once_w": "w_w"}
+OF_PARAMETERS = (*DOTS, "size", "reached", "changed", *ONCE)
 LAYERS = np.dtype(
     [
         *_columns("<U8", "reason"),
         *_columns("?", "partial", "knows_scales", "has_common", "has_attainable"),
         *_columns("<i8", "ranks", "total", "groups", "moved"),
-        *_columns("<f8", "precision", "rule_error", *DOTS, "terms", "factor"),
+        *_columns("<f8", "precision", "rule_error", "terms", "factor"),
+        *_columns("<f8", *OF_PARAMETERS, "width"),
         *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
         *_columns("<f8", "rows_bound", "entries_bound", "other_share"),
@@ -69,7 +74,18 @@ LAYERS = np.dtype(
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
 TABLES = {
-    "rows": [*_ROWS, "scale", "mean", "off", "common", "length", "key"],
+    "rows": [
+        *_ROWS,
+        "scale",
+        "mean",
+        "off",
+        "common",
+        "length",
+        "largest",
+        "fourth",
+        "zeros",
+        "key",
+    ],
     "entries": ["scale", "key"],
     "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
@@ -135,6 +151,10 @@ class StepSums:
               with γ the gradient, w = −u the negative of the optimizer's update, and a the negative
               of the update that was applied in the end. `partial`: this rank holds a part of the
               parameters; the ranks' numbers add up.
+            - theta_theta, size, reached, changed: of the parameters before the step, ‖θ‖², their
+              number, that of those with a gradient that is not zero, and of those among them that
+              the step changed. once_gamma, once_w: parts of γγ and ww, so that each parameter
+              counts for one layer alone. width: number of entries of z_r.
             - factor: c in γ = c·GᵀΦ; NaN if unknown. gradient_factor: the same without the
               averaging over ranks by the backward passes.
             - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it
@@ -157,7 +177,8 @@ class StepSums:
         rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
             counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
             m and √Σ (s − m)². common: φ_r·Σ_k φ_k, with the sum over the sampled active rows.
-            length: ‖φ_W‖. key: see `capture/sampling.py`.
+            length: ‖φ_W‖. largest, fourth, zeros: of the entries, max |z_n|, Σ z_n⁴, and the number
+            of g_n = 0. key: see `capture/sampling.py`.
         entries: scales of a random subset of all rows, where a pass knows them, else of the sampled
             rows that have several. row: the index in `rows`; −1 in the first case, where scales of
             zero-gradient rows are NaN. key: as that of rows.

@@ -1,7 +1,6 @@
 """Records the calls of layers in a run of the probe: rows of their features and outputs."""
 
 from collections import defaultdict
-from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
@@ -10,45 +9,14 @@ from torch import Tensor, nn
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.layer_rows import Chooser
+from adiv_monitor.capture.layer_rows import Call, Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.provenance import Provenance
-from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Index, Rows, to_device
 from adiv_monitor.features.uses import Refused, Use
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of a layer.
-
-    Attributes:
-        layer: the layer.
-        use: the use of its weights.
-        rows: the chosen rows.
-        z: their outputs.
-        features: their features, of the trained parameters; None: not asked for.
-        G: ∂L/∂z; None: not known, or zero.
-    """
-
-    layer: Layer
-    use: Use
-    rows: Rows
-    z: Tensor
-    features: Features | None
-    G: Tensor | None = None
-
-    def pick(self, kept: Index | None) -> None:
-        """Keep these of the rows alone; None: all."""
-        if kept is not None:
-            index = to_device(kept, self.z.device)
-            self.z = self.z.index_select(0, index)
-            self.features = None if self.features is None else self.features.pick(index)
-            self.G = None if self.G is None else self.G.index_select(0, index)
 
 
 class Recording:
@@ -62,13 +30,13 @@ class Recording:
         selection: the parameters.
         max_rows: number of rows to choose in each call; None: all.
         seed: the seed.
-        features: whether to take features.
 
     Attributes:
         follows_all: see `Provenance`.
         layers: the layers.
         watching: what finds the uses.
         calls: the calls by path of the layer, in the order of the first ones.
+        uses: by path, the use of the layer's weights in its first call.
     """
 
     follows_all = True
@@ -79,18 +47,17 @@ class Recording:
         selection: Selection,
         max_rows: int | None,
         seed: int,
-        *,
-        features: bool = True,
     ) -> None:
         guard = Guard()  # no training step runs that could be disturbed
         follows, chooser = self.follows_all, Chooser(None, np.random.default_rng(0))
         provenance = Provenance(model, selection.parameters, follows_all=follows)
         given = provenance, chooser, Context(guard)
         self.layers = Layers(model, selection, Forwards(), *given)
-        self.watching = Watching(self.layers, self.use, self.maps, repeated=True)
-        self._watch = Watch(self.watching, guard, repeated=True)
+        self.watching = Watching(self.layers, self.use, self.maps)
+        self._watch = Watch(self.watching, guard)
         self.calls: dict[str, list[Call]] = defaultdict(list)
-        self._max_rows, self._seed, self._has_features = max_rows, seed, features
+        self.uses: dict[str, Use] = {}
+        self._max_rows, self._seed = max_rows, seed
 
     def __enter__(self) -> None:
         self._watch.put_on()
@@ -103,9 +70,10 @@ class Recording:
         key = self._seed, crc32(layer.path.encode()), len(self.calls.get(layer.path, ()))
         generator = np.random.default_rng(key)
         rows = draw(tuple(z.shape[:-1]), self._max_rows, np.inf, generator, z.device)
-        call = Call(layer, use, rows, rows.take(z.detach()), None)
-        if self._has_features:
-            call.features = use.features(rows).restrict(**layer.trained)
+        call = Call(layer, rows)
+        call.z = rows.take(z.detach())
+        call.features = use.features(rows).restrict(**layer.trained)
+        self.uses.setdefault(layer.path, use)
         self.calls[layer.path].append(call)
         return call
 

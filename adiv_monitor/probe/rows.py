@@ -8,13 +8,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.catch import at_gradient
+from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.sampling import winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import joined
 from adiv_monitor.features.uses import Use
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.probe.recording import Call, Recording
+from adiv_monitor.probe.recording import Recording
 
 
 class RowsOfLayer:
@@ -24,21 +25,24 @@ class RowsOfLayer:
         shapes: shape of all rows of each call.
         total: number of all rows.
         z: the outputs of the chosen ones.
-        features: their features; None: not asked for.
+        features: their features.
         G: ∂L/∂z, NaN where it is not known.
         d: the move of the optimizer's step, as a descent direction.
     """
 
     def __init__(self, calls: Sequence[Call], max_rows: int | None) -> None:
         for call, kept in zip(calls, winners([c.rows for c in calls], max_rows), strict=True):
-            call.pick(kept)
+            if kept is not None:
+                call.keep(kept)
         self.shapes = [call.rows.shape for call in calls]
         self.total = sum(call.rows.total for call in calls)
         self.z = joined([call.z for call in calls])
         first, *more = [call.features for call in calls]
-        self.features: Features | None = first and first.joined(more)
-        unknown = torch.nan if all(call.G is None for call in calls) else 0.0
-        self.G = joined([torch.full_like(c.z, unknown) if c.G is None else c.G for c in calls])
+        self.features: Features = first.joined(more)
+        known = [call.gradient for call in calls]
+        unknown = torch.nan if all(g is None for g in known) else 0.0
+        pairs = zip(calls, known, strict=True)
+        self.G = joined([torch.full_like(c.z, unknown) if g is None else g for c, g in pairs])
         self.d: Tensor | None = None
 
 
@@ -51,7 +55,6 @@ class ProbeRows(Recording):
         max_rows: number of rows to sample per layer; None: all.
         seed: the seed of the sample.
         attentions: what looks for attention; None: nothing does.
-        features: whether to take features.
     """
 
     def __init__(
@@ -61,10 +64,8 @@ class ProbeRows(Recording):
         max_rows: int | None,
         seed: int,
         attentions: Attentions | None = None,
-        *,
-        features: bool,
     ) -> None:
-        super().__init__(model, first.selection, max_rows, seed, features=features)
+        super().__init__(model, first.selection, max_rows, seed)
         self._known = first.layers.found
         self.layers.found = dict(self._known)
         self._attentions = attentions
@@ -95,7 +96,7 @@ class ProbeRows(Recording):
         call = self.take(layer, use, use.layout(output))
 
         def arrive(gradient: Tensor) -> None:
-            call.G = call.rows.take(layout(gradient))
+            call.gradient = call.rows.take(layout(gradient))
 
         self.ask(viewed, arrive)
 

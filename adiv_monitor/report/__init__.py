@@ -13,6 +13,7 @@ from adiv_monitor.report.layer import (
     NO_MAPS,
     QUANTILE_LEVELS,
     REALISED_MEASURES,
+    SIZES,
     WORST,
     LayerReading,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "NO_MAPS",
     "QUANTILE_LEVELS",
     "REALISED_MEASURES",
+    "SIZES",
     "WORST",
     "Alarm",
     "AlignmentReading",

@@ -80,6 +80,17 @@ class LayerReading:
     parameter_cosine: float | None = None
     projection_cosine: float | None = None
     applied_cosine: float | None = None
+    activation_rms: float | None = None
+    activation_gradient_rms: float | None = None
+    activation_max: float | None = None
+    activation_kurtosis: float | None = None
+    zero_share: float | None = None
+    gradient_norm: float | None = None
+    update_norm: float | None = None
+    weight_norm: float | None = None
+    weight_update_ratio: float | None = None
+    update_rms: float | None = None
+    unchanged_share: float | None = None
     features: int | None = None
     non_finite: tuple[str, ...] = ()
     earlier_share: float = 0.0
@@ -130,6 +141,23 @@ MEASURES: tuple[str, ...] = tuple(
 
 # Measures that need a second run of the step's forward passes.
 REALISED_MEASURES = ("realised_cosine", "single_layer_share", "first_order_error")
+
+# Measures of size: what users compare with other tools. Title, and formula with its unit.
+SIZES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "activation_rms": ("RMS of the outputs", "‖z‖ / √(N n), of N rows of n entries"),
+        "activation_gradient_rms": ("RMS of the outputs' gradient", "‖G‖ / √(N n)"),
+        "activation_max": ("Largest output", "max |z_n| of the sample"),
+        "activation_kurtosis": ("Kurtosis of the outputs", "mean z⁴ / (mean z²)²; 3 if normal"),
+        "zero_share": ("Shut units", "share of the entries g_n = 0 of rows with a gradient"),
+        "gradient_norm": ("Gradient norm", "‖γ‖, as the optimizer saw it"),
+        "update_norm": ("Update norm", "‖ΔΘ‖"),
+        "weight_norm": ("Weight norm", "‖Θ‖, before the step"),
+        "weight_update_ratio": ("Update to weight", "‖ΔΘ‖ / ‖Θ‖"),
+        "update_rms": ("RMS of the update", "‖ΔΘ‖ / (√size η), per unit of learning rate"),
+        "unchanged_share": ("Unchanged weights", "share of those with a gradient: rounded away"),
+    }
+)
 
 # Which end of a measure is the bad one. Measures that are missing here have no bad end: their
 # spread between layers is informative instead.

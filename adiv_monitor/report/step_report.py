@@ -91,6 +91,13 @@ class StepReport:
         unmeasured: trained, chosen parameters that lie in no measured layer, with the number of
             their elements.
         interval: steps from one measured step to the next, as of this step.
+        gradient_norm: norm of the gradient that the optimizer saw, over all parameters of measured
+            layers; None without any.
+        unclipped_gradient_norm: the same before clipping, and after unscaling of an AMP loss; None
+            where a layer's gradient is not its rows' times a known factor.
+        update_norm: norm of the optimizer's update of these parameters; None without an optimizer.
+        clipped_share: share of the measured steps so far whose gradient was clipped, of those of
+            which this is known; None: of none.
         attention: readings by the path of the attention module; empty unless requested.
         realised_loss_change: loss of the probe after this step minus that before it; None unless
             requested.
@@ -158,6 +165,10 @@ class StepReport:
     notes: tuple[str, ...] = ()
     unmeasured: Mapping[str, int] = field(default_factory=dict)
     interval: int | None = None
+    gradient_norm: float | None = None
+    unclipped_gradient_norm: float | None = None
+    update_norm: float | None = None
+    clipped_share: float | None = None
     attention: Mapping[str, AttentionReading] = field(default_factory=dict)
     realised_loss_change: float | None = None
     realised_loss_changes: tuple[float, ...] = field(default=(), repr=False)
@@ -304,11 +315,11 @@ class StepReport:
             errors = record.pop("standard_error")
             columns = {f"{m}_standard_error": errors.get(m, 0.0) for m in sampled if m in record}
             known = {"loss": math.nan if self.loss is None else self.loss}
-            known["learning_rate"] = self._learning_rate(path)
+            known["learning_rate"] = self.learning_rate(path)
             rows.append({"step": self.step, "layer": path, **known, **record, **columns})
         return rows
 
-    def _learning_rate(self, layer: str) -> float:
+    def learning_rate(self, layer: str) -> float:
         """Return the learning rate of a layer's weight; NaN: not known."""
         group = self.groups.get(layer, -1) if self.groups else 0
         is_known = 0 <= group < len(self.learning_rates)

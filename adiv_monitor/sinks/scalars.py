@@ -12,6 +12,7 @@ from adiv_monitor.report import (
     MEASURES,
     NO_MAPS,
     REALISED_MEASURES,
+    SIZES,
     StepReport,
 )
 from adiv_monitor.report.blocks import blocks
@@ -23,6 +24,7 @@ Scalars = Literal["few", "all"]
 # (tests/benchmarks/results/separation.md), the step's cosine, and the optional measures.
 FRONT_MEASURES: tuple[str, ...] = (
     *("update_ratio", "descent", "idle_share", "effective_lr", "scale_mean", "update_cosine"),
+    *("activation_rms", "gradient_norm", "weight_update_ratio"),
     *("attainable_cosine", *REALISED_MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES),
 )
 BLOCK_MEASURES: tuple[str, ...] = ("update_ratio", "descent", "update_cosine")
@@ -33,8 +35,12 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     *("update_cosine", "gradient_cosine", "diagonal_cosine", "effective_lr", "scale_mean"),
     *("scale_cv", "interference_ratio", "row_cosine_p50", "harmed_fraction", "update_ratio"),
     *("descent", "idle_share", "parameter_cosine", "projection_cosine", "attainable_cosine"),
+    *("activation_rms", "gradient_norm", "weight_update_ratio", "unchanged_share"),
     *(*REALISED_MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES),
 )
+
+# Sizes of the whole gradient and update.
+_WHOLE = ("gradient_norm", "unclipped_gradient_norm", "update_norm", "clipped_share")
 
 # Option of the monitor → the measures that it enables.
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
@@ -176,8 +182,10 @@ def summary_scalars(
 ) -> dict[str, float]:
     """Return `adiv.summary/<measure>_min`, `…_median` and `…_max` over layers, without NaN values.
 
-    Further tags: `adiv.summary/coverage`; if known, `adiv.summary/realised_loss_change` and
-    `adiv.summary/descent`; if there are any, `adiv.summary/alarms`, the number of alarms.
+    Those of sizes begin with `adiv.sizes`, where norms of the whole gradient and update, and the
+    share of clipped steps, stand too, if they are known. Further tags: `adiv.summary/coverage`; if
+    known, `adiv.summary/realised_loss_change` and `adiv.summary/descent`; if there are any,
+    `adiv.summary/alarms`, the number of alarms.
 
     Args:
         report: the report to summarise.
@@ -196,12 +204,15 @@ def summary_scalars(
         others |= {"realised_loss_change": report.realised_loss_change, "descent": report.descent}
     if report.alarms:
         others["alarms"] = len(report.alarms)
+    sizes = {tag: getattr(report, tag) for tag in _WHOLE}
+    scalars |= {_tag(tag, name, "sizes"): x for tag, x in sizes.items() if x is not None}
     return scalars | {f"{summary_group(name)}/{tag}": value for tag, value in others.items()}
 
 
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
     """Return the tags in `summary_scalars` of a measure's min, median and max."""
-    return {end: f"{summary_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
+    group = "sizes" if measure in SIZES else "summary"
+    return {end: _tag(f"{measure}_{end}", name, group) for end in ("min", "median", "max")}
 
 
 def alarms_tag(name: str = "") -> str:
@@ -210,5 +221,9 @@ def alarms_tag(name: str = "") -> str:
 
 
 def summary_group(name: str) -> str:
-    """Return the group of the tags in `summary_scalars`."""
+    """Return the group of the tags in `summary_scalars`, without those of sizes."""
     return f"adiv.summary.{name}" if name else "adiv.summary"
+
+
+def _tag(tag: str, name: str, group: str) -> str:
+    return f"adiv.{group}.{name}/{tag}" if name else f"adiv.{group}/{tag}"

@@ -73,6 +73,14 @@ class Flat:
             buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self.buffers
         )
 
+    def nonzero(self) -> list[Tensor]:
+        """Return which entries are not zero, for each buffer."""
+        return [buffer != 0 for buffer in self.buffers]
+
+    def counts(self, which: Iterable[Tensor]) -> tuple[Float[Tensor, " tensors"], ...]:
+        """Return the number of each tensor's entries that a mask of each buffer chooses."""
+        return self._by_tensor(mask.view(-1, _LINE).sum(1, dtype=torch.float32) for mask in which)
+
     def differs(self, others: Parts) -> Tensor:
         """Return whether any part differs from its tensor; NaN equals itself."""
         pairs = [(self.views[key], others[key]) for key in self.keys]

@@ -104,6 +104,7 @@ class MeasuredStep:
                 self.history,
                 scale=scale,
                 new=not self.history.seen.issuperset({layer.path for layer in reached}),
+                masters={} if optimizer is None else self.history.masters(optimizer),
             )
             found.start(reached, self._steps, updates=steps)
             unscaled = gradient if scale is None else lambda p: gradient(p) / scale

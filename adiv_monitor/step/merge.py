@@ -14,14 +14,17 @@ import numpy as np
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.attention_sums import merge
-from adiv_monitor.maths.sums import DOTS, TABLES, Array, StepSums, Table, blank, in_order
+from adiv_monitor.maths.sums import OF_PARAMETERS, TABLES, Array, StepSums, Table, blank, in_order
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
 from adiv_monitor.step.rank_contribution import RankContribution
 
 # Columns of the table of layers that add up; NaN if one rank does not know its part.
 _ADDED = "total", "moved", "terms", "active", "G_G", "own_G", "own_own", "scale_sum"
-_OF_PARAMETERS = "parameter_cosine", "projection_cosine", "applied_cosine", "descent"
+_UNDEFINED = (
+    *("parameter_cosine", "projection_cosine", "applied_cosine", "descent", "gradient_norm"),
+    *("update_norm", "weight_norm", "weight_update_ratio", "update_rms", "unchanged_share"),
+)
 
 
 def prepared(
@@ -201,7 +204,7 @@ def _layers(
     count, scales = each("active", 0.0), each("scale_sum", 0.0)
     off = np.where(count > 0, scales / count - scales.sum(0) / count.sum(0), 0.0)
     found["scale_off"] = np.sqrt((each("scale_off", 0.0) ** 2 + count * off**2).sum(0))
-    for name in DOTS:  # one rank's, or the sum if each holds a part
+    for name in OF_PARAMETERS:  # one rank's, or the sum if each holds a part
         of_all = np.where(there, lines[name], 0.0).sum(0)
         found[name] = np.where(found["partial"], of_all, found[name])
     return found
@@ -230,7 +233,7 @@ def _without_parts(sums: StepSums, world: int) -> StepSums:
     lacks = layers["partial"] & (layers["ranks"] < world)
     layers["reason"][lacks & (layers["reason"] == "")] = "ranks"
     pairs = zip(sums.about, lacks.tolist(), strict=True)
-    more = (replace(of, undefined=of.undefined + _OF_PARAMETERS * some) for of, some in pairs)
+    more = (replace(of, undefined=of.undefined + _UNDEFINED * some) for of, some in pairs)
     return replace(sums, about=tuple(more))
 
 

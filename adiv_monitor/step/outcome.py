@@ -1,8 +1,10 @@
 """Readings from the numbers on the host, with notes for the reader."""
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from adiv_monitor.step.gradient_check import settled
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
+# Where the loss is unknown, a smaller factor on the gradient may be that of an AMP scaler.
+_SMALLEST_CLIP = 1e-3
 _ALONE = "Their readings are estimated from rows alone."
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
@@ -50,6 +54,11 @@ _IDLE = (
     "are missing there. A larger max_rows samples some of the others."
 )
 _ZEROED = "The gradient of {} was set to zero after the backward pass."
+_ROUNDED_AWAY = (
+    "Most weights of {} that have a gradient did not change, because the step is below their last "
+    "digit. If the optimizer steps copies of higher precision that are not in its state, then what "
+    "reports say of the update and of its moves is true of the rounded weights alone."
+)
 _ROUNDED = (
     "The real change of {} is lost in rounding, or hardly larger: realised_cosine and "
     "single_layer_share are missing or too near to 0 there, and first_order_error is missing or "
@@ -75,6 +84,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         updated=part.updated,
         has_applied=part.has_applied,
         gradient_lost=part.gradient_lost,
+        rates=np.array([report.learning_rate(path) for path in sums.paths]),
     )
     paths, reasons = sums.paths, sums.layers["reason"].tolist()
     if "more" in reasons:  # a forgotten `zero_grad()` would show in all layers
@@ -82,6 +92,11 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     if not part.is_settled:  # ranks would not agree on what they check
         history.checks(sums, reasons)
     broken = _non_finite(sums)
+    norms = _norms(sums, report, updated=part.updated)
+    after, before = norms["gradient_norm"], norms["unclipped_gradient_norm"]
+    if after is not None and before is not None:
+        history.clipped.append(after < (1 - sums.tolerance.max()) * before)
+    clipped = sum(history.clipped) / len(history.clipped) if history.clipped else None
     attention, of_attention = _attention(part.attention, part.no_attention)
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}
     told = [
@@ -92,6 +107,10 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         (_IDLE, _is_idle(sums, measured)),
         (_ZEROED, sums.was_zeroed),
         (_ROUNDED, _is_rounded(sums)),
+        (
+            _ROUNDED_AWAY,
+            (sums.layers["w_w"] > 0) & (2 * sums.layers["changed"] < sums.layers["reached"]),
+        ),
     ]
     notes = [*report.notes]
     for sentence, which in told:
@@ -106,7 +125,34 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         attention=attention,
         zeroed_passes=zeroed,
         rescaled=tuple(p for p, of in zip(paths, reasons, strict=True) if of == "apart"),
+        **norms,
+        clipped_share=clipped,
     )
+
+
+def _norms(sums: StepSums, report: StepReport, *, updated: bool) -> dict[str, Any]:
+    """Return norms over the parameters of all layers, those of several layers counted once."""
+    layers, gamma = sums.layers, sums.layers["once_gamma"]
+    factor = np.where(gamma > 0, layers["gradient_factor"], np.inf)
+    factor *= _loss_scale(report.loss_gradients, factor.min(initial=np.inf))
+    squares = {
+        "gradient_norm": gamma,
+        "unclipped_gradient_norm": gamma / factor**2,
+        "update_norm": layers["once_w"] if updated else np.full(len(layers), np.nan),
+    }
+    found = {name: float(np.sqrt(of.sum())) for name, of in squares.items()}
+    return {name: norm if sums.paths and norm == norm else None for name, norm in found.items()}
+
+
+def _loss_scale(gradients: Sequence[float], factor: float) -> float:
+    """Return the number by which an AMP scaler multiplied the loss, given that on the gradient.
+
+    Where the loss of each of several passes is divided by their number, it is the sum.
+    """
+    if not gradients:
+        return math.nan if factor < _SMALLEST_CLIP else 1.0
+    scales = (sum(gradients), max(gradients)) if max(gradients) > 1 else ()
+    return next((scale for scale in scales if scale * factor < 1.01), 1.0)
 
 
 def _is_idle(sums: StepSums, found: Measured) -> Mask:
@@ -157,7 +203,7 @@ def _readings(
     if not sums.paths:
         return {}
     if part.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
-        for name in ("parameter_cosine", "applied_cosine", "descent"):
+        for name in ("parameter_cosine", "applied_cosine", "descent", "unchanged_share"):
             found.values.pop(name, None)
     names = [name for name in found.values if name in MEASURES]
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()

@@ -8,7 +8,7 @@ and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has wr
 parameters since the step, by their version counters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ class ParameterSteps:
         history: the run history so far.
         scale: the number by which a fused optimizer divides `.grad` in its step (AMP); None: 1.
         new: whether some of the layers were not measured before.
+        masters: by id of a parameter, the copy of higher precision that the optimizer steps.
 
     Attributes:
         keys: the pieces.
-        products: their dot products, by the names of `DOTS`, in the order of `keys`: one vector for
-            each dtype and device.
+        products: their dot products and counts, by the names of `OF_PARAMETERS`, in the order of
+            `keys`: one vector for each dtype and device.
         has_copies: whether γ is preserved even if the optimizer changes `.grad`.
     """
 
@@ -42,7 +43,9 @@ class ParameterSteps:
         *,
         scale: Tensor | None,
         new: bool,
+        masters: Mapping[int, Tensor],
     ) -> None:
+        self._masters = masters
         self._pieces = {piece.key: piece for piece in pieces}
         self._history = history
         self._keeps_update = new or history.weights_change
@@ -61,7 +64,8 @@ class ParameterSteps:
                 buffer.div_(scale.to(buffer.device))
         self._gamma = self._copied.views
         self.keys = self._copied.keys
-        self.products = {"gamma_gamma": self._copied.dots(self._copied)}
+        sizes = torch.tensor([self._gamma[k].numel() for k in self.keys], dtype=torch.float64)
+        self.products = {"gamma_gamma": self._copied.dots(self._copied), "size": (sizes,)}
         self._before: Flat | None = None  # θ before; after the step w, if no update is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -74,16 +78,21 @@ class ParameterSteps:
             self._history.flats.append(self._copied)
             self._copied, self._gamma = None, self._given
         self._before = self._copy(values, values)
+        self.products["theta_theta"] = self._before.dots(self._before)
         self._at_first = _versions(self._given.values())
 
     def _values(self) -> dict[Key, Tensor]:
         """Return the pieces as they are now; a plain parameter stands for itself."""
-        return {
-            key: piece.parameter
-            if piece.view is None and type(piece.parameter) is nn.Parameter
-            else piece.value()
-            for key, piece in self._pieces.items()
-        }
+        found: dict[Key, Tensor] = {}
+        for key, piece in self._pieces.items():
+            master = self._masters.get(id(piece.parameter))
+            if master is not None:
+                found[key] = piece.of(master)
+            elif piece.view is None and type(piece.parameter) is nn.Parameter:
+                found[key] = piece.parameter
+            else:
+                found[key] = piece.value()
+        return found
 
     def _copy(self, like: Parts, tensors: Parts) -> Flat:
         """Return a copy of tensors that are laid out like others, in spare memory if there is."""
@@ -126,11 +135,17 @@ class ParameterSteps:
         w = self._taken
         assert w is not None
         self.products["w_w"] = w.dots(w)
-        if self._copied is not None:
-            self.products["w_gamma"] = w.dots(self._copied)
+        gamma, moved = self._copied, w.nonzero()
+        if gamma is not None:
+            self.products["w_gamma"] = w.dots(gamma)
         else:
             w.apply(torch._foreach_mul_, self._gamma)
             self.products["w_gamma"] = w.sums()
+            w.apply(torch._foreach_copy_, self._gamma)
+            gamma = w
+        reached = gamma.nonzero()
+        self.products["reached"] = gamma.counts(reached)
+        self.products["changed"] = gamma.counts(map(torch.logical_and, reached, moved))
         if self.has_copies:
             assert self._copied is not None
             changed = self._copied.differs(self._given)

@@ -131,7 +131,7 @@ class ProbeStep:
         self._run(partial(self._before_step, updates and "realised" in probing.measures))
 
     def _before_step(self, is_realised: bool) -> None:
-        rows = self._recording(self._attentions, features=is_realised)
+        rows = self._recording(self._attentions)
         # The graph outlives the step: what it holds of parameters are their values before.
         with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             losses = self._probing.batch.run()
@@ -168,7 +168,6 @@ class ProbeStep:
         """Take the change of a layer's weight and bias."""
         layer = self._layers.get(path)
         if layer is not None:
-            assert layer.features is not None
             layer.d = layer.features.move(*change)
 
     def updated(self, out: Outgoing) -> None:
@@ -211,7 +210,7 @@ class ProbeStep:
                 out.flags["loss_changes"] = [losses.samples - before.samples]
 
     def _again(self) -> tuple[dict[str, RowsOfLayer], Losses | None]:
-        with (rows := self._recording(features=False)):
+        with (rows := self._recording()):
             losses = self._probing.batch.run()
         return rows.of_layers(), losses
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from adiv_monitor.capture.weights.pieces import Key
 from adiv_monitor.maths.attention_sums import AttentionSums
-from adiv_monitor.maths.sums import DOTS, NO_SUMS, Array, StepSums
+from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, ONCE, Array, StepSums
 from adiv_monitor.report import StepReport
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
@@ -80,7 +80,7 @@ def make_contribution(
     def is_set(name: str) -> bool:
         return any(of.any() for of in flags.get(name, ()))
 
-    dots = {name: np.concatenate(of) for name in DOTS if (of := flags.get(name))}
+    dots = {name: np.concatenate(of) for name in OF_PARAMETERS if (of := flags.get(name))}
     changed, has_applied = is_set("gradient_changed"), "a_a" in dots
     # Computed in the same way, they are equal to the last bit unless θ has changed.
     weights_changed = is_set("weights_changed") or (
@@ -131,10 +131,13 @@ def _add_dots(
     counted = [share for of in shares for share in of.values()]
     layer = np.repeat(np.arange(len(shares)), [len(of) for of in shares])
     # Without an applied update of its own, a = u.
-    like = {"a_a": "w_w", "a_w": "w_w", "a_gamma": "w_gamma"}
-    for name in DOTS:
+    like = {"a_a": "w_w", "a_w": "w_w", "a_gamma": "w_gamma", **ONCE}
+    is_first = np.zeros(len(at))
+    is_first[np.unique(at, return_index=True)[1]] = 1
+    for name in OF_PARAMETERS:
         values = dots.get(name, dots.get(like.get(name, ""), np.zeros(len(keys))))
-        layers[name] = np.bincount(layer, values[at] * counted, len(shares))
+        weights = is_first * counted if name in ONCE else counted
+        layers[name] = np.bincount(layer, values[at] * weights, len(shares))
 
 
 def _terms(sums: StepSums) -> Array:

@@ -6,12 +6,14 @@ from weakref import ref
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 
 from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.gradient_check import tells
 from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.stepping import masters, name_of_masters
 
 # In a run in which nothing changes, all gradients are checked at every so many measured steps.
 _CHECKED_EVERY = 16
@@ -42,6 +44,8 @@ class RunHistory:
         checked: measured steps since all gradients were checked.
         sound: layers whose gradient was that of their rows when all were last checked, at two
             measured steps in a row.
+        clipped: of the measured steps of which it is known, whether the gradient was clipped.
+        name_of_masters: see there; None: not known yet.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
         flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
@@ -58,6 +62,8 @@ class RunHistory:
     telling: str | None = None
     checked: int = 0
     sound: set[str] = field(default_factory=set)
+    clipped: list[bool] = field(default_factory=list)
+    name_of_masters: str | None = None
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
     flats: list[Flat] = field(default_factory=list)
@@ -74,6 +80,12 @@ class RunHistory:
                 self.learnt = True
             self.gradient_changes |= part.gradient_changed
             self.weights_change |= part.weights_changed
+
+    def masters(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        """Return the copies of higher precision that the optimizer steps, by id of the weight."""
+        if self.name_of_masters is None:
+            self.name_of_masters = name_of_masters(optimizer)
+        return masters(optimizer, self.name_of_masters) if self.name_of_masters else {}
 
     def asks(self, *, surveys: bool) -> str | None:
         """Return `telling` of the coming step, in which all functions may be watched."""

@@ -9,6 +9,7 @@ from numbers import Real
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -17,6 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.failures import Failures
 
@@ -91,6 +93,33 @@ def has_state(optimizer: Optimizer | None) -> bool:
     states = () if optimizer is None else optimizer.state.values()
     held = (value for of in states for value in of.values())
     return any(isinstance(value, Tensor) for value in held)
+
+
+def masters(optimizer: Optimizer, name: str) -> dict[int, Tensor]:
+    """Return the tensors of this name in the optimizer's state, by id of the 16-bit weight."""
+    return {
+        id(p): of[name]
+        for p, of in optimizer.state.items()
+        if p.dtype.itemsize == 2 and name in of and not is_shard(p)
+    }
+
+
+def name_of_masters(optimizer: Optimizer) -> str | None:
+    """Return the name of the float32 copies of 16-bit weights that an optimizer's state holds.
+
+    They are all float32, and rounded they are the weights; "": there are none; None: no state yet.
+    """
+    coarse = [(p, of) for p, of in optimizer.state.items() if p.dtype.itemsize == 2]
+    names: set[str] = {k for _, of in coarse for k, x in of.items() if isinstance(x, Tensor)}
+    for name in sorted(names):
+        pairs = [(p, of.get(name, p)) for p, of in coarse]
+        if (
+            all(x.shape == p.shape and x.dtype == torch.float32 for p, x in pairs)
+            and all(torch.equal(x.to(p.dtype), p) for p, x in pairs)
+            and any(p.any() for p, _ in coarse)
+        ):
+            return name
+    return "" if names or (not coarse and optimizer.state) else None
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:

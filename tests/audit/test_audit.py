@@ -92,26 +92,23 @@ def test_what_was_given_is_untouched() -> None:
     assert report.record.facts.resumed
 
 
-def on_a_machine(times_slower: float, **given: Any) -> dict[str, Any]:
+def on_a_machine(times_slower: float) -> dict[str, Any]:
     """The report, but for measured times, of an audit whose clock runs that much faster."""
     torch.manual_seed(0)
     clock = time.perf_counter
     began = clock()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(time, "perf_counter", lambda: began + times_slower * (clock() - began))
-        report = audit(mlp(), batches(), loss=cross_entropy, steps=4, **given)
+        report = audit(mlp(), batches(), loss=cross_entropy, steps=4)
     facts = replace(report.record.facts, seconds_per_step=0.0)
     return replace(report, record=replace(report.record, facts=facts)).to_dict()
 
 
 @pytest.mark.slow
-def test_the_verdict_does_not_depend_on_the_clock_unless_it_says_so() -> None:
+def test_the_verdict_does_not_depend_on_the_clock() -> None:
     usual = on_a_machine(1)
-    assert on_a_machine(100) == usual
-    assert usual["record"]["rates"] and not usual["record"]["hurried"]
-    assert "clock" not in usual["verdict"]
-    capped = on_a_machine(1e9, try_seconds=60)
-    assert capped["record"]["hurried"] and "this result depends on the clock" in capped["verdict"]
+    assert usual["record"]["rates"]
+    assert on_a_machine(1e9) == usual
 
 
 def test_a_loss_that_stops_being_finite_ends_the_run() -> None:

@@ -22,7 +22,6 @@ ALL = Config(
     clip_norm=1e-3,
     precision="bf16-mixed",
     try_fixes=False,
-    try_seconds=7.0,
     fail_if=["scale_cv > 1", "act"],
 )
 
@@ -48,10 +47,10 @@ def test_values_of_yaml_are_those_of_the_command_line() -> None:
     text = "optimizer_args: {lr: 1e-3, eps: 1E+2, name: b}\nbatch-size: 4\nfail_if: act\n"
     given = {"lr": 1e-3, "eps": 100.0, "name": "b"}
     assert load_text(text) == {"optimizer_args": given, "batch_size": 4, "fail_if": ["act"]}
-    assert load_text("input_shape: [3, 8]\nseed: null\ntry: false\ntry_seconds: .inf\n") == {
+    assert load_text("input_shape: [3, 8]\nseed: null\ntry: false\nclip_norm: .inf\n") == {
         "input_shape": (3, 8),
         "try_fixes": False,
-        "try_seconds": math.inf,
+        "clip_norm": math.inf,
     }
     line = ["m", "--input-shape", "3,8", "--no-try", "--optimizer-args", '{"lr": 0.1}']
     assert parsed(line) == {

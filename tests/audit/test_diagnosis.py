@@ -134,11 +134,8 @@ HITS = {
     "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
     "unbounded-loss": record(losses=tuple(2 - 1e6 * (i / 39) ** 3 for i in range(STEPS))),
     "hidden-parameters": probed("hidden-parameters", share=0.5),
-    "backward-wrong": probed("backward-wrong", WELL, cosine=-1.0, slope=1.0, backward=-1.0),
-    "outputs-tied": probed("outputs-tied", outputs=3.0),
     "mask-ignored": probed("mask-ignored"),
     "zero-factor": probed("zero-factor"),
-    "addend-outweighs": probed("addend-outweighs", times=50.0),
     "input-written": probed("input-written", WELL, change=0.75, times=5.0),
     "rate-zero": probed("rate-zero", share=0.5),
     "rounded-away": probed("rounded-away", share=0.8),
@@ -204,7 +201,6 @@ LITTLE = LAYERS | {"a": reading(update_ratio=0.004)}
 NOISY = (2.3, 0.9, 2.1, 0.9, 2.2, 1.0, 2.1, 0.9, 2.0, 1.0, 2.2, 0.8)
 # What is at most to be watched: name and strength, and a record of it.
 MILDER = [
-    ("backward-wrong watch", probed("backward-wrong", WELL, cosine=0.6, slope=1.0, backward=0.5)),
     ("mask-ignored watch", probed("mask-ignored", WELL)),
     ("zero-factor watch", probed("zero-factor", WELL)),
     ("input-written watch", probed("input-written", change=0.75, times=1.0)),
@@ -281,8 +277,6 @@ def test_what_may_be_meant_is_found_too(name: str, of: Record) -> None:
 
 
 NEAR_MISSES = {
-    "outputs-tied": probed("outputs-tied", outputs=1.0),
-    "addend-outweighs": probed("addend-outweighs", times=9.0),
     "input-written": probed("input-written", change=0.009, times=5.0),
     "outputs-constant": replace(
         probed("outputs-constant", words={"by": "zeros"}, share=0.0), units=units(dead=64).units

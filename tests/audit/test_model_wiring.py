@@ -1,4 +1,4 @@
-"""Custom backward passes, shared modules, masks, zero factors, drowned and overwritten inputs."""
+"""Cuts beside a block, masks, zero factors, and overwritten inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,80 +37,6 @@ def of(between: Callable[[Tensor], Tensor]) -> Setup:
     return setup(model=Made(between), steps=4)
 
 
-def function(forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Any:
-    """Return a custom function with the slope that its backward pass is to use."""
-
-    class Custom(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return forward(x)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient * slope(*ctx.saved_tensors)
-
-    return Custom.apply
-
-
-@pytest.mark.parametrize("sign, cosine", [(1, None), (-1, -1.0)])
-def test_a_backward_pass_with_the_wrong_sign_is_named(sign: int, cosine: float | None) -> None:
-    tanh = function(torch.tanh, lambda x: sign * (1 - x.tanh().square()))
-    found = asked("backward-wrong", of(tanh))
-    assert (
-        [fact.numbers["cosine"] for fact in found] == []
-        if cosine is None
-        else [pytest.approx(cosine)]
-    )
-
-
-@pytest.mark.parametrize(
-    ("forward", "slope"),
-    [
-        (torch.sign, lambda x: (x.abs() < 1).to(x.dtype)),  # straight through a step
-        (lambda x: x.clamp(-1, 1), torch.ones_like),  # and a clip
-        (lambda x: x.view_as(x), lambda x: -torch.ones_like(x)),  # reversed on purpose
-    ],
-)
-def test_slopes_that_differ_on_purpose_are_not_named(
-    forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
-) -> None:
-    assert not asked("backward-wrong", of(function(forward, slope)))
-
-
-class ByHand(torch.autograd.Function):
-    """A product whose gradient of the weight is transposed."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.T
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, x.T @ gradient
-
-
-def test_each_argument_of_a_custom_function_counts_by_itself() -> None:
-    torch.manual_seed(0)
-
-    class Held(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 3)
-            self.weight = nn.Parameter(torch.randn(16, 16) / 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(ByHand.apply(self.first(x).tanh(), self.weight))
-
-    (fact,) = asked("backward-wrong", setup(model=Held(), steps=4))
-    assert fact.place == "ByHand" and abs(fact.numbers["cosine"]) < 0.9
-
-
 @pytest.mark.parametrize(
     ("between", "count"),
     [
@@ -130,43 +56,6 @@ def test_what_cancels_is_no_clip() -> None:
         return ((x - x).exp() * batch[0][:, :3]).mean() + x.square().mean()
 
     assert not asked("zero-slope", setup(loss=cancels, steps=4))
-
-
-class Heads(nn.Module):
-    def __init__(self, heads: list[nn.Module]) -> None:
-        super().__init__()
-        self.body, self.heads = nn.Linear(12, 8), nn.ModuleList(heads)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([head(self.body(x).tanh()) for head in self.heads], 1)
-
-
-def test_heads_that_are_one_object_are_named_and_equal_ones_are_not() -> None:
-    torch.manual_seed(0)
-    one = asked("outputs-tied", setup(model=Heads([nn.Linear(8, 1)] * 3), steps=4))
-    assert [fact.numbers for fact in one] == [{"outputs": 3.0}]
-    heads = [nn.Linear(8, 1) for _ in range(3)]
-    for head in heads:  # alike before training only
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-    assert not asked("outputs-tied", setup(model=Heads(list[nn.Module](heads)), steps=4))
-
-
-def test_heads_of_their_own_tensors_are_compared_too() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = self.other = nn.Linear(12, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.head(x), self.other(x)[:, 0]
-
-    def both(model: nn.Module, batch: Any) -> Tensor:
-        one, other = model(batch[0])
-        return (one[:, 0] - batch[0][:, 0]).square().mean() + (other - batch[1]).square().mean()
-
-    (fact,) = asked("outputs-tied", setup(model=Two(), loss=both, steps=4))
-    assert fact.numbers == {"outputs": 2.0}
 
 
 class Pooled(nn.Module):
@@ -203,24 +92,6 @@ def test_a_branch_times_zero_is_named_and_a_learnt_gate_is_not() -> None:
     assert asked("zero-factor", of(lambda x: x + (4 // 8) * x.relu()))
     assert not asked("zero-factor", of(lambda x: torch.stack([k * x for k in (0, 1)]).sum(0)))
     assert not asked("zero-factor", of(lambda x: x + gate * x.relu()))
-
-
-@pytest.mark.parametrize(
-    ("added", "times"),
-    [
-        (40.0 * torch.arange(32)[:, None], [100.0]),  # IDs of the samples
-        (300.0 * torch.arange(16), []),  # the mean of each feature
-        (torch.full((32, 16), -1e9).tril(), []),  # a mask
-        (torch.randn(32, 16) * 400, []),  # of each sample its own, and no number of something
-    ],
-)
-def test_raw_positions_that_drown_what_is_learnt_are_named(
-    added: Tensor, times: list[float]
-) -> None:
-    found = asked("addend-outweighs", of(lambda x: x + added))
-    assert [fact.numbers["times"] > least for fact, least in zip(found, times, strict=True)] == [
-        True
-    ] * len(times)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from example_audits import made_up
 
 from adiv_monitor.audit.command.output import show
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Finding, Trial
+from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.pages import page
 
 SMALL = made_up(["stem", "head"], 3)
@@ -29,7 +29,7 @@ GRID = [
 
 def advised() -> AuditReport:
     """One advice for each trial of the grid, and those that were not tried."""
-    untried = (Advice("do 1000", "clip", untried=NO_TIME), Advice("do 1001"))
+    untried = (Advice("do 1000", "clip", untried=NO_STEPS), Advice("do 1001"))
     tried = tuple(Advice(f"do {i}", trial.fix, trial) for i, trial in enumerate(GRID))
     return AuditReport((Finding("exploding", "act", advice=(*tried, *untried)),), SMALL.record)
 

@@ -15,9 +15,9 @@ from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
-from adiv_monitor.audit.trials.trial import FOR_RATES, Cap, Runs, beside, compared
+from adiv_monitor.audit.trials.trial import FOR_RATES, Runs, beside, compared
 from adiv_monitor.diagnosis.diagnose import FIRST_THAT
-from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
+from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
 
 NO_GAIN = {10.0: Trial("rate*10", 24, 0.9, 0.5, None, 0.01)}  # of another learning rate
@@ -197,14 +197,14 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front(
 def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:
     of = healthy()
 
-    def strength(fix: str, **given: Any) -> str:
-        unordered = finding(fix, name="order-ignored", strength="watch")
-        (found,) = tried([unordered], of, ran(of, rates=NO_GAIN), **given)
+    def strength(*fixes: str) -> str:
+        unordered = finding(*fixes, name="order-ignored", strength="watch")
+        (found,) = tried([unordered], of, ran(of, rates=NO_GAIN))
         return found.strength
 
     assert strength("rate*10") == "note"
     assert strength("no-clip") == "note"  # nothing is clipped
-    assert strength("reinitialise", cap=Cap(0)) == "watch"
+    assert strength() == "watch"  # nothing was tried
 
 
 def test_what_does_not_pay_is_something_to_watch() -> None:
@@ -295,18 +295,6 @@ def test_what_does_not_fit_into_the_steps_for_trials_says_so() -> None:
     assert advice["rate*10"].trial == NO_GAIN[10]  # it was run already
     assert rate_trials(of, dear) == {}
     assert overfit(of, dear) is None
-
-
-def test_no_run_begins_that_would_end_later_than_the_cap() -> None:
-    of = healthy()
-    seen = ran(of)
-    late, cap = replace(seen, facts=replace(seen.facts, seconds_per_step=1e3)), Cap(5)
-    (found,) = tried([finding("clip")], of, late, cap=cap)
-    assert cap.reached and found.advice[0].untried == NO_TIME
-    assert rate_trials(of, late, cap=cap) == {}
-    assert overfit(of, late, cap=cap) is None
-    never = Cap()
-    assert rate_trials(of, late, cap=never) and not never.reached
 
 
 def interrupting(at: int) -> Any:

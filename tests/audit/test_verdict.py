@@ -10,7 +10,7 @@ from made_records import STEPS, STILL, record, trials
 from adiv_monitor.audit.trials.fixes import FIXES
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
-from adiv_monitor.diagnosis.finding import NO_TIME, RATES, Advice, Finding, Trial, unrefuted
+from adiv_monitor.diagnosis.finding import NO_STEPS, RATES, Advice, Finding, Trial, unrefuted
 from adiv_monitor.diagnosis.record import Record
 
 HIGH = trials(own=2.2, x01=0.5)
@@ -39,7 +39,7 @@ LOSES = Trial("clip", 50, 1.5, 1.0, None, 0.01)
 NOT_PAID = fault(LOSES)
 OWN = record(rates=HIGH, own_losses=dict.fromkeys(range(STEPS), 9.0))
 UNTRIED = Finding(
-    "rate-too-high", "act", "So.", advice=(Advice("Do", "clip", untried=NO_TIME), Advice("Or"))
+    "rate-too-high", "act", "So.", advice=(Advice("Do", "clip", untried=NO_STEPS), Advice("Or"))
 )
 UNREAD = Finding("targets-moved", "watch", "So.")
 ROWS = [
@@ -59,13 +59,12 @@ ROWS = [
          told(fault(name="loss-stuck", strength="watch"))),
     Said("nothing to act on for certain. If the model learns less than it should, this is the "
          "likely cause: So.", told(UNREAD), told(fault(PAYS, strength="watch"))),
-    Said("The time for trials (try_seconds) was short: this result depends on the clock.",
-         told(of=record(rates=HIGH, hurried=True)), told()),
     Said("And 1 more finding to act on.", told(NOT_PAID, NOT_PAID), told(NOT_PAID)),
     Said("To fix it: Do: loss after 50 steps 0.5 instead of 1 (± 0.01).",
          told(fault(PAYS)), told(NOT_PAID)),
     Said("What to do: Do.", told(fault(LOSES, name="not-held")), told(NOT_PAID)),
-    Said("What to do: Do (not tried: no time was left).", told(UNTRIED), told(NOT_PAID)),
+    Said("What to do: Do (not tried: the steps for trials were used up).", told(UNTRIED),
+         told(NOT_PAID)),
     Said("None of its fixes helped in a trial; a fix of another finding did: Do: loss after 50 "
          "steps 0.5", told(NOT_PAID, fault(PAYS)), told(NOT_PAID)),
     Said("None of its fixes helped in a trial.", told(NOT_PAID), told(fault(PAYS))),

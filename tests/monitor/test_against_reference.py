@@ -20,11 +20,12 @@ Truth = dict[str, reference.LayerTruth]
 SAMPLED = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
-    *("bias_share", "update_ratio", "common_share"),
+    *("bias_share", "update_ratio", "common_share", "activation_rms"),
+    *("activation_max", "activation_kurtosis", "zero_share"),
 }
 SAMPLED_OF_GAINS = SAMPLED | {
     *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "scale_p05", "scale_p50"),
-    *("scale_p95", "idle_share"),
+    *("scale_p95", "idle_share", "activation_gradient_rms"),
 }
 
 
@@ -78,6 +79,7 @@ def test_every_measure(
         assert not report.notes
         for path, reading in report.layers.items():
             expected = reference.measures(truth[path])
+            expected["update_rms"] /= own.param_groups[0]["lr"]
             if report.step == 0 and optimizer == "sgd":
                 expected["attainable_cosine"] = reference.attainable_cosine(truth[path])
             total = len(truth[path].G)

@@ -32,7 +32,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 OF_MOVES = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
-    *("bias_share", "update_ratio", "common_share"),
+    *("bias_share", "activation_rms", "update_ratio", "common_share"),
+    *("activation_max", "activation_kurtosis", "zero_share"),
 }
 OF_SCALES = {
     *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "scale_p05", "scale_p50"),
@@ -75,6 +76,8 @@ def measured(
         return G
 
     truths = {use.path: truth_of(model, inputs, use, G_of, old, new, gradient) for use in case.uses}
+    for expected in truths.values():
+        expected["update_rms"] /= own.param_groups[0]["lr"]
     return monitor.latest, truths
 
 

@@ -94,8 +94,15 @@ def test_clipped_gradients_are_those_the_optimizer_sees() -> None:
 
     clipped = one_step(model, lambda m: loss_of(m, batch).backward(), clip)
     factor = 0.01 / (norm.item() + 1e-6)
-    same(clipped, plain, but=("update_ratio", "descent"))
+    scaled = (
+        *("update_ratio", "activation_gradient_rms", "gradient_norm", "update_norm", "update_rms"),
+        "weight_update_ratio",
+    )
+    same(clipped, plain, but=(*scaled, "descent"))
     for path, reading in clipped.layers.items():
+        for name in scaled:
+            expected = factor * getattr(plain.layers[path], name)
+            assert getattr(reading, name) == pytest.approx(expected)
         assert reading.gradient_factor == pytest.approx(factor)
         assert reading.descent == pytest.approx(plain.layers[path].descent * factor**2)
 
@@ -131,7 +138,7 @@ def test_weights_that_are_changed_before_the_step_are_told() -> None:
     found = one_step(model, lambda m: loss_of(m, batch).backward(), decay)
     (note,) = found.notes
     assert "weights of '0' were written to between" in note
-    same(found, plain)
+    same(found, plain, but=("weight_norm", "weight_update_ratio"))
 
 
 def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:

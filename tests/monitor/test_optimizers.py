@@ -160,12 +160,12 @@ class Inner(torch.optim.Optimizer):
     """A base class that torch hooks, with a subclass whose step calls it."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
+        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=0.1)
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
 
 
 class Outer(Inner):

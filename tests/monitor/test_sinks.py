@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from example_reports import LAYERS, reading, report
 
-from adiv_monitor.report import MEASURES, StepReport
+from adiv_monitor.report import MEASURES, REALISED_MEASURES, StepReport
 from adiv_monitor.report.wording import not_measured
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import FRONT_MEASURES, board_scalars, summary_scalars
@@ -296,6 +296,15 @@ def test_few_scalars_however_many_layers_there_are() -> None:
     layers = {f"encoder.{i}.{part}": reading(i) for i in range(100) for part in "abc"}
     few = board_scalars(report(layers=layers), None, "few")
     assert len(few) <= 3 * 8 + 3 * len(FRONT_MEASURES) + 1
+    asked = dict.fromkeys(("attainable_cosine", *REALISED_MEASURES))
+    sizes = ("gradient_norm", "unclipped_gradient_norm", "update_norm", "clipped_share")
+    one = report(
+        layers={path: replace(of, **asked) for path, of in layers.items()},
+        **dict.fromkeys(sizes, 1.0),
+    )
+    scalars = board_scalars(one, None, "few")
+    assert {f"adiv.sizes/{name}" for name in sizes} <= scalars.keys()
+    assert 50 < len(scalars) < 60
     everything = board_scalars(report(layers=layers), None, "all")
     assert {f"adiv.scale_cv/{path}" for path in layers} <= set(everything)
     chosen = board_scalars(report(layers=layers), ["scale_cv"], "few")

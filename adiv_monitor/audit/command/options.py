@@ -21,7 +21,7 @@ Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
 _GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
          "attention-saturated", "padding-is-word", "loss-own-fall", "one-edit",
-         "term-outweighed")  # fmt: skip
+         "term-outweighed", "outputs-tied", "addend-outweighs")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
@@ -29,7 +29,10 @@ _RETIRED = {
     "unsafe-division": "; 'row-spread' is",
     "one-sided-weights": "; 'bad-initialisation' is",
     **dict.fromkeys(("epsilon-dominates", "gradient-hooks"), "; 'rate-too-low' is"),
-    "gradient-differs": "; torch.autograd.gradcheck tells whether a gradient is right",
+    **dict.fromkeys(
+        ("gradient-differs", "backward-wrong"),
+        "; torch.autograd.gradcheck tells whether a gradient is right",
+    ),
 }
 # Arguments of `audit` → their defaults.
 OF_AUDIT = {name: p.default for name, p in inspect.signature(audit).parameters.items()}
@@ -105,7 +108,6 @@ class Config:
     device: str | None = None
     precision: Precision = "32-true"
     try_fixes: bool = OF_AUDIT["try_fixes"]
-    try_seconds: float = OF_AUDIT["try_seconds"]
     losses: str | None = None
     fail_if: Sequence[str] = ()
     out: str = "adiv-audit"

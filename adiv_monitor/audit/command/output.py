@@ -87,11 +87,9 @@ def show(report: AuditReport, file: IO[str], model: str = "", width: int | None 
         not_advised = finding.not_advised and f"no fix: {finding.not_advised}"
         for line in filter(None, (finding.summary, *said, not_advised)):
             tell(" " * 7, line)
-    hurried = "with more time (--try-seconds), the audit tries more fixes"
-    notes = (*[hurried] * report.record.hurried, *report.record.notes)
-    if notes:
+    if report.record.notes:
         print(file=file)
-    for note in notes:
+    for note in report.record.notes:
         tell("note: ", note)
 
 

@@ -1,9 +1,8 @@
-"""Questions about the backward pass: where it stops, what changes it, and where it is steep."""
+"""Questions about the backward pass: where it stops, and what changes it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from adiv_monitor.audit.experiments.calls import (
 )
 from adiv_monitor.audit.experiments.questions import asks
 from adiv_monitor.audit.training.batches import tensors
-from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Fact
 
@@ -154,64 +153,6 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
     numbers = {"cosine": compared(own, uncut)[0], "removed": compared(own, removed)[0]}
     words = {"drawn": "True"} if any(map(_draws, found)) else {}
     return [Fact(call.place.replace("__get__", ".data"), numbers, words) for call in found]
-
-
-# Backward passes written by hand
-
-ENTRIES = 16  # of each argument that are moved
-STEP = 1e-3  # of the argument's rms; functions may compute in single precision
-EXACT = 0.02  # of the larger number
-MOST = 0.5  # of the entries
-
-
-@asks("backward-wrong")
-def backward_wrong(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Compare the backward pass of each custom function with central differences of its forward.
-
-    Entries at which the forward pass is flat are left out, as in straight-through estimators, and
-    so are functions that return an argument as it is: they reverse gradients on purpose.
-    """
-    with torch.enable_grad():
-        nodes = nodes_of([setup.fork().first_loss().grad_fn])
-    kinds = {getattr(type(node), "_forward_cls", torch.autograd.Function) for node in nodes}
-    for kind in (kind for kind in kinds if not kind.__module__.startswith("torch.")):
-        own = kind.forward
-        with patch.object(kind, "forward", autospec=True, side_effect=own) as forward:
-            backward(setup.fork())
-        has_context = kind.setup_context is torch.autograd.Function.setup_context
-        given = forward.call_args_list[0].args[has_context:]
-        for i in (i for i, x in enumerate(given) if getattr(x, "requires_grad", False)):
-            slopes = torch.tensor([*_slopes(kind, given, i)]).reshape(-1, 2)
-            apart = (slopes[:, 0] - slopes[:, 1]).abs()
-            if int((apart > EXACT * slopes.abs().amax(1)).sum()) > MOST * len(slopes):
-                cosine, _ = compared([slopes[:, 1]], [slopes[:, 0]])
-                by_hand, true = slopes[int(apart.argmax())].tolist()
-                yield Fact(kind.__name__, {"cosine": cosine, "backward": by_hand, "slope": true})
-
-
-def _slopes(kind: Any, given: Sequence[Any], i: int) -> Iterator[tuple[float, float]]:
-    """Yield the slopes of a random sum of results at some entries of an argument.
-
-    Each is given by the backward pass and by a central difference.
-    """
-    args = [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
-            for x in given]  # fmt: skip
-
-    def total(x: Tensor) -> Tensor:
-        with seeded(0):
-            made = [*tensors(kind.apply(*args[:i], x, *args[i + 1 :]))]
-            parts = [(y * torch.randn_like(y, dtype=torch.float64)).sum() for y in made]
-        return torch.stack(parts).sum() * (not any(torch.equal(y, x) for y in made))
-
-    x = args[i].requires_grad_()
-    (gradient,) = torch.autograd.grad(total(x), [x], materialize_grads=True)
-    h = STEP * (float(x.detach().square().mean().sqrt()) or 1.0)
-    drawn = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
-    for entry in drawn[:ENTRIES].tolist():
-        moved = torch.zeros_like(x)
-        moved.view(-1)[entry] = h
-        if slope := float(total(x.detach() + moved) - total(x.detach() - moved)) / (2 * h):
-            yield float(gradient.flatten()[entry]), slope
 
 
 # Functions of zero slope

@@ -1,20 +1,19 @@
-"""What a model is wired from: shared modules, factors of zero, masks, and what it writes over."""
+"""What a model is wired from: factors of zero, masks, and what it writes over."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import ADDS, MULTIPLIES, Call, watched
+from adiv_monitor.audit.experiments.calls import MULTIPLIES, Call, watched
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, of_few, still
 from adiv_monitor.audit.experiments.exchange import is_other
-from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
+from adiv_monitor.audit.experiments.questions import asks, looks
 from adiv_monitor.audit.training.batches import copied, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 
-APART = 1e-3  # difference of two gradients, relative to their size
 ROUNDING = 1e-4  # of the length of a batch
 
 
@@ -41,55 +40,6 @@ class ZeroFactor:
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the places."""
         return [Fact(place) for place, is_zero in self._by_zero.items() if is_zero]
-
-
-@of_each_call("addend-outweighs")
-def addend_outweighs(call: Call, fork: Fork) -> Fact | None:
-    """Return how much larger a number that is added is than what has a gradient.
-
-    It differs between rows, and is the same for all samples, as positions are, or whole, as IDs
-    are. Masks are not positive.
-    """
-    pair = [x for x in call.args[:2] if isinstance(x, Tensor)]
-    if call.name not in ADDS or call.path is None or len({x.requires_grad for x in pair}) < 2:
-        return None
-    y, x = (z.detach().double() for z in sorted(pair, key=lambda z: z.requires_grad))
-    is_shared = y.ndim < x.ndim or bool((y == y[:1]).all())
-    rows = y.reshape(-1, y.shape[-1]) if y.ndim > 1 else y[None]
-    is_raw = is_shared or bool((y == y.round()).all())
-    if not is_raw or bool((rows == rows[:1]).all()) or y.max() <= 0:
-        return None
-    times = y.square().mean().sqrt() / x.square().mean().sqrt()
-    return Fact(call.place, {"times": float(times)})
-
-
-@asks("outputs-tied")
-def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return outputs that equal each other after training, though the loss moves them apart.
-
-    Outputs are columns of the model's first call.
-    """
-    fork = setup.fork_like(trained)
-    made: list[Tensor] = []
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if not made:
-            made.extend(x for x in tensors(output) if x.requires_grad and 0 < x.ndim < 3)
-
-    with fork.model.register_forward_hook(note), torch.enable_grad():
-        loss = fork.first_loss()
-    made = [x for x in made if len(x) == len(made[0])]
-    if not made:
-        return
-    found = torch.autograd.grad(loss, made, materialize_grads=True)
-    columns, gradients = (torch.cat([x.detach().reshape(len(x), -1) for x in xs], 1)
-                          for xs in (made, found))  # fmt: skip
-    _, groups, counts = torch.unique(columns, dim=1, return_inverse=True, return_counts=True)
-    for group in (counts > 1).nonzero():
-        own, varies = gradients[:, groups == group], columns[:, groups == group].var(0).all()
-        are_apart = float((own - own[:, :1]).norm()) > APART * float(own.norm())
-        if varies and are_apart and own.any(0).all():
-            yield Fact("outputs", {"outputs": float(own.shape[1])})
 
 
 @asks("mask-ignored")

@@ -4,7 +4,6 @@ Other learning rates are tried so that no fix gets the credit for their effect.
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.faults.rates import usual_factor
 from adiv_monitor.diagnosis.finding import (
     NO_STEPS,
-    NO_TIME,
     STRENGTHS,
     Advice,
     Finding,
@@ -48,36 +46,21 @@ _LEARNT = 0.5  # of the first loss: below it, nothing else is tried
 _STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
-class CapReached(Exception):
-    """Raised if a run would end after the time, or the steps, that trials have; it says which."""
+class StepsUsedUp(Exception):
+    """Raised if a run would have more steps than are left for trials of its kind."""
 
 
-class Cap:
-    """What trials may take: time on the clock, and those of one kind also a number of steps.
+@dataclass
+class Budget:
+    """The number of steps that further runs of one kind may have in all."""
 
-    Attributes:
-        seconds: the time, from when this was made.
-        reached: whether a run was left out because it would have ended later.
-        left: number of steps that further runs of one kind may have in all.
-    """
+    left: float = math.inf
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        self.seconds = seconds
-        self._end = time.perf_counter() + seconds
-        self.reached = False
-        self.left = math.inf
-
-    def check(self, record: Record, steps: int) -> None:
-        """Raise CapReached if a run of this many steps, at the observed speed, is too long."""
+    def take(self, steps: int) -> None:
+        """Take the steps of a run; raise StepsUsedUp if fewer are left."""
         if steps > self.left:
-            raise CapReached(NO_STEPS)
-        takes = max(0.0, steps * record.facts.seconds_per_step)  # 0 if that is not known, NaN
-        if time.perf_counter() + takes > self._end:
-            self.reached = True
-            raise CapReached(NO_TIME)
-
-
-NEVER = Cap()
+            raise StepsUsedUp(NO_STEPS)
+        self.left -= steps
 
 
 @dataclass
@@ -87,7 +70,7 @@ class Runs:
     Attributes:
         setup: the training setup, with as many steps as each run has.
         record: record of the unchanged run.
-        cap: what the runs may take.
+        budget: the steps that the runs may take.
         fix: the name of a change that all of them have; "": none.
         layers: the layers that it changes.
         losses: factor on the learning rate → losses of its run.
@@ -95,7 +78,7 @@ class Runs:
 
     setup: Setup
     record: Record
-    cap: Cap = NEVER
+    budget: Budget = field(default_factory=Budget)
     fix: str = ""
     layers: Sequence[str] = ()
     losses: dict[float, Losses] = field(default_factory=dict)
@@ -113,7 +96,7 @@ class Runs:
         """Return the loss at the end of the run at this factor.
 
         Raises:
-            CapReached: there is no time, or no steps are left, for the run.
+            StepsUsedUp: too few steps are left for the run.
             DoesNotApply: the fix has nothing to change, or the optimizer has no learning rate.
             KeyboardInterrupt: the user interrupted the run.
         """
@@ -123,13 +106,12 @@ class Runs:
         return at_the_end(self.losses[factor], self.setup.steps)
 
     def _run(self, factor: float) -> Losses:
-        self.cap.check(self.record, self.setup.steps)
+        self.budget.take(self.setup.steps)
         fork = self.setup.fork()
         if self.fix:
             FIXES[self.fix].apply(fork, self.layers, self.record)
         if factor != 1:
             scale_rate(fork.optimizer, factor)
-        self.cap.left -= self.setup.steps
         return losses_of(fork)
 
     @property
@@ -144,7 +126,7 @@ class Runs:
         """
         self.end(1.0)
         if FIXES[self.fix].rescales:
-            with suppress(CapReached):
+            with suppress(StepsUsedUp):
                 self.follow_best()
         found = beside(self._compared(self.fix, self.best), self.record.rates)
         return replace(found, rate=self.best, runs=len(self.losses))
@@ -241,9 +223,7 @@ def within(setup: Setup, record: Record, runs: int, cost: float) -> Setup | None
     return None if fitting < min(FEWEST, setup.steps) else replace(setup, steps=fitting)
 
 
-def rate_trials(
-    setup: Setup, record: Record, *, cap: Cap = NEVER, progress: Progress = silent
-) -> dict[float, Trial]:
+def rate_trials(setup: Setup, record: Record, *, progress: Progress = silent) -> dict[float, Trial]:
     """Return runs at other learning rates: as few as it takes to see which is better.
 
     Where the loss falls, these are × 3 and 0.3, and from there on 10, 100 and 1000, or 0.1 and
@@ -259,7 +239,6 @@ def rate_trials(
     Args:
         setup: training setup.
         record: record of the unchanged run.
-        cap: time by which the runs end.
         progress: called with ("learning rates", 0 or 1, 1).
 
     Returns:
@@ -273,9 +252,8 @@ def rate_trials(
     if shorter is None:
         return {}
     progress("learning rates", 0, 1)
-    cap.left = affordable(record, FOR_RATES)
-    runs = Runs(shorter, record, cap)
-    with suppress(CapReached, DoesNotApply):
+    runs = Runs(shorter, record, Budget(affordable(record, FOR_RATES)))
+    with suppress(StepsUsedUp, DoesNotApply):
         _try(runs)
     progress("learning rates", 1, 1)
     return {factor: runs.rate_trial(factor) for factor in sorted(runs.losses) if factor != 1}
@@ -305,7 +283,7 @@ def best_rate(rates: Mapping[float, Trial]) -> float:
     return best if rates and rates[best].loss < rates[best].loss_without else 1.0
 
 
-def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
+def overfit(setup: Setup, record: Record) -> Trial | None:
     """Train a fork on one small batch, without dropout, at the best learning rate that was tried.
 
     If it fails, something is broken (A. Karpathy 2019).
@@ -319,17 +297,16 @@ def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
     Args:
         setup: training setup.
         record: record of the unchanged run, with `rates` if learning rates were tried.
-        cap: time by which the attempt ends.
 
     Returns:
         The best trial, whose `loss_without` is the first loss, and whose error is that of the mean
-        of the last quarter; None if steps are too costly, or if there is no time.
+        of the last quarter; None if steps are too costly.
 
     Raises:
         KeyboardInterrupt: the user interrupted a run.
     """
-    cap.left = affordable(record, FOR_ONE_BATCH)
-    steps = int(min(ONE_BATCH_STEPS, cap.left))
+    budget = Budget(affordable(record, FOR_ONE_BATCH))
+    steps = int(min(ONE_BATCH_STEPS, budget.left))
     if steps < _FEWEST_OF_ONE_BATCH:
         return None
     whole = setup.batches[0]
@@ -338,11 +315,10 @@ def overfit(setup: Setup, record: Record, *, cap: Cap = NEVER) -> Trial | None:
     trials: list[Trial] = []
     for batch, factor in attempts:
         try:
-            cap.check(record, steps)
+            budget.take(steps)
             rate = factor * best_rate(record.rates)
             trials.append(_of_one_batch(replace(setup, batches=(batch,), steps=steps), rate))
-            cap.left -= steps
-        except (CapReached, DoesNotApply):  # no time, or no learning rate
+        except (StepsUsedUp, DoesNotApply):  # or no learning rate
             break
         except Exception:
             if batch is whole:
@@ -381,7 +357,7 @@ FIRST = (3, 1, 0)  # number of fixes of a finding that are tried, by its strengt
 Outcomes = dict[tuple[str, tuple[str, ...]], Trial | str]  # of fix and layers: why it is not tried
 
 NOT_AMONG_THE_FIRST = "only the first fixes of a finding are tried"
-OPEN = ("", NO_STEPS, NO_TIME, NOT_AMONG_THE_FIRST)  # reasons that say nothing of the fix
+OPEN = ("", NO_STEPS, NOT_AMONG_THE_FIRST)  # reasons that say nothing of the fix
 
 
 def tried(
@@ -389,7 +365,6 @@ def tried(
     setup: Setup,
     record: Record,
     *,
-    cap: Cap = NEVER,
     progress: Progress = silent,
 ) -> tuple[Finding, ...]:
     """Return the findings with their first fixes tried from the same weights and batches.
@@ -408,7 +383,6 @@ def tried(
         findings: findings of the rules, strongest first.
         setup: training setup.
         record: record of the unchanged run, with `rates` if learning rates were tried.
-        cap: time by which the trials end.
         progress: called with ("fixes", fixes done, fixes).
 
     Returns:
@@ -420,8 +394,8 @@ def tried(
     rates = record.rates.values()
     steps = next((trial.steps for trial in rates), min(FEWEST, setup.steps))
     shorter = None if rates else within(setup, record, FIRST[0], FOR_FIXES)
-    cap.left = max(affordable(record, FOR_FIXES), steps)  # the first is tried in any case
-    runs = Runs(shorter or replace(setup, steps=steps), record, cap)
+    budget = Budget(max(affordable(record, FOR_FIXES), steps))  # the first is tried in any case
+    runs = Runs(shorter or replace(setup, steps=steps), record, budget)
     outcomes = _outcomes(findings, runs, progress)
     certain = [f.strength == "act" and fault_of(f).certain for f in findings]
     judged = [
@@ -478,7 +452,7 @@ def _outcome(runs: Runs, name: str, layers: Sequence[str]) -> Trial | str:
     """Return the trial of a fix, or the reason why there is none."""
     try:
         return replace(runs, fix=name, layers=layers, losses={}).trial()
-    except (CapReached, DoesNotApply) as error:
+    except (StepsUsedUp, DoesNotApply) as error:
         return str(error)
     except Exception as error:  # the model does not run with this fix
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
