@@ -20,7 +20,7 @@ from adiv_monitor.lightning_base import Callback
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.logger import logger_sinks, takes_pictures
-from adiv_monitor.sinks.scalars import Metrics, alarms_tag
+from adiv_monitor.sinks.scalars import Metrics, summary_group
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -273,7 +273,7 @@ class DivergenceCallback(Callback):
             metrics = self._metrics(name)
             summary = metrics.summary(report)
             if self._arguments["alarms"]:  # not the number of an earlier report
-                summary.setdefault(alarms_tag(name), 0.0)
+                summary.setdefault(f"{summary_group(name)}/alarms", 0.0)
             trainer.callback_metrics.update(
                 {metric: torch.tensor(v) for metric, v in metrics.named(summary).items()}
             )

@@ -39,7 +39,6 @@ class Scale(NamedTuple):
 
 
 _ROWS = Scale(1, 1e6, None, True)
-_NORMS = Scale(1e-6, 1e4, None, True)
 # Scales that cover all of 182 runs, healthy or not; those without a healthy range are rounded to
 # powers of ten. All other measures are cosines, shares and exponents, on the default scale from 0
 # to 1.
@@ -55,7 +54,7 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
         "attention_scale_mean": Scale(1e-3, 1e6, None, True),
         "attention_scale_cv": Scale(0, 10),
         "effective_rank": Scale(1, 1e4, None, True),
-        **dict.fromkeys((size for size in SIZES if "share" not in size), _NORMS),
+        **dict.fromkeys((x for x in SIZES if "share" not in x), Scale(1e-6, 1e4, None, True)),
         "output_rms": Scale(1e-3, 1e3, None, True),
         "output_change_rms": Scale(1e-6, 1e3, None, True),
     }

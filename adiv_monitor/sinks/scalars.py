@@ -204,26 +204,17 @@ def summary_scalars(
         others |= {"realised_loss_change": report.realised_loss_change, "descent": report.descent}
     if report.alarms:
         others["alarms"] = len(report.alarms)
-    sizes = {tag: getattr(report, tag) for tag in _WHOLE}
-    scalars |= {_tag(tag, name, "sizes"): x for tag, x in sizes.items() if x is not None}
+    sizes, own = summary_group(name, "sizes"), {tag: getattr(report, tag) for tag in _WHOLE}
+    scalars |= {f"{sizes}/{tag}": x for tag, x in own.items() if x is not None}
     return scalars | {f"{summary_group(name)}/{tag}": value for tag, value in others.items()}
 
 
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
     """Return the tags in `summary_scalars` of a measure's min, median and max."""
-    group = "sizes" if measure in SIZES else "summary"
-    return {end: _tag(f"{measure}_{end}", name, group) for end in ("min", "median", "max")}
+    group = summary_group(name, "sizes" if measure in SIZES else "summary")
+    return {end: f"{group}/{measure}_{end}" for end in ("min", "median", "max")}
 
 
-def alarms_tag(name: str = "") -> str:
-    """Return the tag of the number of alarms in `summary_scalars`."""
-    return f"{summary_group(name)}/alarms"
-
-
-def summary_group(name: str) -> str:
-    """Return the group of the tags in `summary_scalars`, without those of sizes."""
-    return f"adiv.summary.{name}" if name else "adiv.summary"
-
-
-def _tag(tag: str, name: str, group: str) -> str:
-    return f"adiv.{group}.{name}/{tag}" if name else f"adiv.{group}/{tag}"
+def summary_group(name: str, group: str = "summary") -> str:
+    """Return the group of the tags in `summary_scalars`, which are of a summary or of sizes."""
+    return f"adiv.{group}.{name}" if name else f"adiv.{group}"
