@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from adiv_monitor.diagnosis.finding import FAR_BELOW
 from adiv_monitor.diagnosis.record import Record
 
 # A loss that changes by less than this share of itself over the whole run stands still. The same
@@ -17,7 +18,6 @@ STILL = 0.05
 # predicts in ever shorter steps: 1 to nine digits in the fault benchmark's runs, at most 0.66 in a
 # hundred small generative adversarial networks.
 OPPOSED = 0.9
-FAR_BELOW = 100.0  # times the first loss, or times 1 if that is larger
 FEWEST = 12  # fewest steps of a run whose loss can be judged
 PEAK = 3.0  # times the first loss
 OF_HALF = 4  # losses of one half of the steps that both know, two of which have an error

@@ -16,6 +16,7 @@ Mark = Literal["✓", "✗", "→"]
 NO_STEPS = "the steps for trials were used up"
 _MOST_RED = 10
 _LEAST = 0.02  # smallest relative decrease of a loss that counts
+FAR_BELOW = 100.0  # times a loss, or times 1 if that is larger: so far below zero it has no bound
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,20 @@ class Trial:
         return -math.inf if math.isinf(self.loss) else self.loss_without - self.loss
 
     @property
+    def runs_away(self) -> bool:
+        """Whether the loss is so far below zero that it has no lower bound: that is no gain."""
+        without = abs(self.loss_without) if math.isfinite(self.loss_without) else 0.0
+        return self.loss < -FAR_BELOW * max(1.0, without)
+
+    @property
     def pays(self) -> bool:
-        """Whether the loss is lower by more than two standard errors and by 2 %.
+        """Whether the loss is lower by more than two standard errors and by 2 %, and has a bound.
 
         Where the run without the fix ends above a constant prediction, and the run with it below,
         by `beats_constant`, 2 % are enough: a loss that jumps up and down has large errors.
         """
+        if self.runs_away:
+            return False
         if not math.isfinite(self.loss_without):
             return math.isfinite(self.loss)
         if self.gain <= _LEAST * abs(self.loss_without) or math.isnan(self.error):
@@ -146,6 +155,8 @@ class Trial:
             return ""
         if math.isinf(self.loss):
             return "it diverges"
+        if self.runs_away:
+            return "the loss falls without bound"
         if not self.pays:
             return "the loss is not lower by more than two standard errors and 2 %"
         if not self.beats_constant:

@@ -158,6 +158,9 @@ HITS = {
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log", words={"given": "probabilities"}),
     "targets-misplaced": probed("targets-misplaced", share=0.1),
+    "lowest-elsewhere": probed("lowest-elsewhere", own=0.0, others=-9.0),
+    "targets-stay": probed("targets-stay", WELL, own=0.7, moved=-0.7, share=0.5),
+    "label-is-blank": probed("label-is-blank", WELL, share=0.2, blank=0.0),
     "loss-reversed": probed("loss-reversed", words={"outputs": "signed"}, right=0.9, wrong=0.1),
     "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-6.0, drawn=50.0, pushed=50.0),
     "logits-as-probabilities": probed("logits-as-probabilities", at=0.0, beyond=-1.0, outside=0.5),
@@ -170,7 +173,6 @@ HITS = {
     "left-in-eval": probed("left-in-eval", given=0.0),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0),
     "dropout-too-high": probed("dropout-too-high", rate=0.9),
-    "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3),
     "outputs-constant": probed("outputs-constant", words={"by": "norm"}, share=0.0),
     "collapsed": probed("collapsed", WELL, before=0.5, after=0.05, loss=-1.0),
     "term-without-graph": probed("term-without-graph", value=9.0, loss=8.8),
@@ -219,7 +221,10 @@ MILDER = [
      probed("targets-moved", words={"move": "shifted", "order": "meant"}, own=0.1, best=0.5)),
     ("targets-moved act",
      probed("targets-moved", words={"move": "shifted", "order": "unclear"}, own=0.1, best=0.5)),
-    ("labels-unrelated act", probed("labels-unrelated", share=0.9)),
+    ("labels-unrelated act", probed("labels-unrelated", share=0.9, held=0.0)),
+    ("labels-unrelated watch", probed("labels-unrelated", share=0.9, held=0.04)),
+    ("lowest-elsewhere watch", probed("lowest-elsewhere", WELL, own=0.0, others=-9.0)),
+    ("zero-factor act", probed("zero-factor", zeros=2.0)),
     ("class-untaught watch",
      probed("class-untaught", WELL, unread=3.0, length=4.0, first=1.0)),
     ("padding-counts watch", probed("padding-counts", share=0.76)),
@@ -278,6 +283,8 @@ def test_what_may_be_meant_is_found_too(name: str, of: Record) -> None:
 
 NEAR_MISSES = {
     "input-written": probed("input-written", change=0.009, times=5.0),
+    "targets-stay": probed("targets-stay", own=0.7, moved=-0.3, share=0.5),
+    "labels-unrelated of much noise": probed("labels-unrelated", share=0.9, held=0.2),
     "outputs-constant": replace(
         probed("outputs-constant", words={"by": "zeros"}, share=0.0), units=units(dead=64).units
     ),
@@ -737,3 +744,33 @@ def test_of_several_places_the_worst_is_told_and_the_others_are_named() -> None:
     said = found(record(probed={"dropout-in-eval": Probed(facts)}))["dropout-in-eval"]
     assert said.summary.startswith("x3 drops 75%") and said.evidence[0].value == 0.75
     assert said.summary.endswith("It is alike at 'x2', 'x1'.")
+
+
+def together(*runs: Record) -> Record:
+    """A run in which the experiments of all these runs found what they did."""
+    every = {name: answer for of in runs for name, answer in of.probed.items()}
+    return replace(runs[0], probed=every)
+
+
+@pytest.mark.parametrize(
+    ("cause", "symptom"),
+    [
+        (probed("attention-axis", WELL, {"product": "matmul", "axis": "2", "over": "3"}),
+         HITS["future-leak"]),
+        (HITS["class-untaught"], HITS["collapsed"]),
+        (probed("reshape-scrambles"), HITS["future-leak"]),
+        (probed("zero-factor", zeros=2.0), HITS["zero-gradient"]),
+    ],
+)  # fmt: skip
+def test_an_exact_cause_comes_before_its_symptom(cause: Record, symptom: Record) -> None:
+    of = replace(together(cause, symptom), wiring=symptom.wiring,
+                 gradient_norms=symptom.gradient_norms)  # fmt: skip
+    first, *_ = [f for f in diagnose(of) if f.name in (*cause.probed, *symptom.probed)]
+    assert first.name in cause.probed and first.strength == "act"
+
+
+def test_what_is_frozen_comes_behind_what_names_a_place() -> None:
+    """Both are to be watched; many healthy runs freeze parameters."""
+    unread = probed("batch-part-unread", WELL, unread=1.0)
+    both = replace(unread, wiring=Wiring(frozen=("a.weight",)))
+    assert [f.name for f in diagnose(both)] == ["batch-part-unread", "frozen"]

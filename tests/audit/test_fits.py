@@ -134,6 +134,26 @@ def test_targets_that_are_drawn_apart_from_the_inputs(again: bool, noise: float,
     assert all(fact.place.startswith("randn_like") for fact in found)
 
 
+@pytest.mark.parametrize(("level", "hits"), [(0.1, 1), (0.7, 0)])
+def test_noise_that_the_inputs_hardly_hold(level: float, hits: int) -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0] / batch[0].std()
+        e = torch.randn_like(x)
+        return functional.mse_loss(model((1 - level**2) ** 0.5 * x + level * e), e[:, :3])
+
+    found = facts("labels-unrelated", setup(loss=of))
+    assert [fact.numbers["held"] for fact in found] == [pytest.approx(level**2, rel=0.15)]
+    assert len(said("labels-unrelated", *found)) == hits
+
+
+def test_places_that_are_hidden_at_random_are_no_noise() -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        hidden = torch.rand(batch[0].shape) < 0.05
+        return ((model(batch[0] * ~hidden) - batch[0][:, :3]) * hidden[:, :3]).square().mean()
+
+    assert not facts("labels-unrelated", setup(loss=of))
+
+
 # Unread
 
 

@@ -250,6 +250,89 @@ def test_classes_of_the_wrong_sign_and_distances() -> None:
     assert strengths("loss-reversed", distances) == ["watch"]
 
 
+# Losses that are not lowest at their targets
+
+
+def boxes(z: Tensor, y: Tensor, by_corners: bool = False) -> Tensor:
+    """The generalised IoU of intervals (start, end), given those or (centre, size)."""
+    a, b = (x if by_corners else torch.stack([x[:, 0] - x[:, 1] / 2, x.sum(1) - x[:, 1] / 2], 1)
+            for x in (z, y))  # fmt: skip
+    both = (torch.minimum(a[:, 1], b[:, 1]) - torch.maximum(a[:, 0], b[:, 0])).clamp(min=0)
+    hull = torch.maximum(a[:, 1], b[:, 1]) - torch.minimum(a[:, 0], b[:, 0])
+    union = (a[:, 1] - a[:, 0]) + (b[:, 1] - b[:, 0]) - both
+    return (2 - both / union - union / hull).mean()
+
+
+def intervals(x: Tensor, y: Tensor) -> Tensor:
+    """Centres from 0 to 1 and sizes from 0.1 to 0.4."""
+    return torch.stack([x[:, 0].sigmoid(), 0.1 + 0.3 * x[:, 1].sigmoid()], 1)
+
+
+def positive(x: Tensor, y: Tensor) -> Tensor:
+    return x[:, :3].exp()
+
+
+@pytest.mark.parametrize(
+    ("of", "target", "hits"),
+    [
+        (partial(boxes, by_corners=True), intervals, True),
+        (boxes, intervals, False),
+        (lambda z, y: functional.cosine_similarity(z, y).mean(), values, True),
+        (lambda z, y: -functional.cosine_similarity(z, y).mean(), values, False),
+        (functional.l1_loss, values, False),
+        (functional.poisson_nll_loss, positive, False),  # of exponentials of the outputs
+        (lambda z, y: (y * (-z).exp() + z).mean(), positive, False),  # the same of a gamma
+        (lambda z, y: functional.binary_cross_entropy_with_logits(z, y / 9), positive, False),
+        (lambda z, y: functional.mse_loss(z - y.mean(0), 3 * y), values, False),
+        (lambda z, y: -torch.stack([z.flatten(), y.flatten()]).corrcoef()[0, 1], values, False),
+    ],
+)  # fmt: skip
+def test_a_loss_that_is_lower_for_targets_of_others_is_told(
+    of: OfPair, target: Callable[[Tensor, Tensor], Tensor], hits: bool
+) -> None:
+    width = 2 if target is intervals else 3
+    model = nn.Sequential(nn.Linear(12, width), nn.Sigmoid())
+    found = asked("lowest-elsewhere", with_loss(of, target, model=model))
+    assert bool(found) is hits
+    assert all(fact.numbers["others"] < fact.numbers["own"] for fact in found)
+
+
+# Inputs that the loss changes without their targets
+
+
+@pytest.mark.parametrize(("turns", "hits"), [("inputs", True), ("both", False), ("none", False)])
+def test_mirrored_inputs_whose_targets_stay_are_told(turns: str, hits: bool) -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        turned = torch.rand(len(x), 1) < 0.5 * (turns != "none")
+        x = torch.where(turned, -x, x)
+        return functional.mse_loss(model(x), torch.where(turned, -y, y) if turns == "both" else y)
+
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 2))
+    made = tuple((x, x[:, :2].sin()) for x, _ in batches())
+    found = asked("targets-stay", setup(batches=made, loss=of, model=model))
+    assert strengths("targets-stay", found) == ["act"] * hits
+    assert all(fact.numbers["own"] > 0.8 for fact in found)
+
+
+# Labels that a loss keeps for itself
+
+
+@pytest.mark.parametrize(
+    ("first", "blank", "share"), [(0, 0, 0.25), (1, 0, 0.0), (0, 5, 0.0), (2, 5, 0.25)]
+)
+def test_labels_with_the_number_of_the_blank_are_told(first: int, blank: int, share: float) -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        scores = model(batch[0])[:, None].expand(-1, 9, 6).log_softmax(2).transpose(0, 1)
+        labels = first + torch.arange(4).expand(len(batch[0]), 4)
+        padded = functional.pad(labels, (0, 3), value=blank)
+        size = torch.full((len(batch[0]),), 9), torch.full((len(batch[0]),), 4)
+        return functional.ctc_loss(scores, padded, *size, blank=blank)
+
+    found = asked("label-is-blank", setup(loss=of, model=nn.Linear(12, 6)))
+    assert [fact.numbers["share"] for fact in found] == [share] * bool(share)
+
+
 class ActorCritic(nn.Module):
     """Gives logits of actions and an estimate of the reward."""
 

@@ -94,6 +94,49 @@ def test_a_branch_times_zero_is_named_and_a_learnt_gate_is_not() -> None:
     assert not asked("zero-factor", of(lambda x: x + gate * x.relu()))
 
 
+class LowRank(nn.Module):
+    """A layer beside a product of two factors, of which the first begins at a scale."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.a = nn.Linear(12, 3), nn.Parameter(scale * torch.randn(2, 12))
+        self.b = nn.Parameter(torch.zeros(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize(("scale", "names"), [(0.0, ["a", "b"]), (0.1, [])])
+def test_two_factors_that_begin_at_zero_are_named(scale: float, names: list[str]) -> None:
+    found = asked("zero-factor", setup(model=LowRank(scale), steps=4))
+    assert [fact.place for fact in found] == names
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_norm_that_its_own_train_keeps_in_eval_mode_is_named(keeps: bool) -> None:
+    class Kept(nn.Sequential):
+        def train(self, mode: bool = True) -> nn.Module:
+            super().train(mode)
+            self[1].train(mode and not keeps)
+            return self
+
+    model = Kept(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    found = asked("left-in-eval", setup(model=model, steps=4))
+    assert [fact.place for fact in found] == ["1"] * keeps
+
+
+def test_nodes_of_a_graph_are_no_samples() -> None:
+    def of_nodes(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch[:2]
+        return nn.functional.cross_entropy(model(batch[2].T @ x), y)
+
+    edges = (torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < 0.1).float()
+    given = setup(batches=[(x, y, edges) for x, y in batches()], loss=of_nodes, steps=4)
+    fork = given.fork()
+    assert "edges of a graph" in answer("samples-mixed", given, fork).untold
+
+
 @pytest.mark.parametrize(
     ("change", "count"),
     [(lambda x: x.div_(4), 1), (lambda x: x / 4, 0), (lambda x: x.clamp_(-1, 1), 0)],

@@ -42,7 +42,7 @@ SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
 TOLD = {*QUESTIONS, "labels-unrelated"}
 # Planted in test_wiring_probes.py and test_model_wiring.py, with healthy relatives of each.
 IN_OTHER_TESTS = {
-    *("attention-axis", "dropout-on-outputs", "zero-gradient"),
+    *("attention-axis", "zero-gradient"),
     *("outputs-constant", "zero-slope"),
     *("collapsed", "state-carried", "batch-part-unread", "term-without-graph", "terms-opposed"),
     *("dropout-in-eval", "running-statistics", "logits-as-probabilities", "loss-reversed"),
@@ -50,6 +50,7 @@ IN_OTHER_TESTS = {
     *("target-attached", "decay-fights", "mask-ignored"),
     *("zero-factor", "input-written"),
     *("outputs-in-vain", "weighs-itself", "players-agree", "seed-again"),
+    *("lowest-elsewhere", "targets-stay", "label-is-blank"),
 }
 ASKED_OF = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 

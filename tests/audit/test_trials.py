@@ -107,6 +107,13 @@ def test_a_loss_that_jumps_has_errors_that_hide_no_gain() -> None:
     assert not replace(jumps, loss=1.79).pays, "hardly below a constant"
 
 
+def test_a_loss_that_runs_away_below_zero_is_no_gain() -> None:
+    runaway = Trial("batch-norm", 60, -792_000.0, 91.0, None, 1e3)
+    assert not runaway.pays and not runaway.helps and "without bound" in runaway.objection
+    assert not replace(runaway, loss_without=math.inf).pays
+    assert replace(runaway, loss=-9.0, error=1.0).pays, "a likelihood may be above 1"
+
+
 # Learning rates
 
 

@@ -42,6 +42,7 @@ UNTRIED = Finding(
     "rate-too-high", "act", "So.", advice=(Advice("Do", "clip", untried=NO_STEPS), Advice("Or"))
 )
 UNREAD = Finding("targets-moved", "watch", "So.")
+TRAIT = Finding("input-mean", "watch", "So.")
 ROWS = [
     Said("The audit found nothing that hinders this training.", told(), told(NOT_PAID)),
     Said("The audit found nothing to act on, but a fix that it tried lowers the loss: Do",
@@ -59,6 +60,12 @@ ROWS = [
          told(fault(name="loss-stuck", strength="watch"))),
     Said("nothing to act on for certain. If the model learns less than it should, this is the "
          "likely cause: So.", told(UNREAD), told(fault(PAYS, strength="watch"))),
+    # Healthy runs have traits, too: they explain nothing while the loss falls.
+    Said("The audit found nothing that hinders this training. 1 weaker finding below.",
+         told(TRAIT), told(UNREAD)),
+    Said("It is so. The likely cause: So.",
+         told(fault(name="loss-stuck", strength="watch"), TRAIT),
+         told(fault(name="loss-stuck", strength="watch"))),
     Said("And 1 more finding to act on.", told(NOT_PAID, NOT_PAID), told(NOT_PAID)),
     Said("To fix it: Do: loss after 50 steps 0.5 instead of 1 (± 0.01).",
          told(fault(PAYS)), told(NOT_PAID)),

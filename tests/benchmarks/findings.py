@@ -27,7 +27,8 @@ from adiv_monitor.audit.experiments import answers, exchange, loss_inputs, modul
 from adiv_monitor.audit.experiments import data as experiments_data
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.diagnosis import course, readings
+from adiv_monitor.diagnosis import finding as of_trials
+from adiv_monitor.diagnosis import readings
 from adiv_monitor.diagnosis.faults import (
     data,
     initialisation,
@@ -674,7 +675,7 @@ PICTURES: dict[str, Picture] = {
         with_model(without_first),
         {"frozen parameters": lambda r: len(r.wiring.frozen),
          "gain of the first layer": lambda r: next(iter(r.weights.values())).gain},
-        (parameters, ("UNTRAINED", "ABOUT", "ROUNDED")),
+        (initialisation, ("UNTRAINED", "ABOUT", "ROUNDED")),
     ),
     "input-ignored": Picture(
         "inputs are multiplied by zero in the model",
@@ -929,7 +930,7 @@ PICTURES: dict[str, Picture] = {
         "a penalty on the outputs' squares, subtracted",
         with_setup(loss=subtracted),
         {},
-        (course, ("FAR_BELOW",)),
+        (of_trials, ("FAR_BELOW",)),
     ),
     "hidden-parameters": Picture(
         "all layers but the last in a plain list",
@@ -988,11 +989,6 @@ PICTURES: dict[str, Picture] = {
         {},
         None,
         lambda: attending(axis=-1),
-    ),
-    "dropout-on-outputs": Picture(
-        "dropout of 0.3 behind the last layer",
-        with_model(lambda model: nn.Sequential(*model, nn.Dropout(0.3))),
-        {"dropout rate": of_fact("dropout-on-outputs", "rate")},
     ),
     "term-without-graph": Picture(
         "the mean square of the weights is added to the loss as a number; the healthy run's has a "
@@ -1155,7 +1151,7 @@ PICTURES: dict[str, Picture] = {
         {"share of the labels that a small network explains": of_fact(
             "behind-reference", "reference"),
          "share that the model explains": of_fact("behind-reference", "model")},
-        (data, ("DRAWN", "LEARNT", "PER_CLASS")),
+        (data, ("DRAWN", "HARDLY", "LEARNT", "PER_CLASS")),
     ),
     "loss-stuck": Picture(
         "the loss compares with other samples' targets",

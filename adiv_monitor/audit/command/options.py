@@ -21,7 +21,7 @@ Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
 _GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
          "attention-saturated", "padding-is-word", "loss-own-fall", "one-edit",
-         "term-outweighed", "outputs-tied", "addend-outweighs")  # fmt: skip
+         "term-outweighed", "outputs-tied", "addend-outweighs", "dropout-on-outputs")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),

@@ -74,14 +74,15 @@ def input_statistics(fork: Fork) -> dict[str, InputStatistics] | None:
             return None
         for name, value in called.items():
             found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()
-                     and not (len(called) > 1 and _relates(x))]  # fmt: skip
+                     and not (len(called) > 1 and relates(x))]  # fmt: skip
             for number, x in enumerate(found if is_input(name) else ()):
                 key = name if len(found) == 1 else f"{name}.{number}"
                 given[key].append(x.detach().to_dense().cpu())
     return {name: _statistics(parts) for name, parts in given.items()}
 
 
-def _relates(x: Tensor) -> bool:
+def relates(x: Tensor) -> bool:
+    """Return whether this may be a matrix of the relations between rows, such as an adjacency."""
     return x.ndim == 2 and len(x) == x.shape[1] and bool((x.to_dense() >= 0).all())
 
 

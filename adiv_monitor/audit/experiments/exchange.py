@@ -22,6 +22,7 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
     with_tensor,
 )
+from adiv_monitor.audit.experiments.data import relates
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -102,6 +103,8 @@ def samples_mixed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     size = size_of(batch)
     if size < 3 or any(len(x) != size for x in tensors(batch) if x.ndim):
         raise Untold("the batch has fewer than three samples, or tensors of unlike length")
+    if any(relates(x) and x.shape == (size, size) for x in tensors(batch)):
+        raise Untold("a matrix of the batch relates its rows, as the edges of a graph do")
     results: list[tuple[Call, Tensor]] = []
     fork = still(setup.fork())
 

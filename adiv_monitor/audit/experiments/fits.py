@@ -247,35 +247,44 @@ DRAWS = (
     *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
     *("normal", "uniform", "random", "bernoulli", "multinomial", "poisson", "exponential"),
 )
+NORMAL = ("randn", "randn_like", "normal")
 MOST_DRAWS = 6
 
 
 @asks("labels-unrelated")
 def drawn_anew(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the share of targets that hang on random numbers alone.
+    """Return the share of targets that hang on random numbers, and that of what modules get.
 
     A call draws other numbers, and the rest of the loss the same: if targets change, but nothing
-    that a module gets, the model can't know them. The share is of the targets' mean square.
+    that a module gets, the model can't know them, and hardly if it changes little. The shares are
+    of the mean square. Other numbers than normal ones may choose what is hidden.
     """
     batch = setup.batches[0]
     own, gets = _drawn(setup, None)
     for call in calls_of(setup.fork(), lambda call: call.name in DRAWS, batch)[:MOST_DRAWS]:
         others, also = _drawn(setup, call.number)
-        if gets != also or len(own) != len(others):
+        held = next(filter(None, map(_changed, gets, also)), 0.0)
+        if (held and call.name not in NORMAL) or len(own) != len(others):
             continue
         for x, y in zip(own, others, strict=True):
             one, two = _numbers(x, x.shape[:1]), _numbers(y, x.shape[:1])
-            if one is not None and two is not None and not torch.equal(one, two):
-                both = one.square().sum() + two.square().sum()
-                yield Fact(call.place, {"share": float((one - two).square().sum() / both)})
+            if one is not None and two is not None and (share := _changed(one, two)):
+                yield Fact(call.place, {"share": share, "held": held})
 
 
-def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[float]]:
-    """Return targets, and the sums of what modules get, where a call draws other numbers."""
-    fork, gets = still(setup.fork()), list[float]()
+def _changed(one: Tensor, two: Tensor) -> float:
+    """Return the share of the mean square that differs; 1 for independent numbers of mean 0."""
+    if torch.equal(one, two):
+        return 0.0
+    return float((one - two).square().sum() / (one.square().sum() + two.square().sum()))
+
+
+def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return targets, and what modules get, where a call draws other numbers."""
+    fork, gets = still(setup.fork()), list[Tensor]()
 
     def note(module: nn.Module, args: Any) -> None:
-        gets.extend(float(x.detach().double().sum()) for x in tensors(args))
+        gets.extend(x.detach().double() for x in tensors(args))
 
     def change(call: Call) -> Any:
         if call.number != number:

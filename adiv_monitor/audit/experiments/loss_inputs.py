@@ -9,7 +9,6 @@ from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import (
     Call,
-    Derived,
     calls_of,
     change_calls,
     given,
@@ -134,6 +133,19 @@ def given_to(call: Call) -> str:
 
 def _scores(call: Call) -> Any:
     return call.argument(0, "log_probs" if call.name == "ctc_loss" else "input")
+
+
+@of_each_call("label-is-blank")
+def label_is_blank(call: Call, fork: Fork) -> Fact | None:
+    """Return the share of a CTC loss's labels that have the number of its blank."""
+    if call.name != "ctc_loss":
+        return None
+    labels, blank = call.argument(1, "targets"), call.argument(4, "blank", 0)
+    if labels.ndim > 1:  # with padding
+        lengths = torch.as_tensor(call.argument(3, "target_lengths"), device=labels.device)
+        labels = labels[torch.arange(labels.shape[1], device=labels.device) < lengths[:, None]]
+    share = float((labels == blank).double().mean())
+    return Fact(call.place, {"share": share, "blank": float(blank)}) if share > 0 else None
 
 
 # A softmax over one entry, or over the samples
@@ -318,44 +330,6 @@ def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact(call.place, {"rate": rate_of(call)}) for call in drops)
 
 
-@asks("dropout-on-outputs")
-def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return where dropout acts on what the loss compares with targets."""
-    return (Fact(call.place, {"rate": rate_of(call)}) for call in dropped(setup.fork()))
-
-
-def dropped(fork: Fork) -> list[Call]:
-    """Return the calls of dropout whose results the loss compares with targets.
-
-    A function of further computed tensors, such as the sum of a residual connection, ends the
-    chain.
-    """
-    made, found = Derived(), dict[int, Call]()
-
-    def see(call: Call) -> None:
-        for output, _ in compared(call) if call.name in (*CLASSIFIES, *DIFFERENCES) else ():
-            if (source := made.source(output)) is not None:
-                found[source.number] = source
-        if len([x for x in given(call) if x.grad_fn is not None]) == 1:
-            made.follow(call)
-        if call.path is not None and rate_of(call) > 0:
-            made.begin(call)
-
-    see_calls(fork, see)
-    return [*found.values()]
-
-
-def leave_out(fork: Fork, calls: list[Call]) -> None:
-    """Let calls of a pass, known by their numbers, return their inputs from now on."""
-    names = {call.number: call.name for call in calls}
-
-    def change(call: Call) -> object:
-        is_one = names.get(call.number) == call.name
-        return call.argument(0, "input") if is_one else NotImplemented
-
-    change_calls(fork, change)
-
-
 # An activation function, or a softmax, on logits
 
 
@@ -379,6 +353,16 @@ def activation(fork: Fork) -> Call | None:
 
     see_calls(fork, see)
     return found
+
+
+def leave_out(fork: Fork, left: Call) -> None:
+    """Let a call of a pass, known by its number, return its input from now on."""
+
+    def change(call: Call) -> object:
+        is_one = (call.number, call.name) == (left.number, left.name)
+        return call.argument(0, "input") if is_one else NotImplemented
+
+    change_calls(fork, change)
 
 
 def activated_output(fork: Fork) -> ActivatedOutput | None:

@@ -19,9 +19,14 @@ ROUNDING = 1e-4  # of the length of a batch
 
 @looks("zero-factor")
 class ZeroFactor:
-    """Does the model multiply what has a gradient by zero, in all calls of a place?"""
+    """Does the model multiply what has a gradient by zero, in all calls of a place?
+
+    Or by each other, as two factors that both begin at zero: parameters of zeros whose gradient is
+    zero, too.
+    """
 
     def __init__(self, fork: Fork) -> None:
+        self._model = fork.model
         self._fixed = {id(x) for x in fork.model.buffers()}
         self._by_zero: dict[str, bool] = {}
 
@@ -38,8 +43,11 @@ class ZeroFactor:
         return type(x) in (int, float) and x == 0
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the places."""
-        return [Fact(place) for place, is_zero in self._by_zero.items() if is_zero]
+        """Return the places, and the parameters."""
+        yield from (Fact(place) for place, is_zero in self._by_zero.items() if is_zero)
+        zeros = [name for name, p in self._model.named_parameters() if p.grad is not None
+                 and not (p.any() or p.grad.to_dense().any() or name.endswith("bias"))]  # fmt: skip
+        yield from (Fact(name, {"zeros": len(zeros)}) for name in zeros if len(zeros) > 1)
 
 
 @asks("mask-ignored")

@@ -115,7 +115,8 @@ class Setup:
                 f"({type(error).__name__}: {error}), expected one that it can: give it before its "
                 "first forward pass, without hooks that hold tensors"
             ) from error
-        if not model.training:
+        of_its_own = any(type(m).train is not nn.Module.train for m in model.modules())
+        if of_its_own or not model.training:  # as a loop does: it may leave some in eval mode
             model.train()
         own = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         with seeded(self.seed):

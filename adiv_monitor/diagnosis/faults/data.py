@@ -39,6 +39,7 @@ DETERMINED = 0.9999
 # Less, if a model may be meant to move them itself.
 FITS, BETTER, CLEARLY = 0.15, 0.5, 0.25
 DRAWN = 0.3  # share of the targets' mean square that random numbers make
+HARDLY = 0.1  # of the inputs' mean square; a usual schedule of noise has more than half
 # A small network explains more than this share of unseen labels, and the model less than this share
 # of what that explains; labels that a model of theirs explains so little of, with so many samples
 # of each class, may not belong to their inputs.
@@ -193,7 +194,16 @@ told(__name__, "labels-unrelated", "", suffers,
      "The targets are random numbers that the model can't know: those that {place} draws make "
      "{share:.0%} of them, and no input depends on these.",
      [Number("share of the targets that is drawn", "share", above=DRAWN)],
-     Advice("draw once, and use the same numbers for inputs and targets"))  # fmt: skip
+     Advice("draw once, and use the same numbers for inputs and targets"),
+     where=lambda fact: not fact.numbers["held"])  # fmt: skip
+told(__name__, "labels-unrelated", "", "watch",
+     "The targets are the noise that {place} draws ({share:.0%} of them), but it makes only "
+     "{held:.1%} of what the model gets: the inputs hold hardly any noise.",
+     [Number("share of the inputs that is noise", "held", below=HARDLY),
+      Number("share of the targets that is noise", "share", above=DRAWN)],
+     Advice("look at the noise levels: they follow from the cumulated product of the alphas, not "
+            "from the alpha of one step"),
+     where=lambda fact: fact.numbers["held"])  # fmt: skip
 
 
 @loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)

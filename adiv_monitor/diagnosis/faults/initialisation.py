@@ -1,7 +1,7 @@
 """Is the model fit to begin with?
 
-First normalisations, dropout and weights as they are made; then what they make of a batch: outputs
-that are the same for all samples, or become so; last the gradient on its way back.
+First what is frozen, normalisations, dropout and weights as they are made; then what they make of a
+batch: outputs that are the same for all samples, or become so; last the gradient on its way back.
 """
 
 import math
@@ -29,6 +29,7 @@ from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Ev
 from adiv_monitor.diagnosis.readings import named
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report import StepReport
+from adiv_monitor.report.wording import listed
 
 # Smallest relative change of the outputs, when inputs are exchanged between samples, of a model
 # that uses its inputs: rounding alone gives 1e-7.
@@ -39,6 +40,11 @@ COLLAPSED = 0.2
 # First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
 FIRST_LOSS = 3.0
 FAR = 3.0  # times a limit is far beyond it
+# The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
+UNTRAINED, ABOUT = 3**-0.5, 0.03
+# torch draws entries within ±1/√fan-in. Rounding to 16 bits moves them beyond by less than this
+# share; training usually moves some further.
+ROUNDED = 0.01
 # rms of a weight's entries · √fan-in, the factor on the length of signals: 0.58 as torch
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
@@ -56,6 +62,25 @@ _AGAIN, _LAYER_NORM, _BATCH_NORM = (Advice(text, fix, everywhere=True) for text,
     ("add layer normalisation in front of all layers", "layer-norm"),
     ("add batch normalisation in front of all layers", "batch-norm")))  # fmt: skip
 DROPS = 0.9  # rate of a dropout that lets next to nothing pass
+
+
+@fault("frozen", "Frozen parameters", certain=True, explains=("cannot-overfit", "behind-reference"))
+def frozen(record: Record) -> Iterator[Finding]:
+    """Find parameters with requires_grad=False; they are unlikely to be meant if untrained."""
+    if not (names := record.wiring.frozen):
+        return
+    paths = {name.rpartition(".")[0] for name in names}
+    untrained = [
+        path for path, w in record.weights.items()
+        if path in paths and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED
+    ]  # fmt: skip
+    each = listed([f"'{name}'" for name in names])
+    yield Finding("frozen", act_if(untrained and suffers(record)),
+        f"No step trains the parameters {each}: requires_grad is False."
+        + f" Weights that look like torch's initialisation: {listed(untrained)}." * bool(untrained),
+        (Evidence("frozen parameters", len(names)),),
+        (Advice("set requires_grad=True, unless these parameters should stay frozen"),),
+        layers=names)  # fmt: skip
 
 
 told(__name__, "batch-norm-starved", "Batch normalisation of too few values", suffers,

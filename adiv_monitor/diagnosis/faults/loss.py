@@ -20,7 +20,7 @@ from adiv_monitor.diagnosis.faults.fault import (
 )
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.states import cannot_overfit
-from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import FAR_BELOW, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
@@ -98,7 +98,7 @@ told(__name__, "class-untaught", "Classes without a gradient", lasts,
      "training: {samples:.0f} of {length:.0f} samples teach nothing.",
      [Number("samples of the class", "samples")],
      Advice("check which labels the loss expects, and masks leave out"),
-     where=lambda fact: "label" in fact.numbers, explains=LEARNING)  # fmt: skip
+     where=lambda fact: "label" in fact.numbers, explains=(*LEARNING, "collapsed"))  # fmt: skip
 told(__name__, "class-untaught", "", suffers,
      "Of the {length:.0f} {of} of the outputs, {unread:.0f} never have a gradient, before or "
      "after training: the loss does not read them (number {first:.0f} is the first).",
@@ -171,7 +171,7 @@ def unbounded(record: Record) -> Iterator[Finding]:
     numbers = next((fact.numbers for fact in record.found_by("unbounded-loss")), {})
     negative = int(numbers.get("negative", 0))
     first, far = record.losses[0], min(filter(math.isfinite, record.losses))
-    limit, where = -course.FAR_BELOW * max(1.0, abs(first)), "the end, ever faster"
+    limit, where = -FAR_BELOW * max(1.0, abs(first)), "the end, ever faster"
     if numbers and not course.falls_ever_faster(record):
         limit, far = 0.0, numbers["loss"]
         where = f"weights that move {numbers['times']:.0f} times as far"
@@ -197,6 +197,14 @@ told(__name__, "loss-reversed", "The loss rewards wrong outputs",
      Advice("look for a wrong sign, and for labels the wrong way round, unless the outputs are "
             "distances or energies"),
      certain=True, explains=(*LEARNING, "vanishing"))  # fmt: skip
+
+told(__name__, "lowest-elsewhere", "The loss is not lowest at its targets", suffers,
+     "The loss is not lowest at its targets: it is {own:.3g} if the outputs equal them, and "
+     "{others:.3g} if they equal those of other samples.",
+     [Number("loss of other samples' targets", "others")],
+     Advice("compare the loss's arguments with its docs: their order, their range and their form, "
+            "such as boxes by corners (xyxy) or by centre and size (cxcywh)"),
+     explains=(*LEARNING, *LONG_STEPS, "unbounded-loss"))  # fmt: skip
 
 told(__name__, "term-without-graph", "A term of the loss without a gradient",
      lambda record: suffers(record) or course.is_unbounded(record),

@@ -1,7 +1,7 @@
 """Which parameters are not trained, and why?
 
-Along the way of a parameter: is it held, registered, reached by the gradient, meant to be trained,
-and given a learning rate; does its step survive rounding; and is its layer in training
+Along the way of a parameter: is it held, registered, reached by the gradient, and given a
+learning rate; does its step survive rounding; and is its layer in training
 mode?
 """
 
@@ -18,7 +18,6 @@ from adiv_monitor.diagnosis.faults.could_train import (
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     Number,
-    act_if,
     fault,
     finds,
     loop_fault,
@@ -33,11 +32,6 @@ from adiv_monitor.diagnosis.readings import learning_rates, these
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed, percent
 
-# The gain that torch initialises with, 1/√3, and the sampling error for some thousand weights.
-UNTRAINED, ABOUT = 3**-0.5, 0.03
-# torch draws entries within ±1/√fan-in. Rounding to 16 bits moves them beyond by less than this
-# share; training usually moves some further.
-ROUNDED = 0.01
 # Share of the entries with a gradient that a step leaves equal to the last bit: 81 % with faulty
 # bfloat16 weights, at most 2.6 % elsewhere.
 ROUNDED_AWAY = 0.5
@@ -122,24 +116,6 @@ def _several(names: tuple[str, ...]) -> str:
     return "the parameters " + listed([f"'{name}'" for name in names])
 
 
-@fault("frozen", "Frozen parameters", certain=True, explains=("cannot-overfit", "behind-reference"))
-def frozen(record: Record) -> Iterator[Finding]:
-    """Find parameters with requires_grad=False; they are unlikely to be meant if untrained."""
-    if not (names := record.wiring.frozen):
-        return
-    paths = {name.rpartition(".")[0] for name in names}
-    untrained = [
-        path for path, w in record.weights.items()
-        if path in paths and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED
-    ]  # fmt: skip
-    yield Finding("frozen", act_if(untrained and suffers(record)),
-        f"No step trains {_several(names)}: requires_grad is False."
-        + f" Weights that look like torch's initialisation: {listed(untrained)}." * bool(untrained),
-        (Evidence("frozen parameters", len(names)),),
-        (Advice("set requires_grad=True, unless these parameters should stay frozen"),),
-        layers=names)  # fmt: skip
-
-
 @loop_fault("rate-zero", "A learning rate of zero", certain=True, explains=LEARNING)
 def rates_zero(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is zero in all measured steps."""
@@ -186,7 +162,8 @@ told(__name__, "left-in-eval", "", suffers,
      "These normalisations are in eval mode while the model trains: {all_places}. Their running "
      "mean is still 0 and their variance 1, so they normalise nothing.",
      [Number("normalisations in eval mode")],
-     Advice("call train() on these modules before training"),
+     Advice("call train() on these modules before training, and look for eval() in a train() of "
+            "the model's own"),
      where=lambda fact: not fact.numbers["given"], of_modules=True)  # fmt: skip
 told(__name__, "left-in-eval", "", "watch",
      "The model is in eval mode, with normalisations whose running mean and variance are still 0 "

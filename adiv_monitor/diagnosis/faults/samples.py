@@ -43,7 +43,7 @@ told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
      "{place} reshapes {of} to {to} across the axes, and mixes positions.",
      [Number("reshapes that cut across axes")],
      Advice("exchange axes with permute, not with view, unless a shift is intended"),
-     explains=LEARNING)  # fmt: skip
+     explains=(*LEARNING, "future-leak"))  # fmt: skip
 
 
 @fault("gradient-cut", "The gradient is cut on one of its paths", explains=LEARNING,
@@ -90,7 +90,7 @@ told(__name__, "attention-axis", "Attention weights summed over another axis", s
      "over axis {over}.",
      [Number("softmaxes over another axis than their product")],
      Advice("take the softmax over the keys, usually dim=-1"),
-     explains=LEARNING)  # fmt: skip
+     explains=(*LEARNING, "future-leak"))  # fmt: skip
 
 
 told(__name__, "padding-read", "Outputs that depend on padding", "watch",

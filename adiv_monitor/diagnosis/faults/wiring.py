@@ -6,6 +6,7 @@ Are masks what they seem; is anything multiplied by zero, or written over?
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice
+from adiv_monitor.diagnosis.record import Record
 
 CHANGED = 0.01  # of the length of a batch
 
@@ -17,12 +18,22 @@ told(__name__, "mask-ignored", "A mask without effect", suffers,
             "mask's shape, and whether its result is used"),
      explains=(*LEARNING, "order-ignored", "input-partly-ignored", "padding-read"))  # fmt: skip
 
-told(__name__, "zero-factor", "A factor of zero in the model",
-     lambda record: suffers(record) or not any(record.gradient_norms),
+
+def _costs_a_gradient(record: Record) -> bool:
+    return suffers(record) or not any(record.gradient_norms)
+
+
+told(__name__, "zero-factor", "A factor of zero in the model", _costs_a_gradient,
      "{all_places} multiplies by 0: what is multiplied has no part in the outputs, and its "
      "parameters get a gradient of 0.", [Number("factors of zero")],
      Advice("look for divisions of whole numbers (4 // 8 is 0), and for scales that begin at 0"),
+     where=lambda fact: not fact.numbers,
      explains=(*LEARNING, "no-activation", "frozen"))  # fmt: skip
+told(__name__, "zero-factor", "", _costs_a_gradient,
+     "The parameters {all_places} begin at 0 and get a gradient of exactly 0, as factors that are "
+     "multiplied by each other do: they stay at 0.",
+     [Number("parameters that stay at 0", "zeros", above=1)],
+     Advice("begin one of two factors with random numbers, as LoRA its first one"))  # fmt: skip
 
 told(__name__, "input-written", "Data that are written over",
      lambda record: record.found_by("input-written")[0].numbers["times"] > 1,
