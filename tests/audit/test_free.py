@@ -126,6 +126,19 @@ def test_weights_of_terms_with_nothing_that_holds_them(joined: Any, hits: bool) 
     assert any(share < ITSELF for share in shares) is hits
 
 
+def test_factors_beside_the_last_layer_are_no_weights_of_terms() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.factor = nn.Linear(12, 3), nn.Parameter(torch.randn(3, 12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + x @ self.factor.T
+
+    model = nn.Sequential(Beside())
+    assert not facts("weighs-itself", setup(model=model))
+
+
 class Players(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -63,46 +63,6 @@ def test_a_sample_without_a_path_cuts_the_gradient(draw: Any, hits: bool) -> Non
     assert not hits or "rsample" in said[0].advice[0].text
 
 
-class Words(nn.Module):
-    def __init__(self, padding: int | None, read: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.table, self.read, self.head = nn.Embedding(9, 12, padding), read, nn.Linear(12, 3)
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        real = tokens if mask is None else mask.long()
-        return self.head(self.read(self.table(tokens), real))
-
-
-def mean_of_all(x: Tensor, tokens: Tensor) -> Tensor:
-    return x.mean(1)
-
-
-def mean_of_words(x: Tensor, tokens: Tensor) -> Tensor:
-    real = (tokens != 0).unsqueeze(2)
-    return (x * real).sum(1) / real.sum(1)
-
-
-def texts(padded: bool) -> tuple[tuple[Tensor, Tensor], ...]:
-    tokens = torch.randint(0, 9, (16, 10), generator=GENERATOR)
-    if padded:
-        tokens = tokens.clamp(min=1)
-        for row, length in enumerate(torch.randint(3, 8, (16,), generator=GENERATOR).tolist()):
-            tokens[row, length:] = 0
-    return ((tokens, torch.randint(0, 3, (16,), generator=GENERATOR)),)
-
-
-def of_words(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0], batch[0] != 0), batch[1])
-
-
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize(("read", "hits"), [(mean_of_all, True), (mean_of_words, False)])
-def test_padding_that_is_read(read: Any, masked: bool, hits: bool) -> None:
-    of = setup(model=Words(None, read), batches=texts(padded=True))
-    of = replace(of, loss=of_words) if masked else of
-    assert bool(found("padding-read", of)) is hits
-
-
 class Weighed(nn.Module):
     def __init__(self, axis: int) -> None:
         super().__init__()

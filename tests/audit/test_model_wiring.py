@@ -1,4 +1,4 @@
-"""Cuts beside a block, masks, zero factors, and overwritten inputs."""
+"""Cuts beside a block, zero factors, norms and nodes, and weights that are not registered."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trial_setups import answer, batches, mlp, setup
+from trial_setups import answer, batches, setup
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
@@ -58,35 +58,6 @@ def test_what_cancels_is_no_clip() -> None:
     assert not asked("zero-slope", setup(loss=cancels, steps=4))
 
 
-class Pooled(nn.Module):
-    """Weights of places, where a mask hides some, by the number that is added to their scores."""
-
-    def __init__(self, hidden: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.score, self.value, self.hidden = nn.Linear(3, 1), nn.Linear(3, 3), hidden
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        scores = self.score(x)[..., 0] + torch.where(mask, 0.0, self.hidden)
-        return (scores.softmax(1)[..., None] * self.value(x)).sum(1)
-
-
-def places() -> tuple[Any, ...]:
-    drawn = torch.Generator().manual_seed(0)
-    x, y = torch.randn(16, 5, 3, generator=drawn), torch.randint(3, (16,), generator=drawn)
-    return ((x, torch.rand(16, 5, generator=drawn) < 0.7, y),) * 2
-
-
-@pytest.mark.parametrize("hidden, count", [(-1e-9, 1), (-1e9, 0)])
-def test_a_mask_that_hides_nothing_is_named(hidden: float, count: int) -> None:
-    def of_masked(model: nn.Module, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(model(*batch[:2]), batch[2])
-
-    given = setup(model=Pooled(hidden), loss=of_masked, batches=places(), steps=4)
-    found = asked("mask-ignored", given)
-    assert [fact.place for fact in found] == ["input 'mask'"] * count
-
-
 def test_a_branch_times_zero_is_named_and_a_learnt_gate_is_not() -> None:
     gate = nn.Parameter(torch.zeros(1))
     assert asked("zero-factor", of(lambda x: x + (4 // 8) * x.relu()))
@@ -135,29 +106,6 @@ def test_nodes_of_a_graph_are_no_samples() -> None:
     given = setup(batches=[(x, y, edges) for x, y in batches()], loss=of_nodes, steps=4)
     fork = given.fork()
     assert "edges of a graph" in answer("samples-mixed", given, fork).untold
-
-
-@pytest.mark.parametrize(
-    ("change", "count"),
-    [(lambda x: x.div_(4), 1), (lambda x: x / 4, 0), (lambda x: x.clamp_(-1, 1), 0)],
-)
-def test_a_model_that_writes_into_its_batch_again_and_again_is_named(
-    change: Callable[[Tensor], Tensor], count: int
-) -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(change(x))
-
-    given = setup(model=Writes(), batches=batches(2) * 3, steps=4)
-    found = asked("input-written", given)
-    assert len(found) == count
-    for fact in found:
-        assert fact.place.startswith("div") and fact.numbers["times"] == 3
-        assert fact.numbers["change"] == pytest.approx(0.75)
 
 
 class Fixed(nn.Module):

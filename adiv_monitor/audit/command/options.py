@@ -21,10 +21,12 @@ Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
 _GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
          "attention-saturated", "padding-is-word", "loss-own-fall", "one-edit",
-         "term-outweighed", "outputs-tied", "addend-outweighs", "dropout-on-outputs")  # fmt: skip
+         "term-outweighed", "outputs-tied", "addend-outweighs", "dropout-on-outputs",
+         "input-written")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
+    **dict.fromkeys(("mask-ignored", "padding-read"), "; 'input-partly-ignored' is"),
     "outputs-normalised": "; 'target-scale' is",
     "unsafe-division": "; 'row-spread' is",
     "one-sided-weights": "; 'bad-initialisation' is",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import compared, nodes_of
+from adiv_monitor.audit.experiments.calls import calls_of, given
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, of_few, still
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.state import last_maps
@@ -116,12 +117,15 @@ def players_agree(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def weighs_itself(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the lowest loss over parameters that the loss itself reads, for the same outputs.
 
-    They have few entries, and their gradient does not come through the outputs.
+    They have few entries, no part of the model uses them, and their gradient does not come through
+    the outputs.
     """
-    free = Free(setup)
+    free, fork = Free(setup), setup.fork()
+    used = {id(x) for call in calls_of(fork, lambda call: call.path) for x in given(call)}
+    inside = {name for name, p in fork.model.named_parameters() if id(p) in used}
     reached = {id(getattr(node, "variable", None)) for node in nodes_of([free.first.grad_fn])}
     own = {name: p for name, p in free.fork.model.named_parameters()
-           if id(p) in reached and p.numel() <= FEW}  # fmt: skip
+           if id(p) in reached and name not in inside and p.numel() <= FEW}  # fmt: skip
     if own and (first := float(free.first.detach())) > 0:
         lowest = free.lowest([*own.values()])
         yield Fact(next(iter(own)), {"share": lowest / first, "first": first, "lowest": lowest})

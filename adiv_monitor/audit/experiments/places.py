@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
-from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs, still
+from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs
 from adiv_monitor.audit.experiments.data import spread
 from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
@@ -135,36 +135,6 @@ def padding(x: Tensor) -> Padding | None:
                 if not bool((before & ~places).any()):
                     return Padding(places, places & before)
     return None
-
-
-LONGER = 4  # places of padding that are added
-
-
-@asks("padding-read")
-def padding_read(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return how much outputs change if each row of an input gets more padding at its end.
-
-    A mask, or another tensor that is the same at all places of padding, gets more of the same.
-    """
-    batch, fork = setup.batches[0], still(setup.fork_like(trained))
-    if not any(padding(x) for x in given_inputs(fork, batch).values()):
-        return
-    run = ChangedInputs(fork, batch)
-    for number, x in enumerate(run.inputs):
-        found = padding(x)
-        if found is None or not found.places[:, -1].any():
-            continue
-
-        def longer(x: Tensor, places: Tensor = found.places) -> Tensor:
-            at = x[places] if x.shape[:2] == places.shape else x[:0]
-            is_alike = len(at) > 0 and bool((at == at[:1]).all())
-            return torch.cat([x, at[:1].expand(len(x), LONGER, *x.shape[2:])], 1) if is_alike else x
-
-        others = run.outputs(longer, everything=True)
-        pairs = [(y, z) for y, z in zip(run.own, others, strict=True) if y.shape == z.shape]
-        if pairs:
-            change = max(float((y - z).norm() / y.norm().clamp(min=1e-30)) for y, z in pairs)
-            yield Fact(f"input '{run.names[number]}'", {"change": change, "places": float(LONGER)})
 
 
 @asks("class-untaught")

@@ -165,6 +165,12 @@ def _are_misplaced(record: Record) -> bool:
     return order == "wrong" or (order == "unclear" and suffers(record))
 
 
+def _are_of_one_sample(record: Record) -> bool:
+    """Return whether samples would have to be exchanged that outputs and targets share."""
+    together = any(fact.numbers["share"] == 1 for fact in record.found_by("targets-misplaced"))
+    return together and "axes 0 and" in record.found_by("targets-moved")[0].words["move"]
+
+
 told(__name__, "targets-moved", "Targets in another order than their inputs", _are_misplaced,
      "The targets do not belong to the places of their outputs: {move}, they fit better. Then the "
      "inputs of the last layer explain {best:.0%} of them, and {own:.0%} as they are.",
@@ -172,7 +178,7 @@ told(__name__, "targets-moved", "Targets in another order than their inputs", _a
      Advice("compare the order, the axes and the transforms of inputs and targets"),
      where=lambda fact: fact.numbers["own"] < fact.numbers["best"]
      * (CLEARLY if fact.words["order"] == "meant" else BETTER),
-     explains=LEARNING)  # fmt: skip
+     unless=_are_of_one_sample, explains=LEARNING)  # fmt: skip
 
 
 @fault("labels-unrelated", "Labels that no model predicts")

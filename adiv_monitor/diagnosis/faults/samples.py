@@ -16,7 +16,6 @@ from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed
 
 OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
-PADDED = 0.05  # of the outputs' length, by which more padding changes them
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
 
@@ -91,14 +90,6 @@ told(__name__, "attention-axis", "Attention weights summed over another axis", s
      [Number("softmaxes over another axis than their product")],
      Advice("take the softmax over the keys, usually dim=-1"),
      explains=(*LEARNING, "future-leak"))  # fmt: skip
-
-
-told(__name__, "padding-read", "Outputs that depend on padding", "watch",
-     "With {places:.0f} more places of padding at the end of {place}, the outputs change by "
-     "{change:.0%} of their length: the model reads padding.",
-     [Number("change of the outputs", "change", above=PADDED)],
-     Advice("take the output at each row's last real place, or mask the padding (a mean over real "
-            "places, pack_padded_sequence, key_padding_mask)"))  # fmt: skip
 
 
 @fault("input-partly-ignored", "Parts of the inputs are ignored", explains=("input-ignored",))

@@ -1,22 +1,12 @@
 """Is the model wired as it was meant to be, before its first step?
 
-Are masks what they seem; is anything multiplied by zero, or written over?
+Is anything multiplied by zero, or are the same random numbers drawn again?
 """
 
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice
 from adiv_monitor.diagnosis.record import Record
-
-CHANGED = 0.01  # of the length of a batch
-
-
-told(__name__, "mask-ignored", "A mask without effect", suffers,
-     "The mask {place} has no effect: if it is inverted, no output changes, neither before nor "
-     "after training.", [Number("masks without effect")],
-     Advice("look at what hidden places get before the softmax (−1e9 or −inf, not −1e-9), at the "
-            "mask's shape, and whether its result is used"),
-     explains=(*LEARNING, "order-ignored", "input-partly-ignored", "padding-read"))  # fmt: skip
 
 
 def _costs_a_gradient(record: Record) -> bool:
@@ -34,14 +24,6 @@ told(__name__, "zero-factor", "", _costs_a_gradient,
      "multiplied by each other do: they stay at 0.",
      [Number("parameters that stay at 0", "zeros", above=1)],
      Advice("begin one of two factors with random numbers, as LoRA its first one"))  # fmt: skip
-
-told(__name__, "input-written", "Data that are written over",
-     lambda record: record.found_by("input-written")[0].numbers["times"] > 1,
-     "{place} changes the batch in place, by {change:.0%} of its length, and again in each pass: a "
-     "batch that comes again has other values. (The audit gave copies.)",
-     [Number("change of the batch", "change", above=CHANGED)],
-     Advice("compute anew (x / 4, not x /= 4 or x.div_(4)), or clone() the input first"),
-     certain=True)  # fmt: skip
 
 
 told(__name__, "seed-again", "Random numbers that repeat in each step", suffers,
