@@ -202,8 +202,6 @@ NOISY = (2.3, 0.9, 2.1, 0.9, 2.2, 1.0, 2.1, 0.9, 2.0, 1.0, 2.2, 0.8)
 # What is at most to be watched: name and strength, and a record of it.
 MILDER = [
     ("zero-factor watch", probed("zero-factor", WELL)),
-    ("hidden-parameters watch",
-     probed("hidden-parameters", WELL, words={"made": "fixed"}, share=0.5)),
     ("gradient-cut watch", probed("gradient-cut", cosine=0.5)),
     ("unreached watch", record(wiring=Wiring(unreached=("a",), unused=("a",)))),
     ("frozen watch", record(wiring=Wiring(frozen=("a.weight",)))),

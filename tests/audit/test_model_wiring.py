@@ -106,24 +106,3 @@ def test_nodes_of_a_graph_are_no_samples() -> None:
     given = setup(batches=[(x, y, edges) for x, y in batches()], loss=of_nodes, steps=4)
     fork = given.fork()
     assert "edges of a graph" in answer("samples-mixed", given, fork).untold
-
-
-class Fixed(nn.Module):
-    """A perceptron whose first weights are a buffer."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", weight)
-        self.last = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(nn.functional.linear(x, self.weight).tanh())
-
-
-def test_random_weights_in_a_buffer_are_named_and_a_table_of_cosines_is_not() -> None:
-    drawn = torch.randn(16, 12, generator=torch.Generator().manual_seed(0))
-    (fact,) = asked("hidden-parameters", setup(model=Fixed(drawn), steps=4))
-    assert fact.place == "weight" and fact.words["made"] == "fixed"
-    table = torch.outer(torch.arange(16.0), torch.arange(12.0)).mul(torch.pi / 8).cos()
-    assert not asked("hidden-parameters", setup(model=Fixed(table), steps=4))

@@ -132,24 +132,14 @@ class Hidden:
                         for name, x in _attributes(module) if id(x) not in known}  # fmt: skip
         self._known = known | self._inside.keys()
         self._anew: list[Fact] = []
-        fixed = {id(x): name for name, x in fork.model.named_buffers()}
-        self._fixed = fixed | {key: name for key, (name, x) in self._inside.items()
-                               if not x.requires_grad}  # fmt: skip
 
     def see(self, call: Call) -> None:
         """Look for parameters that the model did not have before the pass."""
-        place = _RIGHT.get(call.name, len(call.args))
-        for x in call.args[place : place + 1]:
-            if id(x) in self._fixed and x.ndim > 1 and _is_drawn(x):
-                fact = Fact(self._fixed[id(x)], {"share": self._share(x)}, {"made": "fixed"})
-                self._anew.append(fact)
         is_used = call.path is not None and any(x.grad_fn for x in tensors(call.result))
         for x in given(call) if is_used else ():
             if isinstance(x, nn.Parameter) and id(x) not in self._known:
-                self._anew.append(Fact(call.place, {"share": self._share(x)}, {"made": "anew"}))
-
-    def _share(self, x: Tensor) -> float:
-        return x.numel() / (self._count + x.numel())
+                share = x.numel() / (self._count + x.numel())
+                self._anew.append(Fact(call.place, {"share": share}, {"made": "anew"}))
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return leaves that get a gradient, and the places where a new parameter is used."""
@@ -157,20 +147,6 @@ class Hidden:
         found = [known for key, known in self._inside.items() if key in reached]
         every = self._count + sum(x.numel() for _, x in found)
         return (*(Fact(name, {"share": x.numel() / every}) for name, x in found), *self._anew)
-
-
-FEWEST = 64  # entries: the mean of fewer differs from zero by chance
-DEVIATIONS = 4.0  # of the mean of independent entries around zero: rms / sqrt(their number)
-MOST_DIFFER = 0.9  # of entries that are drawn
-
-
-def _is_drawn(x: Tensor) -> bool:
-    """Return whether the entries look like random numbers around 0: few of them are alike."""
-    if not x.is_floating_point() or x.numel() < FEWEST:
-        return False
-    rms = float(x.double().square().mean().sqrt())
-    balanced = abs(float(x.double().mean())) < DEVIATIONS * rms / math.sqrt(x.numel())
-    return balanced and len(torch.unique(x)) > MOST_DIFFER * x.numel()
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -68,12 +68,6 @@ told(__name__, "hidden-parameters", "", "act",
      [Number("share of all parameters", "share")],
      Advice("make the module or the parameter once, in __init__(), then the optimizer"),
      where=lambda fact: fact.words.get("made") == "anew")  # fmt: skip
-told(__name__, "hidden-parameters", "", suffers,
-     "No step trains {all_places}: random numbers that multiply the inputs of a layer, as weights "
-     "do, but are in a buffer or a plain tensor.",
-     [Number("share of all parameters", "share")],
-     Advice("make them an nn.Parameter, unless random features are meant"),
-     where=lambda fact: fact.words.get("made") == "fixed")  # fmt: skip
 
 
 @loop_fault("unreached", "Parameters that no gradient reaches", shown_by=reported("trainable"),
