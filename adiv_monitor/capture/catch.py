@@ -36,7 +36,7 @@ from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, RecurrentCall
 from adiv_monitor.features.rows import Rows, behind_view, norms
 from adiv_monitor.features.uses import Use, as_it_is
-from adiv_monitor.maths import ceiling
+from adiv_monitor.maths.ceiling import KNOWN
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -135,12 +135,11 @@ class Catch:
         if layer.weight is not None and layer.is_direct:  # its rows have scales
             whole = use.whole()
             call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
-        if rows.total:
-            if check is not None and check.only in (None, layer.path):
-                call.products = check.products(layer, use, features, rows)
-            if self._context.attainable and isinstance(features, ceiling.KNOWN):
-                every = Rows(rows.shape, None, rows.device)
-                call.every_row = use.features(every).restrict(**layer.trained)
+        if rows.total and check is not None and check.only in (None, layer.path):
+            call.products = check.products(layer, use, features, rows)
+        if self._context.attainable and isinstance(features, KNOWN):
+            every = use.features(Rows(rows.shape, None, rows.device))
+            call.every_row = every.restrict(**layer.trained)
         return features
 
     # --- the backward pass -----------------------------------------------------------------------
@@ -194,10 +193,9 @@ class Catch:
         sums = None if call.products is None else call.products.contracted(gradient)
         if _PRECISION[gradient.dtype] > call.precision:
             call.precision = _PRECISION[gradient.dtype]
-        found = Arrived(call.rows.take(gradient), norms(gradient).flatten(), sums)
+        every = None if call.every_row is None else Rows(call.rows.shape).take(gradient)
+        found = Arrived(call.rows.take(gradient), norms(gradient).flatten(), sums, every)
         rows.arrive(call, task, found)
-        if call.every_row is not None and rows.tasks[task].counts:
-            rows.add_to_ceiling(call, task, Rows(call.rows.shape).take(gradient))
 
     def _begins_at(self, rows: LayerRows, call: Call, task: int) -> None:
         """Begin a backward pass at a layer: what earlier passes left may have been zeroed."""

@@ -16,7 +16,6 @@ from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, Whole, to_device
-from adiv_monitor.maths.ceiling import Ceiling
 
 _VERSION = attrgetter("_version")
 
@@ -28,11 +27,13 @@ class Arrived(NamedTuple):
         gradient: ∂L/∂z of the chosen rows.
         norms: ‖g_r‖ of all rows.
         sums: h of the pass, see `Products`; None: not checked.
+        every: ∂L/∂z of all rows; None: not asked for.
     """
 
     gradient: Tensor
     norms: Tensor
     sums: Equations | None
+    every: Tensor | None
 
 
 class Pass(NamedTuple):
@@ -59,10 +60,10 @@ class Call:
         z: the outputs of the chosen rows.
         whole: the statistics of all rows from the forward pass.
         products: for the check of the gradient; None: it is not checked.
-        every_row: φ of all rows, for the ceiling, until it has them.
-        summed: the graph task with which the ceiling has the call's rows; None: it has none.
+        every_row: φ of all rows, for `attainable_cosine`; None: not asked for.
         arrived: what backward passes brought, by their graph tasks.
         gradient: ∂L/∂z of the chosen rows; `add_up` sets it.
+        every_gradient: the same of all rows.
         norms: see `Arrived`; `add_up` sets it. None once two backward passes have gone through one
             graph: then the sum is known for the chosen rows alone.
     """
@@ -75,9 +76,9 @@ class Call:
     whole: Whole | None = None
     products: Products | None = None
     every_row: Features | None = None
-    summed: int | None = None
     arrived: dict[int, Arrived] = field(default_factory=dict)
     gradient: Tensor | None = None
+    every_gradient: Tensor | None = None
     norms: Tensor | None = None
 
     def add_up(self) -> None:
@@ -85,6 +86,9 @@ class Call:
         self.products = None
         first, *others = self.arrived.values()
         self.gradient = sum((of.gradient for of in others), first.gradient)
+        if first.every is not None:
+            several = (of.every for of in others if of.every is not None)
+            self.every_gradient = sum(several, first.every)
         self.norms = None if others else first.norms
 
     def keep(self, kept: np.ndarray) -> None:
@@ -139,8 +143,6 @@ class LayerRows:
         calls: the calls with a gradient.
         tasks: the backward passes that brought one, by graph task, the running one included.
         dropped: whether rows were dropped because their gradient was zeroed before a step.
-        ceiling: sums over all rows, if requested.
-        ceiling_is_whole: whether these account for every call in the parameters' gradient.
         linear: how well the rule reproduced the output; None: not checked.
         earlier: γv of the gradient that was there before the first pass; None: there was none.
         versions: of the parameters when their gradient last arrived.
@@ -153,16 +155,12 @@ class LayerRows:
         self.calls: dict[Call, None] = {}
         self.tasks: dict[int, Pass] = {}
         self.dropped = False
-        self.ceiling: Ceiling | None = None
-        self.ceiling_is_whole = True
         self.linear: Tensor | None = None
         self.earlier: Equations | None = None
         self.versions: list[int] = []
         self.v: Tensor | None = None
         self.is_shared = False
         self._every: list[ref[Call]] = []  # also those without a gradient
-        self._ceilings: dict[int, Ceiling] = {}  # by graph task
-        self._is_summed = False  # whether the ceiling had any call
         self._chooser = chooser
         self._bound: Threshold | None = None  # of all calls; a single call needs none
         self._bounded = 0  # the number of these
@@ -190,7 +188,7 @@ class LayerRows:
 
     def release(self) -> None:
         """Release all calls."""
-        self.calls, self.tasks, self._ceilings, self._bound = {}, {}, {}, None
+        self.calls, self.tasks, self._bound = {}, {}, None
 
     def arrive(self, call: Call, task: int, found: Arrived) -> None:
         """Take what a backward pass brought to a call."""
@@ -199,17 +197,10 @@ class LayerRows:
         if call.products is not None:
             self.v = call.products.v
 
-    def add_to_ceiling(self, call: Call, task: int, gradient: Tensor) -> None:
-        """Add the rows of a call, with the gradient of all of them, to the sums for the ceiling."""
-        if call.every_row is not None:
-            self._ceilings.setdefault(task, Ceiling()).add(call.every_row, gradient)
-            call.every_row, call.summed, self._is_summed = None, task, True
-
     def forget(self, tasks: Iterable[int]) -> None:
         """Forget what some passes brought. Calls may get another gradient later."""
         for task in tasks:
             self.tasks.pop(task, None)
-            self._ceilings.pop(task, None)
             for call in self.calls:
                 call.arrived.pop(task, None)
         self.calls = {call: None for call in self.calls if call.arrived}
@@ -243,10 +234,6 @@ class LayerRows:
         reached = [*self.calls]
         for call in reached:
             call.add_up()
-        if self._is_summed:
-            self.ceiling = Ceiling.joined([*self._ceilings.values()])
-            summed = [call for call in reached if call.summed is not None]
-            self.ceiling_is_whole = all([*call.arrived] == [call.summed] for call in summed)
         if self._bound is not None:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):

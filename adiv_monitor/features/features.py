@@ -416,12 +416,3 @@ class BlockFeatures(Features):
         """Return Wv, over all blocks."""
         by_output = weight.to(v.dtype).transpose(0, 1).flatten(1)
         return (by_output @ v[0])[None]
-
-    def sums_of_squares(self, gradient: Float[Tensor, "rows n_out"]) -> tuple[Tensor, Tensor]:
-        """Return ΦᵀΦ, (count, n_feat, n_feat), and ΦᵀG, (count, n_feat, n_out), in G's dtype."""
-        phi = self.phi.to(gradient.dtype)
-        parts = [phi * (self.block == block)[:, None] for block in range(self.count)]
-        return (
-            torch.stack([part.t() @ part for part in parts]),
-            torch.stack([part.t() @ gradient for part in parts]),
-        )

@@ -1,6 +1,4 @@
-"""`attainable_cosine` from all active rows: from ΦᵀΦ and ΦᵀG, or from the rows if they are few."""
-
-from collections.abc import Sequence
+"""`attainable_cosine`: the best cosine that any step of a layer could reach, from all its rows."""
 
 import torch
 from jaxtyping import Float
@@ -11,121 +9,55 @@ from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Feature
 KNOWN = DenseFeatures | OneHotFeatures | BlockFeatures
 
 
-class Ceiling:
-    """Accumulator of Φ and G of all active rows, call by call, in float64."""
-
-    def __init__(self) -> None:
-        self._squared: Tensor | float = 0.0
-        self._rows: list[tuple[Tensor, Tensor]] = []
-        self._gram: Tensor | None = None
-        self._cross: Tensor | None = None
-
-    def add(self, features: Features, gradient: Tensor) -> None:
-        """Add the rows of one call: features and ∂L/∂z (rows, n_total)."""
-        gradient = gradient.double()
-        if isinstance(features, OneHotFeatures):  # the padding token is not trained
-            gradient = gradient * features.trained[:, None]
-        active = gradient.any(1).nonzero()[:, 0]
-        features, gradient = features.pick(active), gradient.index_select(0, active)
-        self._squared = self._squared + torch.linalg.vecdot(gradient.flatten(), gradient.flatten())
-        if isinstance(features, OneHotFeatures):
-            self._add_tokens(features, gradient)
-            return
-        if isinstance(features, BlockFeatures):
-            self._add_blocks(features, gradient)
-            return
-        assert isinstance(features, DenseFeatures)
-        phi = features.columns().double()
-        width = gradient.shape[1] // phi.shape[1]
-        self._rows.append((phi, gradient.reshape(*phi.shape[:2], width)))
-        # Once there are more rows than features, the sums take less memory than the rows.
-        if self._gram is not None or sum(len(phi) for phi, _ in self._rows) > phi.shape[2]:
-            self._sum_up()
-
-    @staticmethod
-    def joined(several: "Sequence[Ceiling]") -> "Ceiling | None":
-        """Return the sums over the rows of all of them; None if there are none."""
-        for one in several[1:]:
-            first = several[0]
-            first._squared = first._squared + one._squared
-            first._rows += one._rows
-            if one._gram is not None and one._cross is not None:
-                first._add_sums(one._gram, one._cross)
-            if first._gram is not None:
-                first._sum_up()
-        return several[0] if several else None
-
-    def cosine(self) -> Tensor:
-        """Return ‖P_Φ G‖ / ‖G‖ over the active rows among all rows added."""
-        norm = torch.as_tensor(self._squared).sqrt()
-        if self._gram is not None and self._cross is not None:
-            return attainable_cosine(self._gram, self._cross, norm)
-        phi, gradient = (torch.cat(parts) for parts in zip(*self._rows, strict=True))
-        return attainable_cosine_of_rows(phi, gradient)
-
-    def _sum_up(self) -> None:
-        for phi, gradient in self._rows:
-            phi, gradient = phi.transpose(0, 1), gradient.transpose(0, 1)
-            self._add_sums(phi.mT @ phi, phi.mT @ gradient)
-        self._rows.clear()
-
-    def _add_sums(self, gram: Tensor, cross: Tensor) -> None:
-        self._gram = gram if self._gram is None else self._gram + gram
-        self._cross = cross if self._cross is None else self._cross + cross
-
-    def _add_tokens(self, features: OneHotFeatures, gradient: Tensor) -> None:
-        # ΦᵀΦ is diagonal: the count of each token. Every token is a group with one feature.
-        if self._gram is None or self._cross is None:
-            self._gram = gradient.new_zeros(features.vocabulary, 1, 1)
-            self._cross = gradient.new_zeros(features.vocabulary, 1, gradient.shape[1])
-        self._gram[:, 0, 0].index_add_(0, features.token, gradient.new_ones(len(gradient)))
-        self._cross[:, 0].index_add_(0, features.token, gradient)
-
-    def _add_blocks(self, features: BlockFeatures, gradient: Tensor) -> None:
-        # ΦᵀΦ is block-diagonal: every block is a group.
-        self._add_sums(*features.sums_of_squares(gradient))
-
-
-def attainable_cosine(
-    gram: Float[Tensor, "groups n n"],
-    cross: Float[Tensor, "groups n n_out"],
-    G_norm: Float[Tensor, ""],
-) -> Float[Tensor, ""]:
+def attainable_cosine(features: Features, G: Float[Tensor, "rows n_total"]) -> Float[Tensor, ""]:
     """‖P_Φ G‖ / ‖G‖, in [0, 1]: the best cosine with G that any ΔΘ can reach.
 
-    P_Φ projects on the columns of Φ: ‖P_Φ G‖² = tr(Cᵀ S⁻¹ C), S = ΦᵀΦ and C = ΦᵀG, on the space
-    where S is not zero up to rounding.
+    P_Φ projects on the columns of Φ, over all active rows.
 
     Args:
-        gram: S, over all active rows.
-        cross: C, over all rows.
-        G_norm: ‖G‖ over all rows.
+        features: Φ of all rows, of one of the types in `KNOWN`.
+        G: ∂L/∂z of all rows; 0 for tokens that are not trained.
     """
-    if _is_regular(gram):
-        solved = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), cross, upper=False)
-        length: Tensor = torch.linalg.vector_norm(solved)
-        return length / G_norm  # tr(Cᵀ S⁻¹ C) = ‖L⁻¹C‖², S = LLᵀ
-    values, vectors, kept = _spectrum(gram)
-    squares = (vectors.mT @ cross).square() / torch.where(kept, values, 1)[..., None]
-    attained: Tensor = (squares * kept[..., None]).sum().sqrt()
-    return attained / G_norm
+    active = G.any(1).nonzero()[:, 0]
+    features, G = features.pick(active), G.index_select(0, active).double()
+    if isinstance(features, OneHotFeatures):  # rows of the same token move alike
+        ones, table = G.new_ones(len(G)), G.new_zeros(features.vocabulary, G.shape[1])
+        count = table[:, 0].index_add(0, features.token, ones).clamp(min=1)
+        together = table.index_add(0, features.token, G)
+        parts = [together / count.sqrt()[:, None]]
+    elif isinstance(features, BlockFeatures):  # each block has its own features
+        rows = [(features.block == block).nonzero()[:, 0] for block in range(features.count)]
+        parts = [_projected(features.phi[at, None], G[at, None]) for at in rows if len(at)]
+    else:
+        assert isinstance(features, DenseFeatures)
+        phi = features.columns()
+        parts = [_projected(phi, G.view(*phi.shape[:2], G.shape[1] // phi.shape[1]))]
+    lengths = torch.stack([G.new_zeros(()), *map(torch.linalg.vector_norm, parts)])
+    share: Tensor = torch.linalg.vector_norm(lengths) / torch.linalg.vector_norm(G)
+    return share.clamp(max=1)  # whatever the rounding
 
 
-def attainable_cosine_of_rows(
+def _projected(
     phi: Float[Tensor, "rows groups n_feat"], G: Float[Tensor, "rows groups n_out"]
-) -> Float[Tensor, ""]:
-    """`attainable_cosine` from Φ and G themselves, cheaper when rows < n_feat.
+) -> Float[Tensor, "groups n n_out"]:
+    """Return a tensor as long as P_Φ G, where P_Φ projects on the columns of Φ; in float64.
 
-    Eigenvectors of ΦΦᵀ (rows × rows) with a nonzero eigenvalue span the columns of Φ.
+    ‖P_Φ G‖² = tr(Cᵀ S⁻¹ C) with S = ΦᵀΦ and C = ΦᵀG, on the space where S is not zero up to
+    rounding. Where there are fewer rows than features, the eigenvectors of ΦΦᵀ with a nonzero
+    eigenvalue span the columns of Φ.
     """
-    has_rows, phi, blocks = len(G) > 0, phi.transpose(0, 1), G.transpose(0, 1)
-    between = phi @ phi.mT
-    whole: Tensor = torch.linalg.vector_norm(blocks)
-    if not has_rows or _is_regular(between):
-        return whole / whole  # independent rows: every move of the outputs can be reached
-    _, vectors, kept = _spectrum(between)
-    attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])
-    return attained / whole
+    phi, G = (x.double().transpose(0, 1) for x in (phi, G))
+    has_few = phi.shape[1] <= phi.shape[2]
+    gram, cross = (phi @ phi.mT, G) if has_few else (phi.mT @ phi, phi.mT @ G)
+    if _is_regular(gram):
+        if has_few:  # independent rows: every move of the outputs can be reached
+            return G
+        factor = torch.linalg.cholesky(gram)  # tr(Cᵀ S⁻¹ C) = ‖L⁻¹C‖², S = LLᵀ
+        solved: Tensor = torch.linalg.solve_triangular(factor, cross, upper=False)
+        return solved
+    values, vectors, kept = _spectrum(gram)
+    scale = kept if has_few else kept / values.where(kept, 1).sqrt()
+    return vectors.mT @ cross * scale[..., None]
 
 
 def _is_regular(gram: Float[Tensor, "groups n n"]) -> bool:

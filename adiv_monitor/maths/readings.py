@@ -76,27 +76,18 @@ class Measured:
 
 
 @np.errstate(all="ignore")  # what a layer does not have is NaN
-def measure(
-    sums: StepSums,
-    *,
-    updated: bool,
-    has_applied: bool,
-    gradient_lost: bool = False,
-    rates: PerLayer | None = None,
-) -> Measured:
+def measure(sums: StepSums, *, updated: bool, rates: PerLayer | None = None) -> Measured:
     """Return all measures of all layers.
 
     Args:
         sums: the numbers, in the units of the gradient that the optimizer saw.
         updated: an optimizer has stepped.
-        has_applied: the products of the applied update are known.
-        gradient_lost: the parameters' products do not apply to the gradient that was used.
         rates: the learning rate of every layer; None, NaN: not known.
     """
     found = Measured(len(sums.paths))
     for layers in _alike(sums):
-        x = _Layers(sums, layers, gradient_lost=gradient_lost)
-        _measure(x, found, updated=updated, has_applied=has_applied)
+        x = _Layers(sums, layers)
+        _measure(x, found, updated=updated)
         if updated:
             found.put(layers, _of_sizes(x.layers))
             if rates is not None:
@@ -135,7 +126,7 @@ def _sample(total: Index, active: Mask, seen: PerLayer) -> Sample:
 class _Layers:
     """Layers in arrays (layers, …)."""
 
-    def __init__(self, sums: StepSums, index: Index, *, gradient_lost: bool) -> None:
+    def __init__(self, sums: StepSums, index: Index) -> None:
         self.sums, self.index, self.layers = sums, index, sums.layers[index]
         self.rows, seen = _padded(sums, "rows", index)
         layers, rows = self.layers, self.rows
@@ -151,7 +142,7 @@ class _Layers:
         self.own_w = np.where(shared | others, np.nan, layers["w_gamma"])
         self.known_unit = ~np.isnan(layers["factor"])
         self.tolerance = sums.tolerance[index]
-        self.exact = (layers["reason"] == "") & ~np.bool_(gradient_lost)
+        self.exact = layers["reason"] == ""
 
     def per_row(self, name: str) -> PerRow:
         """Return a number of the sampled rows, such as a_r·b_r: `a_b`; 0 for zero-gradient rows."""
@@ -189,7 +180,7 @@ class _Layers:
         return by_size(over_rows(rows, self.sample, exact), rows, sizes, self.sample)
 
 
-def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -> None:
+def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     """Add the measures of some layers."""
     index, sample = x.index, x.sample
     G_G = x.sum("G_G", x.layers["G_G"])
@@ -208,7 +199,7 @@ def _measure(x: _Layers, found: Measured, *, updated: bool, has_applied: bool) -
     if not updated:
         return
     found.put(index, _of_update(x, G_G))
-    found.put(index, _of_parameters(x, has_applied=has_applied))
+    found.put(index, _of_parameters(x))
     cosines = measures.row_cosines(x.per_row("G_d"), x.per_row("d_d"), x.per_row("G_G"))
     found.put(index, {"row_cosine_mean": measures.row_cosine_mean(cosines, sample, x.tolerance)})
     share = sample.share_of(~np.isnan(cosines))
@@ -373,12 +364,13 @@ def _common_share(x: _Layers) -> Estimate:
     return Estimate(found.value, np.where(several, np.maximum(found.error, wider), found.error))
 
 
-def _of_parameters(x: _Layers, *, has_applied: bool) -> dict[str, Estimate]:
+def _of_parameters(x: _Layers) -> dict[str, Estimate]:
     # w = −u, and a has the opposite sign of the applied update as well.
     of = x.layers
     w_w, a_a, gamma_gamma = of["w_w"], of["a_a"], of["gamma_gamma"]
-    found = {"parameter_cosine": measures.parameter_cosine(-of["w_gamma"], w_w, gamma_gamma)}
-    if has_applied:
-        found["projection_cosine"] = measures.projection_cosine(of["a_w"], a_a, w_w)
-        found["applied_cosine"] = measures.applied_cosine(-of["a_gamma"], a_a, gamma_gamma)
+    found = {
+        "parameter_cosine": measures.parameter_cosine(-of["w_gamma"], w_w, gamma_gamma),
+        "projection_cosine": measures.projection_cosine(of["a_w"], a_a, w_w),
+        "applied_cosine": measures.applied_cosine(-of["a_gamma"], a_a, gamma_gamma),
+    }
     return {name: _certain(value) for name, value in found.items()}

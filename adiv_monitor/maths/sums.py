@@ -200,17 +200,6 @@ class StepSums:
         """All tables but `layers`."""
         return {name: getattr(self, name) for name in TABLES}
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether every line belongs to a layer, and every entry to a row."""
-        places = [table["layer"] for table in self.tables.values()]
-        return (
-            len(self.paths) == len(self.about) == len(self.layers)
-            and all(((of >= 0) & (of < len(self.paths))).all() for of in places)
-            and all((of[:-1] <= of[1:]).all() for of in places)
-            and bool(((self.entries["row"] >= -1) & (self.entries["row"] < len(self.rows))).all())
-        )
-
     def lines(self, table: str) -> Index:
         """Return the number of lines of every layer."""
         found: Index = np.bincount(getattr(self, table)["layer"], minlength=len(self.paths))

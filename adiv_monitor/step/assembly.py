@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 
 from adiv_monitor.capture.weights.shards import world_size
 from adiv_monitor.report import StepReport
+from adiv_monitor.step.gradient_check import settled
 from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, decode_report, encode, encode_report
 from adiv_monitor.step.rank_contribution import RankContribution
@@ -25,8 +25,6 @@ from adiv_monitor.step.ranks import PAUSE, Ranks
 
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _STOP = "stop"  # a point of a step in which all ranks participate, or none
-T = TypeVar("T")
-_MALFORMED = "The message of rank {} can't be read, so its rows are not in this report."
 
 
 @dataclass(eq=False)
@@ -36,7 +34,8 @@ class Assembly:
     Attributes:
         max_rows: number of sampled rows per layer, of all ranks together.
         generator: the monitor's own random generator.
-        complete: makes the report of a step from a contribution, of one rank or merged.
+        complete: makes the report of a step from a contribution, of one rank or merged, in the
+            units of the optimizer's gradient.
         emit: called with every report, and whether this rank is to write it.
     """
 
@@ -44,7 +43,6 @@ class Assembly:
     generator: np.random.Generator
     complete: Callable[[RankContribution], StepReport]
     emit: Callable[[StepReport, bool], None]
-    _name: str = ""
     _ranks: Ranks | None = None
     _patience: float | None = None
     _agreed: bool = True  # whether the last attempt to agree succeeded
@@ -57,7 +55,6 @@ class Assembly:
         Args:
             name: name of the measured model, the same in all ranks.
         """
-        self._name = name
         if world_size() == 1:
             return
         self._ranks = Ranks(name)
@@ -101,27 +98,26 @@ class Assembly:
 
     def add(self, part: RankContribution) -> None:
         """Make and emit the report to which this rank contributes."""
-        if self._ranks is None:
-            self.join(self._name)
         if (ranks := self._ranks) is None:
-            self.emit(self.complete(part), True)
+            self.emit(self.complete(replace(part, sums=settled(part.sums))), True)
             return
-        step, notes, is_gone = part.report.step, list[str](), False
+        step, is_gone = part.report.step, False
         sums = prepared(part.sums, self.max_rows, ranks.world, self.generator)
         parts, heard = {ranks.rank: replace(part, sums=sums)}, None
         try:
             if ranks.rank:
                 ranks.put(step, encode(parts[ranks.rank]))
-                heard = self._read(ranks, step, [0], decode_report, notes).get(0)
+                for message in self._messages(ranks, step, [0]).values():
+                    heard = decode_report(message)
             else:
-                parts |= self._read(ranks, step, range(1, ranks.world), decode, notes)
+                found = self._messages(ranks, step, range(1, ranks.world))
+                parts |= {rank: decode(found[rank]) for rank in sorted(found)}
         except RuntimeError:  # the store is gone, or the first rank has no monitor
             is_gone = True
         if heard is not None and ranks.rank in heard[1]:
             (report, covered), writes = heard, False
         else:  # the first rank trains something else, or is late
             whole, covered = merge_ranks(parts, ranks.world, self.max_rows)
-            whole.report = replace(whole.report, notes=(*whole.report.notes, *notes))
             report, writes = self.complete(whole), not ranks.rank or is_gone or heard is not None
             if not ranks.rank:
                 with suppress(RuntimeError):
@@ -129,26 +125,7 @@ class Assembly:
         self._covers_all = len(covered) == ranks.world
         self.emit(report, writes)
 
-    def _read(
-        self,
-        ranks: Ranks,
-        step: int,
-        expected: Collection[int],
-        decode: Callable[[bytes], T],
-        notes: list[str],
-    ) -> dict[int, T]:
-        """Return what ranks sent for a step; note whose message can't be read."""
-        found = {}
-        for rank, message in self._messages(ranks, step, expected):
-            try:
-                found[rank] = decode(message)
-            except Exception:
-                notes.append(_MALFORMED.format(rank))
-        return found
-
-    def _messages(
-        self, ranks: Ranks, step: int, expected: Collection[int]
-    ) -> list[tuple[int, bytes]]:
+    def _messages(self, ranks: Ranks, step: int, expected: Collection[int]) -> dict[int, bytes]:
         """Return the messages of ranks for a step, once all are there or time is up."""
         patience = PATIENCE if self._patience is None else self._patience
         begin, found, missing = time.monotonic(), dict[int, bytes](), {*expected}
@@ -166,5 +143,5 @@ class Assembly:
             elif waited > _SHORT:
                 late -= self._silent
             if not late:
-                return sorted(found.items())
+                return found
             time.sleep(PAUSE)

@@ -35,7 +35,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Trace
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.rerun.eager import forced_eager, in_compiled_code
-from adiv_monitor.rerun.surroundings import reruns
+from adiv_monitor.rerun.surroundings import reruns, version
 from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.failures import Failures
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from adiv_monitor.alignment.instrument import Alignment
     from adiv_monitor.step.probing import ProbeStep
 
+_MOVED = (
+    "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
+    "update does not start where the gradient was computed: not measured."
+)
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
 
@@ -211,7 +215,7 @@ class StepController:
 
     def __post_init__(self) -> None:
         training, fail = self.training, self.failures.tell
-        self.assembly = Assembly(training.max_rows, self.generator, self._complete, self.report)
+        self.assembly = Assembly(training.max_rows, self.generator, self._complete, self._emit)
         if (loss := training.seen_loss) is not None:
             said = partial(fail, "the loss")
             self._loss = LossHook(loss, training.model, self._sees_loss, said)
@@ -229,7 +233,7 @@ class StepController:
         if self._loss is not None and self._loss.stays:
             safely(self._loss.put_on)
         safely(self.assembly.join, name)
-        safely(self.schedule.begin, number, next(training.model.parameters()), name)
+        safely(self.schedule.begin, number, next(training.model.parameters()))
         safely(self._refer)
         safely(self.arm)
 
@@ -262,7 +266,7 @@ class StepController:
             patience: largest time to wait for other ranks, in seconds; None: the default.
         """
         self.assembly.ends(patience)
-        call_all(self.read, self.assembly.leave, self.schedule.end)
+        call_all(self.read, self.assembly.leave)
 
     def release(self) -> None:
         """Remove the hooks, and drop the current step and copies, whatever has failed before."""
@@ -376,7 +380,8 @@ class StepController:
             armed.step.gradient_is_final(optimizer)
             return None
         armed.closure_calls = 0
-        before = self.failures.safely(armed.step.norms) or ()
+        parameters = armed.selection.parameters
+        before = [*map(version, parameters)]
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
             if armed.closure_calls:  # several calls are refused: no more rows are needed
@@ -384,9 +389,9 @@ class StepController:
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
             if armed.closure_calls == 1:
-                now = self.failures.safely(armed.step.norms) or ()
-                armed.step.around = [*before, *now]
                 self.failures.safely(armed.step.gradient_is_final, optimizer)
+                if before != [*map(version, parameters)]:
+                    armed.step.refused = _MOVED
             return result
 
         if len(args) > 1:
@@ -449,9 +454,8 @@ class StepController:
         taken.release()
         taken.step.applied()
         part = taken.step.contribution(taken.number)
-        self._history.checked_rules.update(part.checked)
         self.failures.switched_off |= part.misdescribed
-        taken.describe(part, self.failures, self.schedule.interval)
+        taken.describe(part, self.failures, self.schedule.planned)
         # Last: losses that are taken are in no later report, even if this one fails.
         part.report = replace(part.report, losses=self.losses.take(taken.number))
         for path, reason in part.misdescribed.items():
@@ -460,7 +464,13 @@ class StepController:
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step, of one rank or of all."""
+        if self.assembly.is_alone and not part.refused:  # ranks would check different layers
+            self._history.checks(part.sums)
         report = understand(part, self._history)
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))
         return report
+
+    def _emit(self, report: StepReport, writes: bool) -> None:
+        self.schedule.reported(report.step, report.interval)
+        self.report(report, writes)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -16,12 +17,14 @@ from adiv_monitor.capture.weights.shards import holders, world_size
 from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeatures, OneHotFeatures
 from adiv_monitor.features.rows import joined
 from adiv_monitor.maths import totals
+from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.sums import About
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.transfer import Outgoing
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
 
+F = TypeVar("F", bound=Features)
 # With Jacobian features there is no mean feature, and no parameter is known to be a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
 _MOVED = (
@@ -32,9 +35,6 @@ _MOVED = (
 _WITHOUT_CEILING = "attainable_cosine of {} is missing: "
 # Reasons for that.
 _OF_RANKS = "it needs the rows of all ranks in one place."
-_SUMMED = (
-    "several backward passes went through one forward pass, so only sums of their rows are known."
-)
 _COMPUTED = "its weight is computed from parameters, which may not be able to produce every weight."
 
 
@@ -104,7 +104,7 @@ class FinalGradient:
         """
         rows = self._captured.pop(layer)
         h, calls = rows.sums(), rows.finish()
-        features, G = _joined_rows(calls)
+        features, G = _joined_rows([x.features for x in calls], [x.gradient for x in calls])
         self.pieces[layer.path] = {
             p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces
         }
@@ -131,7 +131,7 @@ class FinalGradient:
                     )
         if rows.linear is not None:
             self.out.add("layers", [layer.path], {"rule_error": rows.linear})
-        self._send_ceiling(layer, rows)
+        self._send_ceiling(layer, calls)
         of_calls = [(call.norms, call.whole) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
             self._all_rows[layer.path] = of_calls
@@ -154,28 +154,25 @@ class FinalGradient:
         for block in self.blocks:
             block.plain_step(lose)
 
-    def _send_ceiling(self, layer: Layer, rows: LayerRows) -> None:
+    def _send_ceiling(self, layer: Layer, calls: Sequence[Call]) -> None:
         """Send `attainable_cosine`, or note why it is missing."""
-        ceiling, is_whole = rows.ceiling, rows.ceiling_is_whole
-        paths, why = [layer.path], ""
-        if not layer.is_direct and not (ceiling is None and is_whole):
-            why = _COMPUTED
-        elif not is_whole:
-            why = _SUMMED
-        elif ceiling is not None and not self._is_alone:
-            why = _OF_RANKS
-        elif ceiling is not None:
-            self.out.add("layers", paths, {"attainable": ceiling.cosine()}, has_attainable=True)
-        if why:
+        every = [call.every_row for call in calls if call.every_row is not None]
+        if len(every) < len(calls):  # not asked for, or not known for such features
+            return
+        if layer.is_direct and self._is_alone:
+            rows = _joined_rows(every, [call.every_gradient for call in calls])
+            found = {"attainable": attainable_cosine(*rows)}
+            self.out.add("layers", [layer.path], found, has_attainable=True)
+        else:
+            why = _OF_RANKS if layer.is_direct else _COMPUTED
             self.noted[_WITHOUT_CEILING + why].append(layer.path)
 
 
-def _joined_rows(calls: Sequence[Call]) -> tuple[Features, Tensor]:
+def _joined_rows(of_calls: Sequence[F], gradients: Sequence[Tensor | None]) -> tuple[F, Tensor]:
     """Return features and ∂L/∂z of the rows of all calls."""
-    features = calls[0].features
-    if calls[1:]:
-        features = features.joined([call.features for call in calls[1:]])
-    G = joined([call.gradient for call in calls if call.gradient is not None])
+    first, *others = of_calls
+    features = first.joined(others) if others else first
+    G = joined([gradient for gradient in gradients if gradient is not None])
     if isinstance(features, OneHotFeatures):  # the padding token is not trained
         G = G * features.trained[:, None]
     return features, G

@@ -3,11 +3,11 @@
 All tensors stay on the device until `contribution`, which makes one transfer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,14 +18,18 @@ from torch.optim import Optimizer
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.weights.pieces import Parts, gradient
-from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
-from adiv_monitor.maths.sums import NO_SUMS
+from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, Array
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.parameter_steps import ParameterSteps
-from adiv_monitor.step.rank_contribution import RankContribution, make_contribution
+from adiv_monitor.step.rank_contribution import (
+    RULE_TOLERANCE,
+    RankContribution,
+    add_parameters,
+    misdescribed,
+)
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
@@ -35,9 +39,14 @@ from adiv_monitor.step.whole_model import WholeModel
 if TYPE_CHECKING:
     from adiv_monitor.step.probing import ProbeStep
 
-_MOVED = (
-    "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
-    "update does not start where the gradient was computed: not measured."
+_SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
+_GRADIENT_LOST = (
+    "The optimizer changed .grad during its step, unlike before: parameter_cosine and "
+    "applied_cosine of {} are not known; from the next report on they are."
+)
+_UPDATE_LOST = (
+    "The weights changed after the optimizer's step, unlike before: projection_cosine and "
+    "applied_cosine of {} are not known; from the next report on they are."
 )
 
 
@@ -54,8 +63,6 @@ class MeasuredStep:
         unsharded: gathers gradients and updates of sharded parameters.
         whole: follows the whole model.
         refused: why the step can't be measured; "": it can.
-        around: norms of all weights before an optimizer's closure computes the gradient, and
-            afterwards.
     """
 
     capture: Capture
@@ -66,7 +73,6 @@ class MeasuredStep:
     unsharded: UnshardedParameters
     whole: WholeModel
     refused: str = ""
-    around: list[Tensor] = field(default_factory=list)
     _unreached: dict[str, str] = field(default_factory=dict)
     _steps: ParameterSteps | None = None
 
@@ -152,12 +158,6 @@ class MeasuredStep:
             differs = self._steps.applied()
             self._layers.out.flags["weights_changed"] = [] if differs is None else [differs]
 
-    @torch.no_grad()
-    def norms(self) -> Sequence[Tensor]:
-        """Return ‖θ‖ of every parameter, which shows whether an optimizer moves it."""
-        weights = [part_of(p) for p in self.capture.selection.parameters]
-        return torch._foreach_norm(weights) if weights else ()
-
     def discard(self, why: str) -> None:
         """Drop the step: it can't be measured."""
         self._reset()
@@ -174,7 +174,6 @@ class MeasuredStep:
         """
         steps, probe, capture, found = self._steps, self.probe, self.capture, self._layers
         found.out.flags |= {
-            "around": self.around,
             "loss_gradients": [*capture.passes.losses],
             "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
@@ -183,43 +182,77 @@ class MeasuredStep:
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
         sums, flags, attention = fetch(found.out, {} if probe is None else probe.attention())
+        errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
+        self.history.checked_rules |= {p for p, error in errors.items() if error <= RULE_TOLERANCE}
+        wrong = misdescribed(errors)
+        sums = sums.pick(np.flatnonzero([path not in wrong for path in sums.paths]))
+        skipped = _SKIPPED if _is_set(flags, "skipped") else ""
+        refused = tuple(why for why in (skipped, self.refused) if why)
+        if refused:
+            sums = NO_SUMS
+        elif steps is not None:
+            dots = {name: np.concatenate(of) for name in OF_PARAMETERS if (of := flags.get(name))}
+            if "w_w" in dots and sums.paths:
+                self.history.seen |= {*sums.paths, *self._unreached, *wrong}
+                self._learn(flags, dots, sums.paths)
+            add_parameters(sums, dots, found.pieces, steps.keys)
         noted = (note.format(listed(paths)) for note, paths in found.noted.items())
-        notes = [*capture.notes(), *noted, *([] if probe is None else probe.notes)]
-        part = make_contribution(
+        facts: dict[str, Any] = {
+            "notes": (*capture.notes(), *noted, *([] if probe is None else probe.notes)),
+            **self.whole.facts(sums, flags),
+            **({} if refused else self._facts(flags)),
+        }
+        unsupported = {} if refused else {**self._unreached, **wrong}
+        part = RankContribution(
+            StepReport(number, {}, unsupported, 0.0, **facts),
             sums,
-            flags,
-            found.pieces,
-            () if steps is None else steps.keys,
-            StepReport(number, {}, self._unreached, 0.0, tuple(notes)),
-            keeps_gradient=steps is not None and steps.has_copies,
+            refused,
+            wrong,
+            rows_lost=tuple(path for path in found.reached if path not in sums.paths),
         )
-        before, after = np.array(flags["around"]).reshape(2, -1)
-        moved = "" if np.array_equal(before, after, equal_nan=True) else _MOVED
-        if refused := tuple(why for why in (*part.refused, self.refused, moved) if why):
-            report = StepReport(number, {}, {}, 0.0, tuple(notes))
-            part = replace(part, report=report, sums=NO_SUMS, refused=refused)
-        self.whole.describe(part, flags)
-        if not part.refused:
-            given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
-            gradients, zeroed = capture.passes.told(*given)
-            *targets, met = map(int, next(iter(flags["classes"]), [0]))
-            part.report = replace(
-                part.report,
-                targets=tuple(targets),
-                targets_met=met,
-                zeroed_passes=zeroed,
-                loss_gradients=tuple(gradients),
-                evaluated=capture.evaluated,
-                batch=tuple(float(of[0]) for of in flags["batch"]),
-                batch_spread=tuple(float(of[1]) for of in flags["batch"]),
-                next_batch=tuple(float(of[0]) for of in flags["next_batch"]),
-            )
-        part.rows_lost = tuple(path for path in found.reached if path not in part.sums.paths)
-        self.history.learn(part)
-        if probe is not None and not part.refused:
+        if probe is not None and not refused:
             part.attention = {path: merge(calls) for path, calls in attention.items()}
             part.no_attention = dict(probe.refused)
         return part
+
+    def _learn(
+        self, flags: Mapping[str, Sequence[Array]], dots: dict[str, Array], paths: Sequence[str]
+    ) -> None:
+        """Record the habits that this step showed; make NaN, with a note, what they spoil in it."""
+        assert self._steps is not None
+        gradient_changed, applied = _is_set(flags, "gradient_changed"), dots.get("a_a")
+        # Computed in the same way, they are equal to the last bit unless θ has changed.
+        weights_changed = _is_set(flags, "weights_changed") or (
+            applied is not None and not np.array_equal(dots["w_w"], applied, equal_nan=True)
+        )
+        self.history.learn(gradient_changed=gradient_changed, weights_changed=weights_changed)
+        lost = dict[str, tuple[str, ...]]()
+        if gradient_changed and not self._steps.has_copies:
+            lost[_GRADIENT_LOST] = ("w_gamma", "reached", "changed")
+        if weights_changed and applied is None:
+            lost[_UPDATE_LOST] = ("a_a", "a_w", "a_gamma")
+        for note, names in lost.items():
+            self._layers.noted[note] += paths
+            dots |= dict.fromkeys(names, np.full(len(self._steps.keys), np.nan))
+
+    def _facts(self, flags: Mapping[str, Sequence[Array]]) -> dict[str, Any]:
+        """Return for the report what was seen of the loss and of batches."""
+        capture = self.capture
+        given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
+        gradients, zeroed = capture.passes.told(*given)
+        *targets, met = map(int, next(iter(flags["classes"]), [0]))
+        return {
+            "targets": tuple(targets),
+            "targets_met": met,
+            "zeroed_passes": zeroed,
+            "loss_gradients": tuple(gradients),
+            "evaluated": capture.evaluated,
+            "batch": tuple(float(of[0]) for of in flags["batch"]),
+            "batch_spread": tuple(float(of[1]) for of in flags["batch"]),
+            "next_batch": tuple(float(of[0]) for of in flags["next_batch"]),
+            "realised_loss_change": next(map(float, flags.get("loss_change", ())), None),
+            "realised_loss_changes": tuple(*(x.tolist() for x in flags.get("loss_changes", ()))),
+        }
 
     def _measure(
         self,
@@ -282,3 +315,7 @@ def _without_autocast(tensors: Iterable[Tensor]) -> Iterator[None]:
         for first in {tensor.device.type: tensor for tensor in tensors}.values():
             stack.enter_context(without_autocast(first))
         yield
+
+
+def _is_set(flags: Mapping[str, Sequence[Array]], name: str) -> bool:
+    return any(of.any() for of in flags.get(name, ()))

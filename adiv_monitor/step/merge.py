@@ -94,7 +94,6 @@ def merge_ranks(
     # Their probes together are one.
     attended = dict.fromkeys(p for part in several for p in part.attention if p not in no_attention)
     of_ranks = {p: [x.attention[p] for x in several if p in x.attention] for p in attended}
-    told = [part for part in several if part.sums.paths] or [first]
     whole = replace(
         first,
         report=_report(several, sums.paths, lost, notes),
@@ -102,12 +101,6 @@ def merge_ranks(
         refused=refused,
         misdescribed=misdescribed,
         rows_lost=tuple(lost),
-        updated=told[0].updated,
-        gradient_changed=any(of.gradient_changed for of in told),
-        gradient_lost=any(of.gradient_lost for of in told),
-        has_applied=all(of.has_applied for of in told),
-        weights_changed=any(of.weights_changed for of in told),
-        is_settled=True,
         attention={path: merge(own) for path, own in of_ranks.items()},
         no_attention=no_attention,
     )

@@ -15,7 +15,6 @@ from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
-from adiv_monitor.step.gradient_check import settled
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
@@ -41,14 +40,6 @@ _FROM_ROWS = {
     ),
     "seems": "The gradient of {} seems to hold more than these rows; the next report will say",
 }
-_GRADIENT_LOST = (
-    "The optimizer changed .grad during its step, unlike before: parameter_cosine, applied_cosine "
-    "and descent are missing for {}; from the next report on they are there."
-)
-_UPDATE_LOST = (
-    "The weights changed after the optimizer's step, unlike before: projection_cosine and "
-    "applied_cosine are missing for {}; from the next report on they are there."
-)
 _IDLE = (
     "All sampled rows of {} have a zero gradient, but other rows do not: measures that need rows "
     "are missing there. A larger max_rows samples some of the others."
@@ -71,28 +62,22 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     """Return the report of a step, with its readings and notes on them.
 
     Args:
-        part: contribution of one rank, or merged contribution of all.
-        history: run history; gradients that hold more than their rows are recorded there.
+        part: contribution of one rank, or merged contribution of all, in the units of the
+            optimizer's gradient.
+        history: run history.
     """
     turn = part.report.turn
     report = replace(part.report, turn=turn and replace(turn, elements=part.elements))
     if part.refused:
         return replace(report, notes=(*report.notes, *part.refused))
-    sums = part.sums if part.is_settled else settled(part.sums)
-    measured = measure(
-        sums,
-        updated=part.updated,
-        has_applied=part.has_applied,
-        gradient_lost=part.gradient_lost,
-        rates=np.array([report.learning_rate(path) for path in sums.paths]),
-    )
+    sums, updated = part.sums, report.optimizer != ""
+    rates = np.array([report.learning_rate(path) for path in sums.paths])
+    measured = measure(sums, updated=updated, rates=rates)
     paths, reasons = sums.paths, sums.layers["reason"].tolist()
     if "more" in reasons:  # a forgotten `zero_grad()` would show in all layers
         reasons = ["more" if reason == "earlier" else reason for reason in reasons]
-    if not part.is_settled:  # ranks would not agree on what they check
-        history.checks(sums, reasons)
     broken = _non_finite(sums)
-    norms = _norms(sums, report, updated=part.updated)
+    norms = _norms(sums, report, updated=updated)
     after, before = norms["gradient_norm"], norms["unclipped_gradient_norm"]
     if after is not None and before is not None:
         history.clipped.append(after < (1 - sums.tolerance.max()) * before)
@@ -102,8 +87,6 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     told = [
         *((f"The {what} of {{}} {verbs[what]} not finite.", of) for what, of in broken.items()),
         *((f"{why}. {_ALONE}", np.array(reasons, "<U8") == of) for of, why in _FROM_ROWS.items()),
-        (_GRADIENT_LOST, np.full(len(paths), part.gradient_lost)),
-        (_UPDATE_LOST, np.full(len(paths), part.weights_changed and not part.has_applied)),
         (_IDLE, _is_idle(sums, measured)),
         (_ZEROED, sums.was_zeroed),
         (_ROUNDED, _is_rounded(sums)),
@@ -120,7 +103,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     zeroed = 0 if "more" in reasons else report.zeroed_passes
     return replace(
         report,
-        layers=_readings(sums, measured, part, broken),
+        layers=_readings(sums, measured, broken),
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
@@ -197,14 +180,11 @@ def _non_finite(sums: StepSums) -> dict[str, Mask]:
 
 
 def _readings(
-    sums: StepSums, found: Measured, part: RankContribution, broken: Mapping[str, Mask]
+    sums: StepSums, found: Measured, broken: Mapping[str, Mask]
 ) -> dict[str, LayerReading]:
     """Return the readings of all layers."""
     if not sums.paths:
         return {}
-    if part.gradient_lost:  # γ as it was read is not the gradient that the optimizer saw
-        for name in ("parameter_cosine", "applied_cosine", "descent", "unchanged_share"):
-            found.values.pop(name, None)
     names = [name for name in found.values if name in MEASURES]
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()
     levels = {name: of.tolist() for name, of in found.quantiles.items()}

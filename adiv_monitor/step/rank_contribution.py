@@ -1,7 +1,7 @@
 """A rank's contribution to the report of a measured step: plain numbers that can be sent."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from adiv_monitor.report import StepReport
 
 # The error of a rule that does not describe its layer is far above half precision's rounding.
 RULE_TOLERANCE = 0.05
-
-_SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
 
 
 @dataclass
@@ -28,16 +26,9 @@ class RankContribution:
         refused: why the step can't be measured at all; empty if it can.
         misdescribed: path → why a layer must not be measured again: its rule does not hold.
         rows_lost: paths of layers that had rows here but are not in `sums`.
-        checked: layers whose rule has been verified (an output of zeros verifies nothing).
         elements: number of elements of the trained parameters whose turn it is.
         attention: records of attentions by path.
         no_attention: path → why there is no record.
-        is_settled: the rows are in the units of the optimizer's gradient.
-        updated: an optimizer has stepped.
-        gradient_changed: the optimizer changed `.grad` during its step.
-        gradient_lost: the optimizer changed `.grad`, and there was no copy.
-        has_applied: the applied update is known: it was kept, or it is the optimizer's.
-        weights_changed: the weights changed after the optimizer's step.
     """
 
     report: StepReport
@@ -45,86 +36,26 @@ class RankContribution:
     refused: tuple[str, ...] = ()
     misdescribed: dict[str, str] = field(default_factory=dict)
     rows_lost: tuple[str, ...] = ()
-    checked: tuple[str, ...] = ()
     elements: int = 0
     attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
-    is_settled: bool = False
-    updated: bool = False
-    gradient_changed: bool = False
-    gradient_lost: bool = False
-    has_applied: bool = False
-    weights_changed: bool = False
 
 
-def make_contribution(
+@np.errstate(all="ignore")  # terms of non-finite numbers are not needed
+def add_parameters(
     sums: StepSums,
-    flags: Mapping[str, Sequence[Array]],
+    dots: Mapping[str, Array],
     pieces: Mapping[str, Mapping[Key, float]],
     keys: Sequence[Key],
-    report: StepReport,
-    *,
-    keeps_gradient: bool,
-) -> RankContribution:
-    """Return the contribution from the numbers of a step, before any measure is computed.
+) -> None:
+    """Add the numbers of the parameters of each layer.
 
     Args:
         sums: the numbers of the layers.
-        flags: those of the step as a whole; see `Outgoing`.
+        dots: dot products, by the names of `DOTS`, of the pieces of parameters.
         pieces: by layer, by key of a piece, the share of its products that this rank counts.
-        keys: the pieces of which `flags` has dot products.
-        report: the report so far.
-        keeps_gradient: γ was copied, so that the optimizer could not change it.
+        keys: the pieces.
     """
-
-    def is_set(name: str) -> bool:
-        return any(of.any() for of in flags.get(name, ()))
-
-    dots = {name: np.concatenate(of) for name in OF_PARAMETERS if (of := flags.get(name))}
-    changed, has_applied = is_set("gradient_changed"), "a_a" in dots
-    # Computed in the same way, they are equal to the last bit unless θ has changed.
-    weights_changed = is_set("weights_changed") or (
-        has_applied and not np.array_equal(dots["w_w"], dots["a_a"], equal_nan=True)
-    )
-    part = RankContribution(
-        report,
-        updated="w_w" in dots,
-        gradient_changed=changed,
-        gradient_lost=changed and not keeps_gradient,
-        has_applied=has_applied or ("w_w" in dots and not weights_changed),
-        weights_changed=weights_changed,
-    )
-    if is_set("skipped"):
-        return replace(part, refused=(_SKIPPED,))
-    errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
-    misdescribed = _misdescribed(errors)
-    is_kept = [path not in misdescribed for path in sums.paths]
-    sums = sums.pick(np.flatnonzero(is_kept))
-    with np.errstate(all="ignore"):  # terms of non-finite numbers are not needed
-        _add_dots(sums, dots, keys, pieces)
-        sums.layers["terms"] = _terms(sums)
-    change, changes = flags.get("loss_change"), flags.get("loss_changes")
-    return replace(
-        part,
-        report=replace(
-            report,
-            unsupported={**report.unsupported, **misdescribed},
-            realised_loss_change=float(change[0]) if change else None,
-            realised_loss_changes=tuple(changes[0].tolist()) if changes else (),
-        ),
-        sums=sums,
-        misdescribed=misdescribed,
-        checked=tuple(path for path, error in errors.items() if error <= RULE_TOLERANCE),
-    )
-
-
-def _add_dots(
-    sums: StepSums,
-    dots: Mapping[str, Array],
-    keys: Sequence[Key],
-    pieces: Mapping[str, Mapping[Key, float]],
-) -> None:
-    """Add the dot products of all parameters of each layer."""
     shares, layers = [pieces[path] for path in sums.paths], sums.layers
     place = {key: i for i, key in enumerate(keys)}
     at = np.array([place[key] for of in shares for key in of], dtype=np.int64)
@@ -138,6 +69,7 @@ def _add_dots(
         values = dots.get(name, dots.get(like.get(name, ""), np.zeros(len(keys))))
         weights = is_first * counted if name in ONCE else counted
         layers[name] = np.bincount(layer, values[at] * weights, len(shares))
+    layers["terms"] = _terms(sums)
 
 
 def _terms(sums: StepSums) -> Array:
@@ -157,7 +89,8 @@ def _terms(sums: StepSums) -> Array:
     return found
 
 
-def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
+def misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
+    """Return the layers that must not be measured, with the reason, from `rule_error` by path."""
     return {
         path: f"its output differs from that of its rule (relative error {error:.2g}): a hook or "
         "a subclass changes it, or the registered rule is wrong"

@@ -145,30 +145,6 @@ _KEPT = 8  # number of missed points that each rank keeps
 _NOTHING, _OPEN = "-", "open"
 
 
-def tell(name: str, *numbers: int) -> None:
-    """Publish numbers under a name, if this is the first of several ranks."""
-    with suppress(RuntimeError):
-        store = _store()
-        if dist.get_rank() == 0:
-            store.set(_key_of(name), " ".join(map(str, numbers)))
-
-
-def told(name: str, *own: int) -> tuple[int, ...]:
-    """Return the numbers that the first rank last published; `own` if there are none."""
-    with suppress(RuntimeError):
-        if (heard := _value(_key_of(name))) is not None and dist.get_rank():
-            return tuple(map(int, heard.split()))
-    return own
-
-
-def untell(name: str) -> None:
-    """Remove the published numbers, if this is the first of several ranks."""
-    with suppress(RuntimeError):
-        store = _store()
-        if dist.get_rank() == 0:
-            store.delete_key(_key_of(name))
-
-
 def _store() -> "Store":
     """Return the default process group's store, which it has with several ranks."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

@@ -1,6 +1,5 @@
 """What measured steps showed about a run, which later steps rely on."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -12,7 +11,6 @@ from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.gradient_check import tells
-from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.stepping import masters, name_of_masters
 
 # In a run in which nothing changes, all gradients are checked at every so many measured steps.
@@ -71,15 +69,13 @@ class RunHistory:
     weights: EarlierWeights = field(default_factory=EarlierWeights)
     untrained: dict[int, tuple[ref[Tensor], int, float]] = field(default_factory=dict)
 
-    def learn(self, part: RankContribution) -> None:
+    def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
         """Record what a step showed; a change is expected from then on, even if seen only once."""
-        if part.updated and part.sums.paths:
-            self.seen |= {*part.sums.paths, *part.report.unsupported}
-            if not self.learnt:
-                self.gradient_changes = self.weights_change = False
-                self.learnt = True
-            self.gradient_changes |= part.gradient_changed
-            self.weights_change |= part.weights_changed
+        if not self.learnt:
+            self.gradient_changes = self.weights_change = False
+            self.learnt = True
+        self.gradient_changes |= gradient_changed
+        self.weights_change |= weights_changed
 
     def masters(self, optimizer: Optimizer) -> dict[int, Tensor]:
         """Return the copies of higher precision that the optimizer steps, by id of the weight."""
@@ -93,14 +89,13 @@ class RunHistory:
             self.telling = None
         return self.telling
 
-    def checks(self, sums: StepSums, reasons: Sequence[str]) -> None:
+    def checks(self, sums: StepSums) -> None:
         """Learn from a check which gradients the next one is to check.
 
         Args:
             sums: the layers, in the units of the optimizer's gradient.
-            reasons: why the gradient of each is not that of its rows; see `outcome.py`.
         """
-        is_sound = all(reason in _FORESEEN for reason in reasons)
+        is_sound = bool(np.isin(sums.layers["reason"], _FORESEEN).all())
         is_whole = [sums.paths[i] for i in np.flatnonzero(sums.checked)] != [self.telling]
         is_sound &= len(set(sums.layers["factor"].tolist())) == 1
         was_sound, self.sound = self.sound, set(sums.paths) if is_sound else set()

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.step.ranks import tell, told, untell
-
 # Numbers of steps from the start of a measured one until its cost is read, since a device may lag
-# behind, and until all ranks know the interval that the first rank has set.
+# behind, and until the next one at least.
 _READ, _SHORTEST = 8, 20
 _FIRST, _LEAST = (10, 100), 100  # unless an interval was asked for: besides the first step
 
@@ -31,7 +29,8 @@ class Schedule:
     number is a multiple of the interval.
 
     The cost is known from the second measured step on: the first includes everything that is slow
-    in a new run. Plain steps are timed only in the few steps after a measured one.
+    in a new run. Plain steps are timed only in the few steps after a measured one. The interval
+    changes with each report, which has the one of the first rank.
 
     Args:
         every_n_steps: the interval; with a bound the least one. None: 100.
@@ -54,22 +53,34 @@ class Schedule:
         self.turns = 0
         self._measures = True  # the coming step, as the first
         self._costs: deque[float] = deque(maxlen=9)
-        self._name = ""  # of what is measured
         self._times: StepTimes | None = None  # None: no steps are timed
         self._next = 0  # number of the step to measure next
 
-    def begin(self, step: int, parameter: Tensor, name: str) -> None:
+    def begin(self, step: int, parameter: Tensor) -> None:
         """Start the schedule: the coming step is measured.
 
         Args:
             step: number of the coming step.
             parameter: a parameter of the model, on the device that trains it.
-            name: name of the measured model, the same in all ranks that train together.
         """
         if self._bound is not None:
             self._begun = self._last = step  # step measured first, and last
-            self._times, self._name = step_times(parameter), name
-            self._plan(self._bound)
+            self._times = step_times(parameter)
+            self.reported(step, self.planned)
+
+    @property
+    def planned(self) -> int:
+        """The interval that the costs so far allow."""
+        if self._bound is None or not self._costs:
+            return self.interval
+        # The median, not the mean: other work in a measured step only lengthens it.
+        return interval(median_low(self._costs), self._bound, self._least)
+
+    def reported(self, step: int, interval: int | None) -> None:
+        """Take the interval in the report of a step, which all ranks have."""
+        if self._bound is not None and interval is not None:
+            self.interval = interval
+            self._next = self._after(step)
 
     def forward_begins(self) -> None:
         """Record that the forward pass of a measured step begins."""
@@ -90,11 +101,6 @@ class Schedule:
             times.step_ended(measured=since == 1)
             if since == _READ:
                 self._costs += times.costs()
-                self._plan(self._bound)
-        if since == _SHORTEST:
-            first = told(self._name, self.interval, self._next)
-            if first[1] >= coming:
-                self.interval, self._next = first
         if coming < self._next:
             return False
         self._last, self._next = coming, self._after(coming)
@@ -110,19 +116,6 @@ class Schedule:
         """Go on from a saved state; call this before `begin`."""
         self._costs.extend(costs)
         self.turns = turns
-
-    def end(self) -> None:
-        """End the schedule, and remove the numbers published to other ranks."""
-        if self._times is not None:
-            untell(self._name)
-
-    def _plan(self, bound: float) -> None:
-        """Set the interval, and the step to measure next, by the costs so far; tell the ranks."""
-        if self._costs:
-            # The median, not the mean: other work in a measured step only lengthens it.
-            self.interval = interval(median_low(self._costs), bound, self._least)
-        self._next = self._after(self._last)
-        tell(self._name, self.interval, self._next)
 
     def _after(self, step: int) -> int:
         """Return the step to measure after this one, by the present interval."""

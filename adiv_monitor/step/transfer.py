@@ -26,7 +26,6 @@ class Outgoing:
 
             - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
             - weights_changed: nonzero if the weights changed after the optimizer's step.
-            - around: norms of all weights before and after an optimizer's closure.
             - skipped: > 0 if a fused optimizer found inf and did nothing.
             - `DOTS`: dot products of pieces of parameters, by `ParameterSteps`.
             - loss_change: realised change of the loss.

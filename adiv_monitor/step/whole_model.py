@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import elements, named_modules, paths_of_parameters, trainable
 from adiv_monitor.capture.weights.shards import is_shard, part_of
-from adiv_monitor.maths.sums import Array
+from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
-from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.transfer import Flags
 
@@ -75,17 +74,16 @@ class WholeModel:
         held = [(grad(), number) for grad, number in self._gradients]
         return bool(held) and all(g is not None and version(g) == number for g, number in held)
 
-    def describe(self, part: RankContribution, flags: Mapping[str, Sequence[Array]]) -> None:
-        """Fill in what this step showed, and record it in the run history.
+    def facts(self, sums: StepSums, flags: Mapping[str, Sequence[Array]]) -> dict[str, Any]:
+        """Return for the report what this step showed, and record it in the run history.
 
         Args:
-            part: the contribution of this rank.
+            sums: the numbers of the layers.
             flags: the numbers of the step on the host.
         """
         if self._capture is None:  # the gradient was never final
-            return
+            return {}
         found = self._capture.layers.found
-        sums = part.sums
         zeroed = [found[sums.paths[i]] for i in np.flatnonzero(sums.was_zeroed)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
         removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
@@ -98,17 +96,15 @@ class WholeModel:
         given, of_weights = self._history.weights, (flags.get("began"), flags.get("stepped"))
         began, stepped = (of[0] if of else None for of in of_weights)
         every = [*trainable(self._model)]
-        part.report = replace(
-            part.report,
-            trainable=sum(map(elements, every)),
-            frozen=_frozen(self._model) if every else {},
-            not_held=dict(not_held),
-            cut_off=self._capture.selection.by_module(cut_off),
-            removed=self._capture.selection.by_module(removed),
-            weights_returned=(
-                None if began is None else given.returned(self._sample, began, stepped)
-            ),
-        )
+        returned = None if began is None else given.returned(self._sample, began, stepped)
+        return {
+            "trainable": sum(map(elements, every)),
+            "frozen": _frozen(self._model) if every else {},
+            "not_held": dict(not_held),
+            "cut_off": self._capture.selection.by_module(cut_off),
+            "removed": self._capture.selection.by_module(removed),
+            "weights_returned": returned,
+        }
 
     def _are_as_before(self, norms: Sequence[Array]) -> dict[int, bool | None]:
         """Return which parameters nothing has changed since the last measured step; None: unknown.

@@ -160,10 +160,10 @@ def random_sums(groups: int, known: str) -> StepSums:
 @np.errstate(over="ignore", invalid="ignore")
 def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
     sums = random_sums(groups, known)
-    together = measure(sums, updated=True, has_applied=True)
+    together = measure(sums, updated=True)
     assert len(together.values) > 20
     for i in range(len(SIZES)):
-        alone = measure(sums.pick(np.array([i])), updated=True, has_applied=True)
+        alone = measure(sums.pick(np.array([i])), updated=True)
         for name, found in alone.values.items():
             np.testing.assert_allclose(together.values[name][:, i], found[:, 0], rtol=1e-12)
         for name, levels in alone.quantiles.items():

@@ -84,11 +84,13 @@ class Run:
         self.measured = [start]
         self.step = start
         self._bounded = bounded
-        bounded.begin(start, torch.ones(1), "model")
+        bounded.begin(start, torch.ones(1))
 
     def steps(self, count: int, plain: float = 1.0, cost: float = 3.0) -> None:
         for _ in range(count):
             since = self.step - self.measured[-1]
+            if since == 1:  # the report is made as the next step begins
+                self._bounded.reported(self.measured[-1], self._bounded.planned)
             extra = {0: 2 / 3, 1: 1 / 3}.get(since, 0) * cost  # some of it in the step after it
             self.spent += extra
             self.clock.time += 0.25 * plain  # loads the batch
@@ -116,7 +118,7 @@ UNASKED = Unasked(0.01)  # no bound was asked for
         (None, None, 6.0, [0, 10, *range(100, 1001, 100)]),
         (250, UNASKED, 6.0, [0, 250, 500, 750, 1000]),
         (250, None, 6.0, [0, 250, 500, 750, 1000]),
-        (250, 0.01, 6.0, [0, 250, 1000]),
+        (250, 0.01, 6.0, [0, 250, 500, 1000]),
         (250, 0.5, 6.0, [0, 250, 500, 750, 1000]),
         (1, 0.9, 6.0, [*range(0, 1001, 20)]),  # a comparison needs some plain steps
     ],
@@ -144,13 +146,13 @@ def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatc
         if chance.random() < 0.05:
             run.clock.time += 500
         run.steps(1)
-    assert set(run.intervals()[1:]) == {450, 500}
+    assert set(run.intervals()[2:]) == {400, 500}
 
 
 def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(2000)
-    assert run.measured == [0, 50, 500, 1000, 1500, 2000]
+    assert run.measured == [0, 50, 100, 500, 1000, 1500, 2000]
     run.steps(8000, plain=3.0)  # larger images: measuring them costs the same
     assert run.intervals()[-1] == 100
     run.steps(8000, cost=60.0)
@@ -161,7 +163,7 @@ def test_a_resumed_run_knows_what_measuring_costs(monkeypatch: pytest.MonkeyPatc
     run = Run(monkeypatch, Schedule(50, 0.01))
     run.steps(700)
     costs = run._bounded.state()["costs"]
-    assert costs == pytest.approx([3, 3])
+    assert costs == pytest.approx([3, 3, 3])
     resumed = Schedule(50, 0.01)
     resumed.resume(costs)
     run = Run(monkeypatch, resumed, start=700)
@@ -184,10 +186,10 @@ class Slow(MemorySink):
 
 BOUNDS: list[tuple[float | None, float, list[tuple[int, int]]]] = [
     (None, 0, [(step, 20) for step in range(0, 172, 20)]),
-    (0.05, 0, [(0, 20), (20, 20), (100, 100)]),  # 3 · 19 = 57
-    (0.11, 0, [(0, 20), (20, 20), (50, 50), (100, 50), (150, 50)]),  # 3 · 8.1
-    (0.07, 0, [(0, 20), (20, 20), (50, 50), (100, 50), (150, 50)]),  # 3 · 13.3 = 40
-    (0.07, 100, [(0, 20), (20, 20), (100, 100)]),  # the pause counts as a fourth step
+    (0.05, 0, [(0, 20), (20, 20), (40, 100), (100, 100)]),  # 3 · 19 = 57
+    (0.11, 0, [(0, 20), (20, 20), (40, 50), (100, 50), (150, 50)]),  # 3 · 8.1
+    (0.07, 0, [(0, 20), (20, 20), (40, 50), (100, 50), (150, 50)]),  # 3 · 13.3 = 40
+    (0.07, 100, [(0, 20), (20, 20), (40, 100), (100, 100)]),  # the pause counts as a fourth step
 ]
 
 
