@@ -168,7 +168,7 @@ OWN: dict[str, Any] = {"batch": [], "batch_spread": [], "next_batch": []}
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Assert equality of nested records, to the last digits of float64; ranks' batches differ.
 
-    So does `common_share`, since rows of one rank are not compared with those of another.
+    `common_share` is missing with several ranks.
     """
     found, expected = (
         {name: of for name, of in numbers(each | OWN).items() if not name.endswith("common_share")}

@@ -327,20 +327,18 @@ def _of_entries(x: _Layers) -> tuple[Array, Array]:
     """Return quantiles of the scales, bounded by 0 and by what a pass over all rows implies."""
     layers, active = x.layers, x.sample.active
     lines, seen = _padded(x.sums, "entries", x.index)
-    # Those of sampled rows may be of zero-gradient rows; where there are none, rows have one scale.
-    idle = (lines["row"] >= 0) & (x.sums.rows["G_G"][np.maximum(lines["row"], 0)] == 0)
-    by_rows = x.has_one & ~layers["knows_scales"]
-    seen = np.where(by_rows, x.sample.seen, seen)
+    # Lines of padding have scales that are NaN; those of zero-gradient rows do not count.
+    idle = x.sums.rows["G_G"][lines["row"]] == 0 if len(x.sums.rows) else True
+    seen = np.where(x.has_one, x.sample.seen, seen)
     both = np.where(active, x.rows["scale"], np.nan), np.where(idle, np.nan, lines["scale"])
     width = max(of.shape[1] for of in both)
     filled = (np.pad(of, ((0, 0), (0, width - of.shape[1])), constant_values=np.nan) for of in both)
-    entries = np.where(by_rows[:, None], *filled)
+    entries = np.where(x.has_one[:, None], *filled)
     counted = (~np.isnan(entries)).sum(1)
     # Entries of one row may be equal, so they count as one; not all entries of the rows are here.
-    some = variance_share(seen, x.sample.seen * x.groups, counted)
-    some = some + x.sample.share_of(x.sample.active)
+    share = variance_share(seen, x.sample.seen * x.groups, counted)
+    share = share + x.sample.share_of(x.sample.active)
     known = layers["knows_scales"]
-    share = np.where(known, variance_share(seen, x.sample.total, counted), some)
     mean = np.nansum(entries, axis=1) / counted
     # Chebyshev's inequality bounds how far a share of the rows lies from the mean.
     levels, of_all = np.asarray(LEVELS), (layers["scale_sum"] / layers["active"])[:, None]
@@ -357,11 +355,7 @@ def _common_share(x: _Layers) -> Estimate:
     estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
     count = np.where(np.isnan(x.layers["active"]), estimated, x.layers["active"])
     products, squares = x.rows["common"], x.rows["length"] ** 2
-    found = measures.common_share(products, squares, count, x.sample)
-    # Rows of one rank are not compared with those of another: as if more rows were left out.
-    wider = measures.common_share(products, squares, np.full_like(count, np.inf), x.sample).error
-    several = x.layers["ranks"] > 1
-    return Estimate(found.value, np.where(several, np.maximum(found.error, wider), found.error))
+    return measures.common_share(products, squares, count, x.sample)
 
 
 def _of_parameters(x: _Layers) -> dict[str, Estimate]:

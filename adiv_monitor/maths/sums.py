@@ -104,8 +104,6 @@ def blank(table: str, shape: int | tuple[int, ...]) -> Table:
     for name in KINDS[table].names or ():
         if KINDS[table][name] == np.float64 and not (table == "rows" and name in _ROWS):
             line[name] = np.nan
-    if table == "entries":
-        line["row"] = -1
     return np.full(shape, line)
 
 
@@ -179,9 +177,8 @@ class StepSums:
             m and √Σ (s − m)². common: φ_r·Σ_k φ_k, with the sum over the sampled active rows.
             length: ‖φ_W‖. largest, fourth, zeros: of the entries, max |z_n|, Σ z_n⁴, and the number
             of g_n = 0. key: see `capture/sampling.py`.
-        entries: scales of a random subset of all rows, where a pass knows them, else of the sampled
-            rows that have several. row: the index in `rows`; −1 in the first case, where scales of
-            zero-gradient rows are NaN. key: as that of rows.
+        entries: scales of the sampled rows that have several, or of a random subset of these. row:
+            the index in `rows`. key: as that of rows.
         equations: γv, h of the rows, and γv of the gradient that was there before them, for the
             weight or the bias, whose equations are numbered; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.
@@ -268,10 +265,9 @@ class StepSums:
 
     def with_rows(self, rows: Index) -> "StepSums":
         """Return the sums with some of the sampled rows, and the entries of these."""
-        place = np.full(len(self.rows) + 1, -1)
+        place = np.full(len(self.rows), -1)
         place[rows] = np.arange(len(rows))
-        old = self.entries["row"]
-        entries = self.entries[(old < 0) | (place[old] >= 0)]
+        entries = self.entries[place[self.entries["row"]] >= 0]
         entries["row"] = place[entries["row"]]
         return replace(self, rows=self.rows[rows], entries=entries)
 

@@ -7,14 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.features.rows import Whole, to_device
+from adiv_monitor.features.rows import Whole
 
-MOST_ENTRIES = 2_048
 _WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
 
 
@@ -29,47 +27,39 @@ class Totals(NamedTuple):
     Attributes:
         paths: the layers.
         columns: sums by column of the table of layers, (layers,).
-        entries: scales of 2,048 random rows, or of all; NaN for zero-gradient rows. Of layers with
-            fewer rows than others, lines are filled up. None if the scales are not known.
-        counts: numbers of rows.
+        knows_scales: whether those of scales are among them.
     """
 
     paths: Sequence[str]
     columns: dict[str, Tensor]
-    entries: Tensor | None
-    counts: Sequence[int]
+    knows_scales: bool
 
 
-def sums(
-    layers: Mapping[str, Sequence[AllRows]], generator: np.random.Generator
-) -> Iterator[Totals]:
+def sums(layers: Mapping[str, Sequence[AllRows]]) -> Iterator[Totals]:
     """Yield the sums over all rows of layers on one device, which all have scales or none has.
 
     Args:
         layers: the rows of every call, by path of the layer.
-        generator: random generator that chooses 2,048 rows of many, whose scales are kept.
     """
     alike: dict[object, list[str]] = defaultdict(list)
     for path, calls in layers.items():
         alike[calls[0][0].device, any(whole is None for _, whole in calls)].append(path)
     for paths in alike.values():
-        yield _sums(paths, [layers[path] for path in paths], generator)
+        yield _sums(paths, [layers[path] for path in paths])
 
 
-def _sums(
-    paths: Sequence[str], layers: Sequence[Sequence[AllRows]], generator: np.random.Generator
-) -> Totals:
+def _sums(paths: Sequence[str], layers: Sequence[Sequence[AllRows]]) -> Totals:
     calls = [call for of_layer in layers for call in of_layer]
     square = _end_to_end([_trained(norms, whole) for norms, whole in calls]).square_()
-    counts = [sum(len(norms) for norms, _ in of_layer) for of_layer in layers]
-    lengths = torch.tensor(counts).to(square.device, non_blocking=True)
+    counts = torch.tensor([sum(len(norms) for norms, _ in of_layer) for of_layer in layers])
+    lengths = counts.to(square.device, non_blocking=True)
     active = square != 0
     count, total, squares = summed([active.to(square.dtype), square, square * square], lengths)
     concentration = squares / torch.where(total == 0, 1, total * total)
     found = {"active": count, "G_G": total, "concentration": concentration}
     wholes = [whole for _, whole in calls if whole is not None]
     if len(wholes) < len(calls):
-        return Totals(paths, found, None, counts)
+        return Totals(paths, found, knows_scales=False)
     constants = [0.0 if isinstance(x.bias_square, Tensor) else x.bias_square for x in wholes]
     of_calls = torch.tensor(constants, dtype=square.dtype).to(square.device, non_blocking=True)
     bias = [
@@ -85,29 +75,12 @@ def _sums(
     (off,) = summed([torch.where(active, scale - means, 0).square_()], lengths)
     found |= {"own_G": own_G, "own_own": own_own, "scale_sum": of_scales, "scale_off": off.sqrt()}
     found["scale_max"] = reduced("max", masked, lengths)
-    places = to_device(_entries(counts, generator), scale.device)
-    return Totals(paths, found, torch.where(active, scale, torch.nan)[places], counts)
+    return Totals(paths, found, knows_scales=True)
 
 
 def _trained(norms: Tensor, whole: Whole | None) -> Tensor:
     """Return ‖g_r‖ of all rows; 0 for rows without trained weights."""
     return norms if whole is None or whole.trained is None else norms * whole.trained
-
-
-def _entries(counts: Sequence[int], generator: np.random.Generator) -> np.ndarray:
-    """Return places of 2,048 random rows of every layer, or of all if it has fewer.
-
-    Layers with equally many rows have the same ones. The rest of a line repeats a place.
-    """
-    starts = np.cumsum([0, *counts[:-1]])
-    chosen = {
-        n: generator.choice(n, MOST_ENTRIES, replace=False) if n > MOST_ENTRIES else np.arange(n)
-        for n in dict.fromkeys(counts)
-    }
-    places = np.zeros((len(counts), max(map(len, chosen.values()))), dtype=np.int64)
-    for line, start, n in zip(places, starts, counts, strict=True):
-        line[: len(chosen[n])] = start + chosen[n]
-    return places
 
 
 def _end_to_end(parts: Sequence[Tensor]) -> Float[Tensor, " rows"]:

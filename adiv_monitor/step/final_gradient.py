@@ -145,10 +145,8 @@ class FinalGradient:
         Args:
             lose: called with a layer's path and the exception that was raised.
         """
-        for of in totals.sums(self._all_rows, self.generator):
-            self.out.add("layers", of.paths, of.columns, knows_scales=of.entries is not None)
-            if of.entries is not None:
-                self.out.add("entries", of.paths, {"scale": of.entries}, of.counts)
+        for of in totals.sums(self._all_rows):
+            self.out.add("layers", of.paths, of.columns, knows_scales=of.knows_scales)
         self._all_rows.clear()
         self.blocks = blocks_of([*self.measured.values()], lose, updates=self._updates)
         for block in self.blocks:

@@ -33,7 +33,6 @@ def prepared(
     """Return a rank's numbers for sending, with only rows that may be in the merged sample.
 
     Each sampled row gets a random key, as if the key had selected it; so does each entry.
-    `common` becomes the mean product of a row with the other active rows of this rank.
 
     Args:
         sums: the numbers.
@@ -42,16 +41,13 @@ def prepared(
         generator: random generator.
     """
     layers, rows, entries = sums.layers.copy(), sums.rows.copy(), sums.entries.copy()
-    scales = np.where(layers["knows_scales"], layers["total"], sums.seen * layers["groups"])
+    scales = sums.seen * layers["groups"]
     for table, lines, totals in (("rows", rows, layers["total"]), ("entries", entries, scales)):
         pairs = zip(totals.tolist(), sums.lines(table).tolist(), strict=True)
         drawn = [draw((total,), seen, np.inf, generator) for total, seen in pairs]
         keys = [of.keys for of in drawn if of.keys is not None]
         lines["key"] = np.concatenate([np.empty(0), *keys])
         layers[f"{table}_bound"] = [of.bound for of in drawn]
-    rows["common"] -= rows["length"] ** 2
-    rows["common"] /= np.maximum(sums.active - 1, 1)[rows["layer"]]
-    layers["has_common"] &= sums.active != 1  # a single row says nothing
     sums = replace(sums, layers=layers, rows=rows, entries=entries)
     if max_rows is None:
         return sums
@@ -121,7 +117,7 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
             own = table.copy()
             own["layer"] = at[own["layer"]]
             if name == "entries":
-                own["row"] += np.where(own["row"] < 0, 0, start)
+                own["row"] += start
             parts[name].append(own)
         start += len(sums.rows)
     first = there.argmax(0), np.arange(len(paths))
@@ -144,9 +140,7 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
         at = rows["layer"][more]
         of_rows[at] = np.minimum(of_rows[at], rows["key"][more])
     kept = np.flatnonzero(rows["key"] < of_rows[rows["layer"]])
-    # Of all rows where every rank knows them, else of the sampled rows.
-    some = (entries["row"] < 0) == layers["knows_scales"][entries["layer"]]
-    some &= counted["entries"] & (entries["key"] < of_entries[entries["layer"]])
+    some = counted["entries"] & (entries["key"] < of_entries[entries["layer"]])
     sums = StepSums(
         paths,
         tuple(abouts[path] for path in paths),
@@ -157,8 +151,6 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
         moves=in_order(tables["moves"][counted["moves"]]),
     )
     sums = sums.with_rows(kept[np.argsort(rows["layer"][kept], kind="stable")])
-    others, squares = np.maximum(sums.active - 1, 0)[sums.rows["layer"]], sums.rows["length"] ** 2
-    sums.rows["common"] = sums.rows["common"] * others + squares
     return replace(sums, entries=in_order(sums.entries))
 
 
@@ -182,8 +174,8 @@ def _layers(
         found[name] = each(name, 0.0).sum(0)
     for name in ("precision", "scale_max"):
         found[name] = np.nan_to_num(each(name, 0.0)).max(0)
-    for name in ("knows_scales", "has_common"):
-        found[name] = each(name, 1.0).all(0)
+    found["knows_scales"] = each("knows_scales", 1.0).all(0)
+    found["has_common"] = False  # rows of one rank are not compared with those of another
     found["moved"] *= each("moved", 1.0).all(0)
     # Scales of ranks whose rows have unequally many can't be merged.
     found["groups"] *= ((lines["groups"] == found["groups"]) | ~counts).all(0)

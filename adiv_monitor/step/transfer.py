@@ -13,7 +13,7 @@ from adiv_monitor.maths.sums import TABLES, About, Array, StepSums, Table, blank
 
 # The arguments of `Outgoing.add`, `known` last.
 _Known = Mapping[str, Index | float | str]
-_Columns = tuple[str, Sequence[str], Mapping[str, Tensor], Sequence[int] | None, _Known]
+_Columns = tuple[str, Sequence[str], Mapping[str, Tensor], _Known]
 Flags = dict[str, list[Tensor]]  # numbers of the step as a whole, by name; see `Outgoing`
 
 
@@ -51,14 +51,13 @@ class Outgoing:
             known: what is known on the host of its line in the table of layers.
         """
         self._layers[path] = about
-        self.add("layers", [path], {}, None, **known)
+        self.add("layers", [path], {}, **known)
 
     def add(
         self,
         table: str,
         paths: Sequence[str],
         tensors: Mapping[str, Tensor],
-        counts: Sequence[int] | None = None,
         **known: Index | float | str,
     ) -> None:
         """Add numbers of layers.
@@ -67,10 +66,9 @@ class Outgoing:
             table: the table that has them.
             paths: the layers.
             tensors: by column, for each layer equally many lines.
-            counts: how many lines each layer has; the others are padding. None: all.
             known: by column, numbers on the host: one, or one for each line of a layer.
         """
-        self._columns.append((table, paths, tensors, counts, known))
+        self._columns.append((table, paths, tensors, known))
         self.tensors += tensors.values()
 
     def forget(self, path: str) -> None:
@@ -87,7 +85,7 @@ class Outgoing:
         number = {path: i for i, path in enumerate(filter(arrived.__contains__, self._layers))}
         layers = blank("layers", len(number))
         parts: dict[str, list[Table]] = {name: [blank(name, 0)] for name in TABLES}
-        for table, paths, tensors, counts, known in self._columns:
+        for table, paths, tensors, known in self._columns:
             kept = [i for i, path in enumerate(paths) if path in number]
             at = np.array([number[paths[i]] for i in kept], dtype=np.int64)
             columns = {name: next(arrays).reshape(len(paths), -1)[kept] for name in tensors}
@@ -100,12 +98,11 @@ class Outgoing:
             lines["layer"] = at[:, None]
             for name, value in {**columns, **known}.items():
                 lines[name] = value
-            own = np.full(len(at), width) if counts is None else np.array(counts)[kept]
-            parts[table].append(lines[np.arange(width) < own[:, None]])
+            parts[table].append(lines.ravel())
         several = {name: in_order(np.concatenate(of)) for name, of in parts.items()}
         entries = several["entries"]  # whose rows are counted from the start of the layer's
         starts = np.searchsorted(several["rows"]["layer"], np.arange(len(number)))
-        entries["row"] += np.where(entries["row"] < 0, 0, starts[entries["layer"]])
+        entries["row"] += starts[entries["layer"]]
         about = tuple(self._layers[path] for path in number)
         return StepSums(tuple(number), about, layers, **several)
 

@@ -19,13 +19,13 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import dots, to_device
 from adiv_monitor.maths.sums import VECTORS, names_of, pairs_of
-from adiv_monitor.maths.totals import MOST_ENTRIES
 from adiv_monitor.step.transfer import Outgoing
 
 Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; None: not trained
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
 
+_MOST_SCALES = 2_048  # of the sampled rows of a layer that are sent one by one
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
 STACKED, _TOGETHER = 2**18, 2**24
 
@@ -274,8 +274,8 @@ def _of_scales(
         return {"scale": scale[..., 0]}
     groups, every = scale.shape[2], scale.flatten(1)
     mean, places = scale.mean(2, keepdim=True), np.arange(every.shape[1])
-    if len(places) > MOST_ENTRIES:
-        places = generator.choice(len(places), MOST_ENTRIES, replace=False)
+    if len(places) > _MOST_SCALES:
+        places = generator.choice(len(places), _MOST_SCALES, replace=False)
         every = every.index_select(1, to_device(places, every.device))
     out.add("entries", paths, {"scale": every}, row=places // groups)
     off = torch.linalg.vector_norm(scale - mean, dim=2)

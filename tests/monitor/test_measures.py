@@ -135,7 +135,7 @@ def random_sums(groups: int, known: str) -> StepSums:
     rows["layer"] = moves["layer"] = np.repeat(np.arange(count), SIZES)
     rows["G_G"][random.random(len(rows)) < 0.3] = 0
     entries["layer"] = np.repeat(rows["layer"], groups)
-    entries["row"] = -1 if known == "sums" else np.repeat(np.arange(len(rows)), groups)
+    entries["row"] = np.repeat(np.arange(len(rows)), groups)
     for zeros, layer in zip(WHOLE, range(count - 3, count), strict=True):
         own = rows[rows["layer"] == layer]
         for name in names:
@@ -178,7 +178,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     out.add("rows", ["y", "lost"], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
     out.add("rows", ["lost", "x"], {"G_G": torch.tensor([[7.0], [8.0]])})
     out.add("layers", ["lost", "y"], {"active": torch.tensor([5.0, 6.0])}, groups=3)
-    out.add("entries", ["x", "y"], {"scale": of_two}, [1, 2])
+    out.add("entries", ["x", "y"], {"scale": of_two}, row=np.array([0, 0]))
     out.add("entries", ["y"], {"scale": of_two[:1]}, row=np.array([1, 0]))
     out.flags["batch"] = [torch.tensor([1, 2])]
     out.forget("lost")
@@ -186,12 +186,12 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     calls = [AttentionSums(torch.tensor(0.0), *scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
     sums, flags, attention = fetch(out, {"z": calls})
     assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))
-    assert sums.is_sound and sums.seen.tolist() == [1, 2]
+    assert sums.seen.tolist() == [1, 2]
     assert sums.layers["groups"].tolist() == [0, 3]
     np.testing.assert_array_equal(sums.layers["active"], [np.nan, 6])
     assert [sums.rows[name].tolist() for name in ("G_G", "e_G")] == [[8, 0, 0], [0, 1, 2]]
     np.testing.assert_array_equal(sums.rows["scale"], [np.nan, 2, 4])
-    entries = [(0, -1, 1), (1, -1, 3), (1, -1, 4), (1, 2, 1), (1, 1, 2)]
+    entries = [(0, 0, 1), (0, 0, 2), (1, 1, 3), (1, 1, 4), (1, 2, 1), (1, 1, 2)]
     assert [of.item()[:3] for of in sums.entries] == entries
     assert [of.tolist() for of in flags["batch"]] == [[1, 2]]
     assert [call.G_G.tolist() for call in attention["z"]] == [[[6]], [[7]]]
