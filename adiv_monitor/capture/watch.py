@@ -98,9 +98,10 @@ class Watch:
     def _take(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Let the watcher take the use of a module whose use is known."""
         site = self._known.get(id(module))
-        if site is None or not more[1:] or not self._active:
-            return
-        kwargs, output = more
+        if site is not None and more[1:] and self._active:
+            self._guard(self._caught, site, module, args, *more)
+
+    def _caught(self, site: Site, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
             return
         if reruns() or not trains(output):
@@ -108,7 +109,7 @@ class Watch:
         self._forwards.known = module
         torch._C._set_grad_enabled(False)
         try:
-            self._guard(self._watching.known, site, args, kwargs, output)
+            self._watching.known(site, args, kwargs, output)
         finally:
             torch._C._set_grad_enabled(True)
             self._forwards.known = None

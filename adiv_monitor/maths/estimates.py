@@ -73,11 +73,9 @@ class Sample:
         return np.full(len(self.active), float(self.active.shape[1]))
 
     @cached_property
-    def empty(self) -> Bool[np.ndarray, "layers rows"] | None:
-        """Entries that are padding; None if there is none."""
-        if self.counts is None:
-            return None
-        return np.arange(self.active.shape[1]) >= self.counts[:, None]
+    def empty(self) -> Bool[np.ndarray, "layers rows"]:
+        """Entries that are padding."""
+        return np.arange(self.active.shape[1]) >= self.seen[:, None]
 
     def mean(self, rows: PerRow) -> PerLayer:
         """Return the mean over the sampled rows of an array that is 0 in its padding."""
@@ -144,8 +142,7 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
         known = mean if exact is None else np.where(np.isnan(exact), mean, exact)
         return Sum(known, np.zeros_like(rows))
     spread = scaled - mean[:, None]
-    if sample.empty is not None:
-        spread[sample.empty] = 0.0
+    spread[sample.empty] = 0.0
     spread[sample.active_seen < 2] = np.nan
     mean[sample.active_seen < 1] = np.nan
     if exact is None:

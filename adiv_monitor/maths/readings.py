@@ -117,12 +117,6 @@ def _padded(sums: StepSums, table: str, layers: Index) -> tuple[Table, PerLayer]
     return found, counts.astype(np.float64)
 
 
-def _sample(total: Index, active: Mask, seen: PerLayer) -> Sample:
-    """Return a sample of padded rows."""
-    is_padded = bool((seen < active.shape[1]).any())
-    return Sample(total.astype(np.float64), active, seen if is_padded else None)
-
-
 class _Layers:
     """Layers in arrays (layers, …)."""
 
@@ -130,7 +124,7 @@ class _Layers:
         self.sums, self.index, self.layers = sums, index, sums.layers[index]
         self.rows, seen = _padded(sums, "rows", index)
         layers, rows = self.layers, self.rows
-        self.sample = _sample(layers["total"], rows["G_G"] != 0, seen)
+        self.sample = Sample(layers["total"].astype(np.float64), rows["G_G"] != 0, seen)
         self.bias_alone = np.array([sums.about[i].bias_alone for i in index])
         self.has_one, self.has_scale = layers["groups"] == 1, layers["groups"] > 0
         self.groups = np.maximum(layers["groups"], 1.0)
@@ -265,7 +259,7 @@ def _add_realised(sums: StepSums, layers: Index, found: Measured) -> None:
     rows, seen = _padded(sums, "moves", layers)
     knows_loss = ~np.isnan(rows["G_G"]).all(1)
     active = (rows["G_G"] != 0) & (np.arange(rows.shape[1]) < seen[:, None])
-    sample = _sample(sums.layers["moved"][layers], active, seen)
+    sample = Sample(sums.layers["moved"][layers].astype(np.float64), active, seen)
 
     def summed(name: str) -> Sum:
         return over_rows(np.where(active, rows[name], 0.0), sample)

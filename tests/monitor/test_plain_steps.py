@@ -1,0 +1,58 @@
+"""Between measured steps the monitor does nothing that grows with the model."""
+
+import sys
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adiv_monitor import Monitor
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that reach a backend."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_a_plain_step(layers: int, *, monitored: bool) -> tuple[int, int]:
+    """Return the operations of a step that is not measured, and the calls of our functions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    optimizer, loss = torch.optim.AdamW(model.parameters()), nn.MSELoss()
+    x, calls = torch.randn(8, 4), 0
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(x), x).backward()
+        optimizer.step()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and "/adiv_monitor/" in frame.f_code.co_filename
+
+    with Monitor(model, optimizer, every_n_steps=9) if monitored else nullcontext():
+        for _ in range(3):  # the first is measured, the second completes its report
+            step()
+        with Operations() as operations:
+            sys.setprofile(count)
+            try:
+                step()
+            finally:
+                sys.setprofile(None)
+    return operations.count, calls
+
+
+@pytest.mark.parametrize("layers", [2, 9])
+def test_a_step_that_is_not_measured_does_nothing_more(layers: int) -> None:
+    operations, calls = calls_of_a_plain_step(layers, monitored=True)
+    assert (operations, 0) == calls_of_a_plain_step(layers, monitored=False)
+    assert calls == calls_of_a_plain_step(1, monitored=True)[1] <= 30
