@@ -73,7 +73,7 @@ def test_what_is_no_message_is_not_executed_and_not_read(
     """A message may come from anyone who reaches the store: no object in it is unpickled."""
     np.savez(objects := BytesIO(), np.array([print], dtype=object))
     for message in (pickle.dumps(print), objects.getvalue()):
-        with pytest.raises(ValueError, match="allow_pickle=False"):
+        with pytest.raises(ValueError, match="pickle"):
             decode(message)
     np.savez(wrong := BytesIO(), np.frombuffer(b'[{"report": {}, "elements": true}, {}]', np.uint8))
     with pytest.raises(ValueError, match="RankContribution: "):
