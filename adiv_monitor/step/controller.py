@@ -380,8 +380,7 @@ class StepController:
             armed.step.gradient_is_final(optimizer)
             return None
         armed.closure_calls = 0
-        parameters = armed.selection.parameters
-        before = [*map(version, parameters)]
+        before = [*map(version, armed.selection.parameters)]
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
             if armed.closure_calls:  # several calls are refused: no more rows are needed
@@ -389,14 +388,18 @@ class StepController:
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
             if armed.closure_calls == 1:
-                self.failures.safely(armed.step.gradient_is_final, optimizer)
-                if before != [*map(version, parameters)]:
-                    armed.step.refused = _MOVED
+                self.failures.safely(self._closed, armed, optimizer, before)
             return result
 
         if len(args) > 1:
             return (args[0], closure_then_read, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_then_read}
+
+    def _closed(self, armed: Armed, optimizer: Optimizer, before: list[int]) -> None:
+        """Read the gradient that a closure has computed; weights must have these versions yet."""
+        armed.step.gradient_is_final(optimizer)
+        if before != [*map(version, armed.selection.parameters)]:
+            armed.step.refused = _MOVED
 
     # --- stepped ----------------------------------------------------------------------------------
 
