@@ -5,10 +5,6 @@ import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
-
-_DESCRIPTORS = Path("/dev/fd")
-_STANDARD = {Path("/dev/stdout"): 1, Path("/dev/stderr"): 2}
 
 
 def file_path(sink: str, path: object) -> Path:
@@ -32,10 +28,10 @@ def write_whole(files: Mapping[Path, str | bytes]) -> None:
     Each file is first written under a random temporary name, which must not exist yet as a file or
     a link, and then renamed. Text is encoded as UTF-8, with lone surrogates as escapes. Missing
     folders are created. A replaced file keeps its permissions. A link is replaced; its target stays
-    as it is. A path that is not a regular file (a device, a pipe, /dev/stdout) is written directly.
+    as it is.
 
     Raises:
-        OSError: a file can't be written, or is a link to something that is not a regular file.
+        OSError: a file can't be written, or there is something else there: a folder, a pipe.
     """
     unfinished: dict[Path, Path] = {}
     try:
@@ -43,43 +39,19 @@ def write_whole(files: Mapping[Path, str | bytes]) -> None:
             if isinstance(content, str):
                 content = content.encode("utf-8", "backslashreplace")
             path.parent.mkdir(parents=True, exist_ok=True)
-            stream = _stream(path)
-            if stream is None:
-                temporary = path.with_name(f".{secrets.token_hex(8)}.unfinished")
-                # Mode "x" fails if the name exists, even as a link, as in `tempfile`, whose files
-                # nobody else may read.
-                stream = temporary.open("xb")
+            is_stream = path.is_symlink() and path.is_relative_to("/dev")  # as /dev/stdout
+            if is_stream or (path.exists() and not path.is_file()):
+                raise OSError(f"got {path}, expected a regular file, or none yet")
+            temporary = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+            # Mode "x" fails if the name exists, even as a link, as in `tempfile`, whose files
+            # nobody else may read.
+            with temporary.open("xb") as stream:
                 unfinished[temporary] = path
-                keep_mode(temporary, path)
-            with stream:
+                if path.is_file() and not path.is_symlink():
+                    temporary.chmod(stat.S_IMODE(path.stat().st_mode))
                 stream.write(content)
         for temporary, path in unfinished.items():
             temporary.replace(path)
     finally:
         for temporary in unfinished:
             temporary.unlink(missing_ok=True)
-
-
-def keep_mode(made: Path, replaced: Path) -> None:
-    """Copy the permissions of the regular file that `made` is to replace, if there is one."""
-    if replaced.is_file() and not replaced.is_symlink():
-        made.chmod(stat.S_IMODE(replaced.stat().st_mode))
-
-
-def _stream(path: Path) -> IO[bytes] | None:
-    """Open a path that is written directly; return None for a file to be created or replaced."""
-    if path.parent.resolve() == _DESCRIPTORS.resolve() and path.name.isdecimal():
-        return open(int(path.name), "wb", closefd=False)
-    if path in _STANDARD:
-        return open(_STANDARD[path], "wb", closefd=False)
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return None
-    if stat.S_ISREG(mode):
-        return None
-    if stat.S_ISLNK(mode):
-        if path.exists() and not path.is_file():
-            raise OSError(f"a link that leads to no regular file: {path}")
-        return None
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb")

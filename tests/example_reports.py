@@ -3,6 +3,7 @@
 import math
 import random
 
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import (
     ATTENTION_MEASURES,
     MEASURES,
@@ -66,3 +67,11 @@ def report(step: int = 0, **values: object) -> StepReport:
         "notes": ("The gradient was clipped to 0.5 of its length.",),
     }
     return StepReport(**{**fields, **values})  # type: ignore[arg-type]
+
+
+def running(*reports: StepReport) -> Running:
+    """Return the history of these reports."""
+    found = Running()
+    for each in reports:
+        found.add(each)
+    return found

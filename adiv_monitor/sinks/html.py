@@ -23,8 +23,8 @@ class HtmlSink(CourseSink):
     read, and `run.md`, the same in at most 200 lines, to paste into an issue.
 
     Args:
-        path: the file. Missing folders are made; an existing file or link is replaced. A pipe or a
-            device is written to instead, without the files beside it.
+        path: the file. Missing folders are made; an existing file or link is replaced. Something
+            else there, as a pipe, is an error when the page is written.
 
     Raises:
         ImportError: jinja2 or matplotlib is not installed.
@@ -60,7 +60,5 @@ class HtmlSink(CourseSink):
         """Write the page with all reports so far, and the files beside it."""
         run = self.running
         texts = running_files(run.record(), run.findings(), run.count, run.alarms)
-        files = {self._path: texts[".html"]}
-        if self._path.is_file() or not self._path.exists():
-            files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}
-        write_whole(files)
+        files = {beside(self._path, ending): texts[ending] for ending in _BESIDE}
+        write_whole({self._path: texts[".html"], **files})

@@ -190,13 +190,9 @@ def main(name, each):
             moved = int(elements * dtype.itemsize)
             compiled = build(kernel, arguments, options, target)
             used = usage(compiled)
-            copies = used.pop("copies", {access: 0})[access]
-            ahead = kernel is channels.gate_kernel and access >= 8
             found[f"{case}, {dtype}"] = used | {
-                "loads": used["loads"][access] + copies,
+                "loads": used["loads"][access],
                 "stores": used["stores"][access],
-                "copies": copies,
-                "least_copies": loads * moved // access if ahead else 0,
                 "least_loads": loads * moved // max(access, 1),
                 "least_stores": stores * moved // max(access, 1),
                 "instructions": used.get("instructions", 0) / elements,

@@ -1,16 +1,10 @@
-"""Statistics of a kernel's compiled code: registers, spills, memory accesses.
+"""Statistics of a kernel's compiled code: registers, spills, memory accesses."""
 
-For NVIDIA also the number of 2-byte accesses whose neighbour is not in the next thread.
-"""
-
-import math
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
-
-from adiv_layers.kernels.launch import divide_up
 
 
 def narrow_products(code):
@@ -43,46 +37,23 @@ def nvidia_usage(compiled):
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     ptx = compiled.asm["ptx"]
-    singles = accesses(ptx, "ld")[2] + accesses(ptx, "st")[2]
     return {
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],
         "loads": accesses(ptx, "ld"),
         "stores": accesses(ptx, "st"),
-        "copies": copies(ptx),
         "instructions": len(re.findall(r"^\s+/\*[\da-f]{4}\*/\s+(?!NOP)", text, re.MULTILINE)),
-        "apart": max(0, singles - neighbours(compiled.asm["ttgir"])),
     }
-
-
-def neighbours(code):
-    """Return how many single elements per thread are adjacent to those of other threads."""
-    layout = r"(#\w+) = #ttg.blocked<{sizePerThread = \[([\d, ]+)\].*? order = \[(\d)"
-    side_by_side = {
-        name: int(sizes.split(", ")[int(fast)]) for name, sizes, fast in re.findall(layout, code)
-    }
-    threads = 32 * int(re.search(r'"ttg.num-warps" = (\d+)', code)[1])
-    found = 0
-    access = r"tt\.(?:load|store) .*tensor<([\dx]+)x!tt.ptr<\w+>, (#ttg.slice|#\w+)"
-    for shape, name in re.findall(access, code):
-        sizes = [int(size) for size in shape.split("x")]
-        if name == "#ttg.slice":
-            found += math.prod(sizes)  # one value per row
-        elif side_by_side[name] == 1 or sizes[-1] == 16:  # the edges of a row
-            found += divide_up(math.prod(sizes), threads)
-    return found
 
 
 def accesses(ptx, kind):
     """Count the accesses of a thread to global memory by bytes per instruction."""
     found = re.findall(rf"{kind}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
-    return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
-
-
-def copies(ptx):
-    """Count the asynchronous copies of a thread by bytes per instruction."""
-    found = re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], 0x([\da-f]+)", ptx)
-    return Counter(int(size, 16) for size in found)
+    counts = Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
+    if kind == "ld":  # and of its asynchronous copies
+        ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], 0x([\da-f]+)", ptx)
+        counts.update(int(size, 16) for size in ahead)
+    return counts
 
 
 def amd_usage(compiled):

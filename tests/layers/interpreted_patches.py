@@ -1,7 +1,5 @@
 """Kernels over patches agree with unfolded patches in float64."""
 
-import itertools
-
 import pytest
 import torch
 from adiv_layers.functional import patch_norm_conv
@@ -12,27 +10,16 @@ FORMS = [1.0, 0.0]  # affine-like, norm-like
 
 
 def unfolded(x, kernel, stride, padding, dilation):
-    """Return (batch, channels, *kernel, *space_out) by indexing, one kernel position at a time."""
-    space = len(kernel)
-    for d in range(space):
-        zeros = x.new_zeros(*x.shape[: 2 + d], padding[d], *x.shape[3 + d :])
-        x = torch.cat([zeros, x, zeros], dim=2 + d)
-    sizes = [
-        (x.shape[2 + d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(space)
-    ]
-    taps = []
-    for tap in itertools.product(*map(range, kernel)):
-        part = x
-        for d in range(space):
-            index = torch.arange(sizes[d]) * stride[d] + tap[d] * dilation[d]
-            part = part.index_select(2 + d, index)
-        taps.append(part)
-    return torch.stack(taps, dim=2)  # (batch, channels, taps, *space_out)
+    """Return (batch, channels, *space_out, taps)."""
+    x = torch.nn.functional.pad(x, [p for side in reversed(padding) for p in (side, side)])
+    for d, (taps, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(d, (taps - 1) * gap + 1, step)[..., ::gap]
+    return x.flatten(2 + len(kernel))
 
 
 def reference(stride, padding, dilation, groups, form):
     def call(x, weight, bias):
-        patches = unfolded(x, weight.shape[2:], stride, padding, dilation)
+        patches = unfolded(x, weight.shape[2:], stride, padding, dilation).movedim(-1, 2)
         space = patches.shape[3:]
         patches = patches.reshape(len(x), groups, -1, *space)  # one patch per group
         w = weight.reshape(groups, weight.shape[0] // groups, -1)

@@ -1,5 +1,6 @@
 """The callback takes the same steps as the scheduler by hand, and saves state in checkpoints."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 pytest.importorskip("scipy")
 pytest.importorskip("pytorch_lightning")
 import pytorch_lightning as pl
+from lightning_setups import trainer
 
 from adiv_monitor.alignment import Probe
 from adiv_monitor.max_lr import MaxLRScheduler
@@ -48,19 +50,6 @@ def loader() -> Any:
     )
 
 
-def trainer(callback: MaxLRCallback, folder: Path, epochs: int) -> Any:
-    return pl.Trainer(
-        max_epochs=epochs,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        default_root_dir=folder,
-    )
-
-
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
 def test_a_fit_is_the_loop_by_hand_and_resumes(tmp_path: Path) -> None:
     by_hand = Module()
@@ -75,16 +64,17 @@ def test_a_fit_is_the_loop_by_hand_and_resumes(tmp_path: Path) -> None:
         other["scheduler"].step()
 
     whole, callback = Module(), MaxLRCallback(PROBE, **OPTIONS)
-    trainer(callback, tmp_path, 2).fit(whole, loader())
+    run = partial(trainer, default_root_dir=tmp_path)
+    run(callbacks=callback, max_epochs=2).fit(whole, loader())
     assert callback.scheduler.gains == scheduler.gains != dict.fromkeys(scheduler.gains, 1.0)
     assert all(map(torch.equal, whole.state_dict().values(), by_hand.state_dict().values()))
 
     half = MaxLRCallback(PROBE, **OPTIONS)
-    first = trainer(half, tmp_path, 1)
+    first = run(callbacks=half)
     first.fit(Module(), loader())
     first.save_checkpoint(tmp_path / "half.ckpt")
     resumed, rest = Module(), MaxLRCallback(PROBE, **OPTIONS)
-    second = trainer(rest, tmp_path, 2)
+    second = run(callbacks=rest, max_epochs=2)
     second.fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
     assert rest.scheduler.step == callback.scheduler.step
     assert half.scheduler.step == STEPS // 2
@@ -101,4 +91,4 @@ def test_one_optimizer_is_expected(tmp_path: Path) -> None:
             return [optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
     with pytest.raises(ValueError, match="2 optimizers"):
-        trainer(MaxLRCallback(PROBE), tmp_path, 1).fit(Two(), loader())
+        trainer(callbacks=MaxLRCallback(PROBE), default_root_dir=tmp_path).fit(Two(), loader())

@@ -1,16 +1,13 @@
 """Dashboards' view of a whole training: findings, pictures, and their size."""
 
-import io
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from audited import batches, cross_entropy, seen, sgd
-from example_reports import reading, report
+from example_reports import reading, report, running
 from torch import nn
 
 from adiv_monitor import Monitor
@@ -18,23 +15,17 @@ from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.health import GRADIENT, value_of
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
-from adiv_monitor.report import StepReport
+from adiv_monitor.diagnosis.running import MOST_REPORTS
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import course as course_module
 from adiv_monitor.sinks.board import NO_PICTURES, BoardSink, findings_text, pictures
 
 pytest.importorskip("matplotlib")
+from pixels import share
+
 from adiv_monitor.pictures.grid import grid
 from adiv_monitor.pictures.heat import heat_picture
-
-
-def running(*reports: StepReport) -> Running:
-    found = Running()
-    for each in reports:
-        found.add(each)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +116,6 @@ def test_the_text_says_what_where_and_what_to_do(vanishing: Record) -> None:
 # Pictures
 
 
-def pixels(png: bytes) -> np.ndarray[Any, Any]:
-    from PIL import Image
-
-    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
-
-
-def share(png: bytes, colour: tuple[int, int, int]) -> float:
-    return float((np.abs(pixels(png) - colour).max(axis=-1) <= 2).mean())
-
-
 BLUE, RED, GREY = (8, 81, 156), (179, 0, 0), (227, 235, 223)
 
 
@@ -149,7 +130,7 @@ def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, in
     )
     assert found is not None
     cells = 0.3  # at least this share of the picture: half of the grid
-    assert share(heat_picture(found).png(), colour) > 0.7 * cells / 2
+    assert share(heat_picture(found), colour) > 0.7 * cells / 2
 
 
 def test_the_gradient_that_arrives_is_that_of_the_last_layer_at_the_end() -> None:

@@ -1,9 +1,7 @@
 """Pictures of layers × steps: texts fit, and a colour means the same in every run."""
 
-import io
 import math
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,8 @@ from adiv_monitor.pictures.colours import SCALES, bar, places
 from adiv_monitor.report import LayerReading
 
 pytest.importorskip("matplotlib")
+from pixels import share
+
 from adiv_monitor.pictures.grid import Grid, grid
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
 from adiv_monitor.pictures.picture import Picture
@@ -78,16 +78,6 @@ def test_headlines_and_findings_of_any_length_have_room(headline: str, count: in
 
 
 # Colours
-
-
-def pixels(picture: Picture) -> np.ndarray[Any, Any]:
-    from PIL import Image
-
-    return np.asarray(Image.open(io.BytesIO(picture.png())).convert("RGB")).astype(int)
-
-
-def share(picture: Picture, colour: tuple[int, int, int]) -> float:
-    return float((pixels(picture) == colour).all(axis=-1).mean())
 
 
 @pytest.mark.parametrize("measure", HEALTH)

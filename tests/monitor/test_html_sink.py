@@ -135,16 +135,6 @@ def test_alarms_are_on_the_page_until_the_end(tmp_path: Path) -> None:
     assert text.count("update_ratio &gt;") == 1
 
 
-@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    find = html_module.find_spec
-    monkeypatch.setattr(html_module, "find_spec", lambda n: None if n == package else find(n))
-    with pytest.raises(ImportError, match=rf"{package}.*pip install \"adiv-monitor\[audit\]\""):
-        HtmlSink(tmp_path / "run.html")
-
-
 def test_a_training_that_goes_on_from_a_checkpoint_replaces_what_came_after_it() -> None:
     running = Running()
     for step in (0, 4, 8, 12, 6, 10):

@@ -17,6 +17,7 @@ pytest.importorskip("lightning.pytorch")
 import lightning.pytorch as lpl
 import pytorch_lightning as pl
 from hooks import no_hooks
+from lightning_setups import BATCHES, QUIET, loader, module, net, trainer
 from plain_loops import assert_same, losses_of
 from pytorch_lightning.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,56 +27,7 @@ from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars
 
-pytestmark = [
-    # Lightning's own advice on loaders without workers and on intervals longer than an epoch.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    # Lightning 2.6 with torch 2.15 calls deprecated functions of torch.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-]
-
-CHANCE = torch.Generator().manual_seed(0)
-BATCHES = [
-    (torch.randn(6, 4, generator=CHANCE), torch.randint(3, (6,), generator=CHANCE))
-    for _ in range(8)
-]
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
-
-
-def module(package: ModuleType = pl) -> Any:
-    """Return a classifier as a LightningModule of this package."""
-
-    class Classifier(package.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            if batch_idx == 0:
-                torch.manual_seed(2)  # here, as the loader draws from the same stream
-            x, y = batch
-            loss = nn.functional.cross_entropy(self.net(x), y)
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=0.01)
-
-    return Classifier()
-
-
-def trainer(package: ModuleType = pl, **options: Any) -> Any:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    fixed = {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False}
-    return package.Trainer(**{**quiet, **fixed, **options})
-
-
-def loader() -> torch.utils.data.DataLoader[Any]:
-    return torch.utils.data.DataLoader(BATCHES, batch_size=None)
+pytestmark = QUIET
 
 
 def fit(model: Any = None, package: ModuleType = pl, **options: Any) -> list[StepReport]:
@@ -510,8 +462,8 @@ def test_nothing_stays_on_the_model(failing: int | None) -> None:
 
 
 def test_no_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("lightning", "lightning_base"):
-        monkeypatch.delitem(sys.modules, f"adiv_monitor.{module}")
+    for name in ("lightning", "lightning_base"):
+        monkeypatch.delitem(sys.modules, f"adiv_monitor.{name}")
     for package in ("pytorch_lightning", "lightning", "lightning.pytorch"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[lightning\]"'):

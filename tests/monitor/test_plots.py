@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_reports import reading, report
+from example_reports import reading, report, running
 
 from adiv_monitor import Monitor
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.sinks.board import overview
 
 pytest.importorskip("matplotlib")
@@ -21,19 +20,12 @@ from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.sinks.plots import run_figure
 
 
-def running(steps: int = 3) -> Running:
-    found = Running()
-    for step in range(steps):
-        found.add(report(step))
-    return found
-
-
 def pixels(png: bytes):  # type: ignore[no-untyped-def]
     return (imread(io.BytesIO(png), format="png")[..., :3] * 255).round()
 
 
 def test_the_figure_is_the_picture_of_dashboards() -> None:
-    run = running()
+    run = running(*map(report, range(3)))
     record = run.record()
     front = overview(record, run.findings())
     named = {layer for finding in run.findings() for layer in finding.layers}
@@ -67,14 +59,14 @@ def test_a_monitor_draws_its_run(tmp_path: Path) -> None:
     ("draw", "said"),
     [
         (
-            lambda: run_figure(running(), "update"),
+            lambda: run_figure(running(report()), "update"),
             "expected a measure of the reports",
         ),
-        (lambda: run_figure(Running()), "no report yet"),
+        (lambda: run_figure(running()), "no report yet"),
         (lambda: report(layers={}).plot(), "no layers"),
         (
             lambda: run_figure(
-                _of(report(layers={"a": reading(update_ratio=None)})), "update_ratio"
+                running(report(layers={"a": reading(update_ratio=None)})), "update_ratio"
             ),
             "no layers with update_ratio",
         ),
@@ -85,14 +77,8 @@ def test_where_nothing_can_be_drawn_it_is_said_why(draw, said: str) -> None:  # 
         draw()
 
 
-def _of(one):  # type: ignore[no-untyped-def]
-    found = Running()
-    found.add(one)
-    return found
-
-
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for draw in (report().plot, lambda: run_figure(running())):
+    for draw in (report().plot, lambda: run_figure(running(report()))):
         with pytest.raises(ImportError, match=r"plot needs .* pip install \"adiv-monitor\[audit\]"):
             draw()

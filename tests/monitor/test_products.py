@@ -30,82 +30,22 @@ pytestmark = [
 Scalars = Mapping[str, Mapping[int, float]]  # tag → step → value
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return batches with inputs of an unsuitable scale."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            300 * torch.randn(8, 6, generator=generator),
-            torch.randint(0, 3, (8,), generator=generator),
-        )
-        for _ in range(STEPS)
-    ]
-
-
 def by_lightning(folder: Path, logger: Any) -> MemorySink:
-    import pytorch_lightning as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), 0.01)
+    from lightning_setups import loader, module, trainer
 
     memory = MemorySink()
-    pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=logger,
-        callbacks=[DivergenceCallback(EVERY, sinks=[memory], on_error="raise")],
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=EVERY,
-    ).fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))
+    callback = DivergenceCallback(EVERY, sinks=[memory], on_error="raise")
+    options = {"default_root_dir": folder, "log_every_n_steps": EVERY}
+    trainer(callbacks=callback, logger=logger, **options).fit(module(), loader())
     return memory
 
 
-class Labelled(nn.Module):
-    """A model in the form that a Trainer expects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        out = self.net(x)
-        return {"loss": nn.functional.cross_entropy(out, labels), "logits": out}
-
-
 def by_trainer(folder: Path, product: str) -> MemorySink:
-    from transformers import Trainer, TrainingArguments
+    from huggingface_setups import trainer_in
 
-    rows = [{"x": x, "labels": y} for xs, ys in batches() for x, y in zip(xs, ys, strict=True)]
     memory = MemorySink()
-    arguments = TrainingArguments(
-        str(folder / "out"),
-        per_device_train_batch_size=8,
-        max_steps=STEPS,
-        logging_steps=EVERY,
-        report_to=product,
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
     callback = DivergenceTrainerCallback(EVERY, sinks=[memory], on_error="raise")
-    Trainer(Labelled(), arguments, train_dataset=rows, callbacks=[callback]).train()
+    trainer_in(folder, callback, report_to=product, logging_steps=EVERY).train()
     return memory
 
 
@@ -272,13 +212,14 @@ def test_a_loop_of_ones_own_keeps_its_logs_in_wandb_beside_ours(own: str, tmp_pa
         folder = tmp_path / str(monitored)
         folder.mkdir()
         run = wandb.init(dir=folder, mode="offline", project="p", settings={"silent": True})
-        log, memory, model = OWN_LOGS[own](run), MemorySink(), net()
+        torch.manual_seed(0)
+        log, memory, model = OWN_LOGS[own](run), MemorySink(), nn.Linear(6, 3)
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         sinks = [TrackerSink("wandb"), memory] if monitored else [memory]
         with Monitor(model, optimizer, every_n_steps=EVERY, sinks=sinks, on_error="raise"):
-            for step, (x, y) in enumerate(batches()):
+            for step in range(STEPS):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
+                model(torch.randn(8, 6)).square().mean().backward()
                 optimizer.step()
                 log(step)
         run.finish()

@@ -66,15 +66,19 @@ def test_the_table_tells_worst_not_finite_no_direction_and_not_taken_apart() -> 
         "good": reading(1, update_cosine=0.75),
         "bad": reading(1, update_cosine=-0.75),
         "still": reading(1, update_cosine=math.nan),
-        "idle": reading(1, update_cosine=math.nan, rows_without_gradient=1024),
+        "idle": reading(
+            1, update_cosine=math.nan, parameter_cosine=math.nan, rows_without_gradient=1024
+        ),
         "broken": reading(1, update_cosine=math.nan, non_finite=("gradient",)),
         "absent": reading(1, update_cosine=None),
     }
     file = io.StringIO()
-    TableSink(["update_cosine"], file).write(report(layers=layers))
-    rows = dict(line.partition(" ")[::2] for line in file.getvalue().splitlines())
-    shown = {path: rows[path].split("65,536")[1].strip() for path in layers}
-    assert [*shown.values()] == ["0.750", "-0.750*", "–", "idle", "NaN", ""]
+    TableSink(["parameter_cosine", "update_cosine"], file).write(report(layers=layers))
+    assert "idle: none of the sampled rows has a gradient" in file.getvalue()
+    rows = {line.split()[0]: line.split()[4:] for line in file.getvalue().splitlines() if line}
+    shown = {path: rows[path][1:] for path in layers}
+    assert [*shown.values()] == [["0.750"], ["-0.750*"], ["–"], ["idle"], ["NaN"], []]
+    assert rows["idle"][0] == "–", "the parameters' cosine needs no rows"
     text = report(layers=layers)._repr_html_()
     assert "<b>-0.750*</b>" in text and "<b>0.750" not in text
 

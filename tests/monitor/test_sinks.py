@@ -189,21 +189,6 @@ def test_both_ends_of_a_move_are_marked_outside_the_healthy_range(
     assert "".join(name for name in layers if row(text, name)[-1].endswith("*")) == marked
 
 
-def test_table_tells_no_direction_from_a_sample_without_gradients() -> None:
-    nothing = reading(update_cosine=math.nan, parameter_cosine=math.nan)
-    layers = {
-        "still": nothing,
-        "idle": replace(nothing, rows_without_gradient=nothing.rows_seen),
-        "known": reading(update_cosine=0.5),
-    }
-    text = printed(report(layers=layers), measures=["update_cosine", "parameter_cosine"])
-    assert row(text, "still")[-2:] == ["–", "–"]
-    assert row(text, "idle")[-2:] == ["idle", "–"], "the parameters' cosine needs no rows"
-    assert "idle: none of the sampled rows has a gradient" in text
-    text = printed(report(layers={"still": nothing}), measures=["update_cosine"])
-    assert "idle" not in text
-
-
 @pytest.mark.parametrize(
     ("value", "error", "shown"),
     [
@@ -320,6 +305,7 @@ def test_few_scalars_however_many_layers_there_are() -> None:
             r'pip install "adiv-monitor\[tensorboard\]"',
         ),
         ("pandas", lambda: MemorySink().to_pandas(), "to_pandas needs .*: pip install pandas"),
+        ("jinja2", lambda: HtmlSink("unused"), r'jinja2: pip install "adiv-monitor\[audit\]"'),
     ],
 )
 def test_a_missing_package_is_named(monkeypatch, package: str, use, install: str) -> None:  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 pytest.importorskip("pytorch_lightning")
 import pytorch_lightning as pl
+from lightning_setups import QUIET, trainer
 from processes import meet, run_in
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import ModelParallelStrategy
@@ -22,10 +23,7 @@ from adiv_monitor.sinks import JsonlSink
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend"),
-    # Lightning's own advice, and calls of functions that torch has deprecated.
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    *QUIET,
 ]
 WORLD, SAMPLES, BATCHES = 2, 6, 4
 
@@ -74,11 +72,8 @@ class Classifier(pl.LightningModule):
 def fit(way: str, strategy: Any, folder: str | Path, **options: Any) -> None:
     path = Path(folder) / f"{way}.jsonl"
     callback = DivergenceCallback(2, sinks=[JsonlSink(path)], on_error="raise")
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    fixed = {"accelerator": "cpu", "devices": WORLD, "max_epochs": 1, "callbacks": callback}
-    alone = {"use_distributed_sampler": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(strategy=strategy, **{**quiet, **fixed, **alone, **options})
-    trainer.fit(Classifier(way=way))
+    fixed = {"devices": WORLD, "use_distributed_sampler": False, "callbacks": callback}
+    trainer(strategy=strategy, **{**fixed, **options}).fit(Classifier(way=way))
 
 
 class Steps(pl.Callback):

@@ -15,8 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
-ATTENTION = "block.0.attention.q_proj"
-
 
 def events(log_dir: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(log_dir), size_guidance={"tensors": 0})

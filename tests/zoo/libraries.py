@@ -30,13 +30,17 @@ def language(model: nn.Module) -> Training:
     return training(model, loss)
 
 
-def bert() -> Training:
-    """Masked words, padded sequences; embedding and read-out are tied."""
+def made(model: str, **settings: object) -> nn.Module:
+    """A model of transformers, of random weights, with these settings and the others' defaults."""
     import transformers
 
-    config = transformers.BertConfig(
-        vocab_size=WORDS, intermediate_size=64, max_position_embeddings=16, **SMALL
-    )
+    kind = getattr(transformers, model)
+    return kind(kind.config_class(vocab_size=WORDS, **settings))
+
+
+def bert() -> Training:
+    """Masked words, padded sequences; embedding and read-out are tied."""
+    model = made("BertForMaskedLM", intermediate_size=64, max_position_embeddings=16, **SMALL)
 
     def loss(model: nn.Module) -> Tensor:
         tokens, chosen = words(), torch.rand(TEXT) < 0.3
@@ -44,155 +48,77 @@ def bert() -> Training:
         labels = tokens.where(chosen & attended, -100)
         return model(tokens.where(~chosen, 1), attention_mask=attended, labels=labels).loss
 
-    return training(transformers.BertForMaskedLM(config), loss)
+    return training(model, loss)
 
 
-def gpt2_model() -> nn.Module:
-    import transformers
+def gpt2() -> Training:
+    sizes = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return language(made("GPT2LMHeadModel", bos_token_id=0, eos_token_id=0, **sizes))
 
-    config = transformers.GPT2Config(
-        vocab_size=WORDS,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
+
+GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 16, "attention_dropout": 0.1}
 
 
 def llama_model() -> nn.Module:
     """Grouped queries, RMSNorm, a read-out of its own."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        intermediate_size=64,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        attention_dropout=0.1,
-        **SMALL,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return made("LlamaForCausalLM", intermediate_size=64, **GROUPED, **SMALL)
 
 
-def mixtral_model() -> nn.Module:
+def mixtral() -> Training:
     """Four experts in one tensor, of which each token takes two; the router's own loss."""
-    import transformers
-
-    config = transformers.MixtralConfig(
-        vocab_size=WORDS,
-        intermediate_size=48,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        attention_dropout=0.1,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_jitter_noise=0.1,
-        **SMALL,
-    )
-    return transformers.MixtralForCausalLM(config)
+    router = {"num_local_experts": 4, "output_router_logits": True, "router_jitter_noise": 0.1}
+    return language(made("MixtralForCausalLM", intermediate_size=48, **router, **GROUPED, **SMALL))
 
 
 def t5() -> Training:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=WORDS,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    )
-
-    def loss(model: nn.Module) -> Tensor:
-        return model(input_ids=words(), labels=words()).loss
-
-    return training(transformers.T5ForConditionalGeneration(config), loss)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = made("T5ForConditionalGeneration", decoder_start_token_id=0, **sizes)
+    return training(model, lambda m: m(input_ids=words(), labels=words()).loss)
 
 
 def vit() -> Training:
-    import transformers
-
-    config = transformers.ViTConfig(
-        image_size=32,
-        patch_size=8,
-        intermediate_size=64,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-        num_labels=CLASSES,
-        **SMALL,
-    )
+    sizes = {"image_size": 32, "patch_size": 8, "intermediate_size": 64, "num_labels": CLASSES}
+    drops = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    model = made("ViTForImageClassification", **sizes, **drops, **SMALL)
 
     def loss(model: nn.Module) -> Tensor:
         return model(torch.randn(4, 3, 32, 32), labels=torch.randint(CLASSES, (4,))).loss
 
-    return training(transformers.ViTForImageClassification(config), loss)
+    return training(model, loss)
 
 
 def whisper() -> Training:
     """Spectrograms to words; convolutions, fixed and learned positions, cross-attention."""
-    import transformers
-
-    config = transformers.WhisperConfig(
-        vocab_size=WORDS,
-        num_mel_bins=16,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=16,
-        max_target_positions=TEXT[1],
-        dropout=0.1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
+    of_both = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+    sizes = {f"{part}_{k}": v for part in ("encoder", "decoder") for k, v in of_both.items()}
+    sizes |= {"num_mel_bins": 16, "d_model": 32, "max_source_positions": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    longest = {"max_target_positions": TEXT[1], "dropout": 0.1}
+    model = made("WhisperForConditionalGeneration", **sizes, **tokens, **longest)
 
     def loss(model: nn.Module) -> Tensor:
         return model(input_features=torch.randn(2, 16, 32), labels=words()).loss
 
-    return training(transformers.WhisperForConditionalGeneration(config), loss)
+    return training(model, loss)
 
 
-def mamba_model() -> nn.Module:
-    import transformers
-
-    config = transformers.MambaConfig(
-        vocab_size=WORDS, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=4
-    )
-    return transformers.MambaForCausalLM(config)
+def mamba() -> Training:
+    sizes = {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "time_step_rank": 4}
+    return language(made("MambaForCausalLM", **sizes))
 
 
 def wav2vec2() -> Training:
     """Sound to words by CTC; a weight-normed convolution, and masked stretches of time."""
-    import transformers
-
-    config = transformers.Wav2Vec2Config(
-        vocab_size=WORDS,
-        intermediate_size=64,
-        conv_dim=(16, 16, 16),
-        conv_stride=(5, 2, 2),
-        conv_kernel=(10, 3, 2),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        mask_time_length=4,
-        mask_time_prob=0.2,
-        layerdrop=0.0,  # which leaves whole layers out of a step
-        **SMALL,
-    )
+    sizes = {"conv_dim": (16, 16, 16), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 2)}
+    sizes |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    masked = {"mask_time_length": 4, "mask_time_prob": 0.2}
+    whole = {"layerdrop": 0.0}  # else whole layers are left out of a step
+    model = made("Wav2Vec2ForCTC", intermediate_size=64, **sizes, **masked, **whole, **SMALL)
 
     def loss(model: nn.Module) -> Tensor:
         return model(torch.randn(2, 1600), labels=torch.randint(1, WORDS, (2, 5))).loss
 
-    return training(transformers.Wav2Vec2ForCTC(config), loss)
+    return training(model, loss)
 
 
 def lora() -> Training:
@@ -216,13 +142,13 @@ def timm_classifier(title: str, name: str, size: int, **settings: object) -> Spe
 
 TRANSFORMERS = {
     "bert": Specimen("BERT, tied read-out", bert),
-    "gpt2": Specimen("GPT-2", lambda: language(gpt2_model())),
+    "gpt2": Specimen("GPT-2", gpt2),
     "llama": Specimen("Llama", lambda: language(llama_model())),
-    "mixtral": Specimen("Mixtral, 4 experts", lambda: language(mixtral_model())),
+    "mixtral": Specimen("Mixtral, 4 experts", mixtral),
     "t5": Specimen("T5", t5),
     "hf_vit": Specimen("ViT (transformers)", vit),
     "whisper": Specimen("Whisper", whisper),
-    "mamba": Specimen("Mamba", lambda: language(mamba_model())),
+    "mamba": Specimen("Mamba", mamba),
     "wav2vec2": Specimen("Wav2Vec2", wav2vec2),
 }
 
