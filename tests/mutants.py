@@ -65,7 +65,7 @@ _MONITOR_TESTS = {
     "maths/ceiling.py": ["test_bookkeeping", "test_micro_batches", "test_functions", *_MEASURED],
     "probe/attention.py": ["test_attention_measures", "test_attention_scores"],
     "probe/batch.py": ["test_realised", "test_attention_measures"],
-    "probe/rows.py": ["test_realised", "test_repeated_weights", "test_several_uses"],
+    "probe/recording.py": ["test_realised", "test_repeated_weights", "test_several_uses"],
     "probe/run.py": ["test_realised", "test_kept", "test_rerun"],
     "probe/scales.py": ["test_attention_measures", "test_attention_scores"],
     "step/probing.py": ["test_realised", "test_attention_measures"],

@@ -177,10 +177,7 @@ class Capture:
         """
         if self.plan is not None:
             return None
-        held: dict[nn.Module, list[nn.Parameter]] = defaultdict(list)
-        for key, places in self.selection.places.items():
-            for place in places:
-                held[place.module].append(self.selection.held[key])
+        held = self.selection.owners
         trained = {id(p) for p in self.selection.parameters if p.grad is not None}
         trained.update(map(id, self.removed))
         reached = {m: not trained.isdisjoint(map(id, several)) for m, several in held.items()}

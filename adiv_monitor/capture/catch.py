@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from adiv_layers.autocast import without_autocast
@@ -77,18 +76,14 @@ class Catch:
         self._provenance = layers.provenance
         self._running = _Running()
         self._nodes: dict[int, Any] = {}  # that accumulate gradients, by id of the parameter
-        self._hooks: list[RemovableHandle] = []  # on nodes of the graph
-        self._late: WeakSet[LateRows] = WeakSet()
+        self._hooks: list[RemovableHandle] = []  # on nodes of the graph, and on parameters
         self._active = True  # hooks in graphs that are already built outlive their removal
 
     def detach(self) -> None:
         """Remove the hooks: a tensor that outlives its graph would keep the calls alive."""
         self._active = False
         self._nodes.clear()
-        call_all(
-            *[hook.remove for hook in self._hooks],
-            *[late.remove for late in self._late],
-        )
+        call_all(*[hook.remove for hook in self._hooks])
         self._hooks.clear()
 
     # --- the forward pass ------------------------------------------------------------------------
@@ -122,8 +117,7 @@ class Catch:
         if calls:
             late = LateRows(made, calls, self._replayed)
             paths = [call.layer.path for call in calls.values()]
-            late.watch(outputs, used, partial(partial, self._reached, paths))
-            self._late.add(late)
+            self._hooks += late.watch(outputs, used, partial(partial, self._reached, paths))
         return used
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
@@ -249,7 +243,7 @@ def _earlier(call: Call) -> Equations | None:
     layer = call.layer
     if any(map(is_shard, layer.parameters)) or call.products is None:
         return None
-    parts = {piece.key: piece.own(gradient_of(piece.parameter)) for piece in layer.pieces}
+    parts = {piece.key: piece.of(gradient_of(piece.parameter)) for piece in layer.pieces}
     return of_gradient(call.features, *layer.change(parts), call.products.v)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.rerun.randomness import Randomness
 
 Function = Callable[..., Any]
@@ -29,6 +30,7 @@ class FunctionToCall:
         is_seen: whether the call can be part of a measured use.
         has_data: whether an argument depends on data.
         trained: the weights among the arguments.
+        sources: how these are computed from parameters.
         layers: the layers of its uses, in order.
         versions: the versions of arguments and result when it returned.
     """
@@ -41,6 +43,7 @@ class FunctionToCall:
     is_seen: bool = False
     has_data: bool = False
     trained: list[Tensor] = field(default_factory=list)
+    sources: Sequence[Source] = ()
     layers: Sequence[Layer] = ()
     versions: Sequence[int] = ()
 

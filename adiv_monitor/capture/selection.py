@@ -1,7 +1,7 @@
 """Selects the layers and parameters to measure, with reasons for those that are not measured."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -176,9 +176,13 @@ class Selection:
         return [p for key, p in self.held.items() if self.due is None or key in self.due]
 
     @cached_property
-    def owners(self) -> set[nn.Module]:
-        """The modules that hold the parameters directly."""
-        return {place.module for places in self.places.values() for place in places}
+    def owners(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The modules that hold the parameters directly, with these."""
+        found: dict[nn.Module, list[nn.Parameter]] = defaultdict(list)
+        for key, places in self.places.items():
+            for place in places:
+                found[place.module].append(self.held[key])
+        return dict(found)
 
     @property
     def paths(self) -> list[str]:
@@ -339,27 +343,11 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer holds it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    below = _below(modules, places, sharded)
+    scripts = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
+    seen = places.keys() - {id(p) for script in scripts for p in script.parameters()}
+    held_in = {m: {id(sharded.get(id(p), p)) for p in m.parameters()} & seen for m in modules}
+    below = {module: keys for module, keys in held_in.items() if keys}
     return Selection(places, kept, rules, modules, below, unsupported, trained, names)
-
-
-def _below(
-    modules: Iterable[nn.Module], places: Container[int], sharded: Mapping[int, nn.Parameter]
-) -> dict[nn.Module, set[int]]:
-    """Return ids of these parameters that each module holds at any depth."""
-    found: dict[nn.Module, set[int]] = {}
-
-    def held(module: nn.Module) -> set[int]:
-        if module not in found:
-            found[module] = set()  # stops cycles
-            if isinstance(module, torch.jit.ScriptModule):
-                return found[module]
-            own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
-            keys = {id(p) for p in own if id(p) in places}
-            found[module] = keys.union(*map(held, module.children()))
-        return found[module]
-
-    return {module: keys for module in modules if (keys := held(module))}
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:

@@ -17,9 +17,8 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.site import Site, site_of, versions
 from adiv_monitor.capture.trace import Plan
-from adiv_monitor.capture.weights.computed import CASTS
 from adiv_monitor.capture.weights.pieces import whole_of
-from adiv_monitor.capture.weights.provenance import NotFollowed
+from adiv_monitor.capture.weights.provenance import CASTS, NotFollowed
 from adiv_monitor.capture.without_rule import ParametersWithoutRule, place_of_z
 from adiv_monitor.features.recurrent import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
@@ -243,6 +242,7 @@ class Watching:
         given = call.args[:1] if call.name in CASTS else (*call.args, *call.kwargs.values())
         values, provenance = tensors_in(*given), self._provenance
         call.is_seen, call.has_data = True, not all(map(provenance.of_model, values))
+        call.sources = [x for x in map(provenance.followed, values) if x is not None]
         if call.name not in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
             call.trained = [value for value in values if provenance.parameters_of(value)]
         if not (call.trained and self._takes_gradients):
@@ -269,11 +269,9 @@ class Watching:
         if call.has_data or used:
             for tensor in used:
                 self._without_rule.account(self._provenance.parameters_of(tensor))
-            # What is written to may have been constant zeros.
-            is_written = bool(args) and made is args[0] and not is_attribute
-            self._provenance.spend(made, written=is_written)
+            self._provenance.spend(made)
         else:
-            self._provenance.computes(call.function, args, call.kwargs, made)
+            self._provenance.computes(call.name, args, call.kwargs, call.sources, made)
 
     @property
     def _takes_gradients(self) -> bool:

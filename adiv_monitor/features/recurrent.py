@@ -5,7 +5,7 @@ therefore rerun with plain operations, and the gradients of its outputs are back
 map's own z = Wφ + b. A row is (time, sample): one use of the weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +158,7 @@ class Map:
     gradient: Tensor
 
 
-def unroll(call: RecurrentCall, gradients: Sequence[Tensor | None]) -> list[Map]:
+def unroll(call: RecurrentCall, gradients: Mapping[int, Tensor]) -> list[Map]:
     """Return every linear map of the call, layer by layer, with all its rows.
 
     Parameters, gradients, graph, autocast and random numbers of the run are not changed. The cost
@@ -168,15 +168,14 @@ def unroll(call: RecurrentCall, gradients: Sequence[Tensor | None]) -> list[Map]
 
     Args:
         call: the call.
-        gradients: the loss gradient of each output, as a hook on it gets it; None for zero.
+        gradients: the loss gradients of outputs, by place, as hooks on them get them; others are 0.
     """
     with torch.enable_grad(), torch.autocast(call.input.device.type, enabled=False):
         maps, made = _run(call)
-        output, *ends = gradients
-        given = [None if output is None else call.by_time(output), *ends]
+        given = {i: call.by_time(g) if i == 0 else g for i, g in gradients.items()}
         upstream = [
-            torch.zeros_like(x) if g is None else to_compute_dtype(g)
-            for x, g in zip(made, given, strict=True)
+            to_compute_dtype(given[i]) if i in given else torch.zeros_like(x)
+            for i, x in enumerate(made)
         ]
         found = iter(torch.autograd.grad(made, [z for x in maps for z in x.z], upstream))
     return [x.closed([next(found) for _ in x.z]) for x in maps]

@@ -11,7 +11,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import is_wrapper
@@ -20,7 +20,6 @@ from adiv_monitor.features.rows import shares_memory, to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
-from adiv_monitor.rerun.thread import run_apart
 
 SAMPLES = 8
 # Arguments of these types do not hold tensors that have to be cut, too.
@@ -156,6 +155,7 @@ class Batch:
     def put_on(self, modules: Iterable[nn.Module]) -> None:
         """Record the first call among modules. `remove` removes the hooks, even if this raises."""
         self._module = self._call = self._outputs = self._judged = None
+        self._guard = Guard(self._fail)
         self._hooks = []
         begins, ends, judges = (
             Hook(self._guarded, body) for body in (self._begins, self._ends, self._judges)
@@ -206,13 +206,8 @@ class Batch:
                 self._outputs = []  # placeholders stand for them now
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
-        if torch.compiler.is_compiling() or reruns() or not torch.is_grad_enabled():
-            return
-        try:
-            with torch._C.DisableTorchFunction():
-                run_apart(body, *args)
-        except Exception as error:
-            self._fail(error)
+        if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or reruns()):
+            self._guard(body, *args)
 
     # --- the probe -------------------------------------------------------------------------------
 

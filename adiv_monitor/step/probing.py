@@ -25,7 +25,7 @@ from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED, names_of
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.batch import Batch, Losses
-from adiv_monitor.probe.rows import ProbeRows, RowsOfLayer
+from adiv_monitor.probe.recording import Recording, RowsOfLayer
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
@@ -89,7 +89,8 @@ class ProbeStep:
         self._before: dict[nn.Parameter, Tensor] = {}
         self._layers: dict[str, RowsOfLayer] = {}
         self._losses: Losses | None = None
-        self._recording: Callable[..., ProbeRows]
+        self._capture: Capture
+        self._seed = 0
 
     def put_on(self) -> None:
         """Start recording the first forward pass, if there is no probe yet."""
@@ -124,11 +125,18 @@ class ProbeStep:
         if not probing.batch.is_fixed:
             probing.batch.fix()
         self._before = {p: p.detach().clone() for p in trainable(probing.model) if is_plain(p)}
-        seed = int(probing.generator.integers(2**62))
-        self._recording = partial(ProbeRows, probing.model, capture, probing.max_rows, seed)
+        self._capture, self._seed = capture, int(probing.generator.integers(2**62))
         if "attention" in probing.measures:
             self._attentions = Attentions(self._selection, probing.generator, probing.fail)
         self._run(partial(self._before_step, updates and "realised" in probing.measures))
+
+    def _recording(self, attentions: Attentions | None = None) -> Recording:
+        """Return what records a run; layers have the names that they have in the step."""
+        probing, layers = self._probing, self._capture.layers
+        given = probing.max_rows, self._seed, attentions
+        rows = Recording(probing.model, self._capture.selection, *given)
+        rows.layers.found = dict(layers.found)
+        return rows
 
     def _before_step(self, is_realised: bool) -> None:
         rows = self._recording(self._attentions)
@@ -137,12 +145,12 @@ class ProbeStep:
             losses = self._probing.batch.run()
         knows_loss = self._differentiate(rows, losses)
         if is_realised:
-            self._layers = rows.of_layers()
+            self._layers = rows.of_layers(self._capture.layers.found)
         if self._attentions is not None:
             self._attentions.begin(knows_loss=knows_loss)
             self.notes += [] if self._attentions.saw_any else [_NO_ATTENTION]
 
-    def _differentiate(self, rows: ProbeRows, losses: Losses | None) -> bool:
+    def _differentiate(self, rows: Recording, losses: Losses | None) -> bool:
         """Take the gradients of the loss; return whether they are known, and note why not."""
         if losses is None:
             self.notes.append(self._probing.batch.why_no_loss)
@@ -212,7 +220,7 @@ class ProbeStep:
     def _again(self) -> tuple[dict[str, RowsOfLayer], Losses | None]:
         with (rows := self._recording()):
             losses = self._probing.batch.run()
-        return rows.of_layers(), losses
+        return rows.of_layers(self._capture.layers.found), losses
 
     def _run(self, body: Callable[[], T]) -> T:
         probing = self._probing

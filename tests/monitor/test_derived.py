@@ -87,7 +87,7 @@ MASK = torch.ones(3, 4, dtype=torch.float64).tril()
 # Their weights are moved as their parameters are: they read as if these were used directly.
 MOVED: dict[str, Function] = {
     "clone": lambda m, x: functional.linear(x, m.weight.clone(), m.bias.clone()),
-    "plus a constant": lambda m, x: functional.linear(x, 1.0 + m.weight, m.bias - m.mask[0, :3]),
+    "plus a constant": lambda m, x: functional.linear(x, 1.0 + m.weight, m.bias + m.mask[0, :3]),
     "cast": lambda m, x: functional.linear(x, m.weight.to(x.dtype, copy=True), m.bias.type_as(x)),
     "another layout": lambda m, x: functional.linear(x, m.weight.t().contiguous().t(), m.bias),
     "a view of a copy": lambda m, x: functional.linear(x, m.weight.flatten().clone().view(3, 4)),
@@ -96,7 +96,7 @@ MOVED: dict[str, Function] = {
 FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     "masked": of(lambda m, x: functional.linear(x, m.weight * m.mask), mask=MASK),
     "pruned": lambda: prune.random_unstructured(linear(), "weight", 0.5),
-    "divided": of(lambda m, x: functional.linear(x, -(m.weight / 3.0), 2 - m.b), b=real(3)),
+    "scaled": of(lambda m, x: functional.linear(x, 0.3 * m.weight, 2 + m.b), b=real(3)),
     "broadcast": lambda: Functional(
         lambda m, x: functional.linear(x, m.column + m.mask), column=real(3, 1), mask=MASK
     ),
@@ -111,6 +111,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "a convolution's": lambda: parametrizations.weight_norm(nn.Conv1d(1, 3, 2).double()),
     "normalised": of(lambda m, x: functional.linear(x, functional.normalize(m.weight))),
     "twice": of(lambda m, x: functional.linear(x, torch.cat([m.weight, m.weight]))),
+    "divided": of(lambda m, x: functional.linear(x, -(m.weight / 3.0), 2 - m.b), b=real(3)),
     "exponential": of(lambda m, x: functional.linear(x, m.weight.exp())),
     "a sum": of(lambda m, x: functional.linear(x, m.weight + 2 * m.other), other=real(3, 4)),
     "low rank by hand": of(
@@ -211,7 +212,7 @@ def test_what_moves_as_its_parameter_reads_as_that(name: str) -> None:
         shift = 1.0 if name == "plus a constant" else 0.0
         bias = getattr(m, "bias", None)
         return functional.linear(x, m.weight, bias) + shift * (
-            x.sum(1, keepdim=True) - m.mask[0, :3]
+            x.sum(1, keepdim=True) + m.mask[0, :3]
         )
 
     found, expected = reading(MOVED[name]), reading(plain)

@@ -1,41 +1,37 @@
-"""The provenance of tensors in a forward pass: computed from the model alone, or data."""
+"""The provenance of tensors in a forward pass: computed from the model alone, or data.
+
+A weight that a function gets is often not a parameter: it is a view of one, a cast, 1 + p, or a
+mask times p. Such functions are linear up to a constant, so the weight's change is the same
+function of the parameter's change. What is known of a computed tensor is noted at its node of the
+graph, which a write to it replaces. Whatever is computed from anything else is data.
+"""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.computed import computed
 from adiv_monitor.capture.weights.pieces import Piece, Source, Strides, whole_of
 from adiv_monitor.capture.weights.shards import Sharded, is_shard
+from adiv_monitor.features.rows import compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
+
+CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
+_MOVES = (*CASTS, "clone", "contiguous", "reshape", "flatten")  # entries stay in their order
+_SUMS = ("add", "__add__", "__radd__")
+_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
+_NOTE = "adiv_monitor"  # at a node of the graph: a source and the tensor's version; None: data
 
 
 class NotFollowed(Refused):
     """A weight is computed from parameters in a way that can't be followed."""
 
 
-class _Known(NamedTuple):
-    """What is known of a tensor. Views that are not data are known by what they view.
-
-    Attributes:
-        tensor: the tensor.
-        source: how it is computed from the parameters to measure; None: not from these.
-        version: the version of its memory when it was made; None: the model holds it.
-        is_data: whether it counts as data.
-    """
-
-    tensor: weakref.ref[Tensor]
-    source: Source | None = None
-    version: int | None = None
-    is_data: bool = False
-
-
 class Provenance:
-    """Follows parameters, buffers and constants through the functions of one step.
+    """Follows the parameters and buffers of a model through the functions of one step.
 
     Args:
         model: the model.
@@ -54,6 +50,7 @@ class Provenance:
         self._model, self._follows_all = model, follows_all
         self._modules = [*model.modules()]  # now, as the forward pass may be deep
         self._trained = {id(p): p for p in trained}
+        self._constants: dict[int, weakref.ref[Tensor]] = {}  # that the forward pass has made
 
     @cached_property
     def sharded(self) -> Sharded:
@@ -61,57 +58,50 @@ class Provenance:
         return Sharded(self._model)
 
     @cached_property
-    def _known(self) -> dict[int, _Known]:
-        """What is known, by id of the tensor: at first what the model holds as it runs."""
-        every = [
-            held
-            for module in self._modules
-            for held in (*module._parameters.values(), *module._buffers.values())
-            if held is not None
-        ]
-        return {id(held): self._held(held) for held in every}
+    def _held(self) -> dict[int, Tensor]:
+        """What the model holds as it runs, by id."""
+        tables = [table for m in self._modules for table in (m._parameters, m._buffers)]
+        return {id(held): held for of in tables for held in of.values() if held is not None}
 
-    def _held(self, tensor: Tensor) -> _Known:
-        """Return what is known of a tensor that the model holds now."""
-        stood_for = self.sharded.of(tensor)
-        parameter = self._trained.get(id(tensor if stood_for is None else stood_for))
-        if parameter is None:
-            return _Known(weakref.ref(tensor))
-        return _Known(weakref.ref(tensor), Source((Piece(parameter),)))
-
-    def _look_up(self, value: Tensor) -> _Known | None:
-        """Return what is known of a tensor, or of the tensor that it is a view of."""
-        known = self._known.get(id(value))
-        if known is not None and known.tensor() is value:
-            return known
-        if value._base is not None:
-            return self._look_up(value._base)
-        if isinstance(value, nn.Parameter) and self.sharded.of(value) is not None:
-            known = self._known[id(value)] = self._held(value)
-            return known
-        return None
+    def _source(self, value: Tensor) -> Source | None:
+        """Return how a tensor is computed from the model alone; None: it is data."""
+        node: Any = value.grad_fn
+        if node is not None and _NOTE in node.metadata:
+            source, version = node.metadata[_NOTE]
+            return source if source is None or version == value._version else _unknown([source])
+        whole = whole_of(value)
+        if whole is not value:
+            source = self._source(whole)
+            return source and _viewed(source, value, whole)
+        stood_for = self.sharded.of(value) if isinstance(value, nn.Parameter) else None
+        constant = self._constants.get(id(value), _gone)()
+        if stood_for is None and constant is not value and id(value) not in self._held:
+            return None
+        parameter = self._trained.get(id(value if stood_for is None else stood_for))
+        return _unknown([]) if parameter is None else Source((Piece(parameter),))
 
     def of_model(self, value: object) -> bool:
         """Return whether a value is no data: it depends on the model and constants alone."""
-        if not isinstance(value, Tensor):
-            return True
-        known = self._look_up(value)
-        return known is not None and not known.is_data
+        return not isinstance(value, Tensor) or self._source(value) is not None
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Return ids of the parameters to measure that it depends on, if it depends on no data."""
-        known = self._look_up(value) if value.requires_grad else None
-        source = None if known is None else known.source
+        source = self._source(value) if value.requires_grad else None
         return () if source is None else {id(piece.parameter) for piece in source.pieces}
+
+    def followed(self, value: object) -> Source | None:
+        """Return how a tensor is computed from measured parameters; None if it is not."""
+        is_trained = isinstance(value, Tensor) and self.parameters_of(value)
+        return self._source(value) if is_trained else None  # type: ignore[arg-type]
 
     def source(self, value: object) -> Source | None:
         """Return how a tensor is computed from measured parameters; None if it is not.
 
         Raises:
             NotFollowed: it is computed in another way than those that are followed.
-            Refused: it is not a contiguous part of a sharded parameter.
+            Refused: it is a part of a sharded parameter, or computed from one.
         """
-        source = self._followed(value)
+        source = self.followed(value)
         if source is None:
             return None
         if source.steps is None and self._follows_all:
@@ -120,64 +110,83 @@ class Provenance:
                 "views, casts, constants and masks are"
             )
         for piece in source.pieces:
-            lies = piece.view is None or not is_shard(piece.parameter) or piece.contiguous_range
-            if is_shard(piece.parameter) and not (source.is_view and lies):
+            if is_shard(piece.parameter) and not (source.is_view and piece.view is None):
                 raise Refused(
                     "its weight is computed from a parameter of which each rank holds a part: "
-                    "only a whole parameter, or a contiguous range of one, can be all-gathered"
+                    "only a whole parameter can be all-gathered"
                 )
         return source
 
-    def _followed(self, value: object) -> Source | None:
-        """Return how a tensor is computed from measured parameters; None if it is not."""
-        if not isinstance(value, Tensor) or not self.parameters_of(value):
-            return None
-        whole = whole_of(value)
-        known = self._look_up(whole)
-        assert known is not None and known.source is not None
-        if value.dtype != whole.dtype or known.version not in (None, whole._version):
-            return _unknown([known.source])
-        if value is whole:
-            return known.source
-        strides = Strides.between(value, whole)
-        if known.version is None and value.numel() != whole.numel():
-            return Source((Piece(known.source.pieces[0].parameter, strides),))
-        return known.source.then(strides)
-
     def computes(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Sequence[Source],
+        made: Any,
     ) -> None:
-        """Remember the result of a function of the model and constants alone; see `computed`."""
-        given = [x for x in map(self._followed, tensors_in(*args, *kwargs.values())) if x]
-        source = _unknown(given) if given else None
-        if given and isinstance(made, Tensor) and made.is_floating_point():
-            source = computed(function, args, kwargs, made, self._followed) or source
-        for tensor in tensors_in(made):
-            whole = whole_of(tensor)
-            known, how = self._look_up(whole), source if tensor.requires_grad else None
-            if known is None or (whole is tensor and known.version is not None):
-                how = how if how is None or whole is tensor else _unknown([how])
-                self._known[id(whole)] = _Known(weakref.ref(whole), how, whole._version)
-            elif how is not None and known.version not in (None, whole._version):  # written to
-                of = [how] if known.source is None else [how, known.source]
-                self._known[id(whole)] = known._replace(source=_unknown(of))
-
-    def spend(self, result: object, *, written: bool) -> None:
-        """Count the result as data from here on: an input was data, or its use is already recorded.
+        """Note the result of a function of the model and constants alone.
 
         Args:
-            result: the result.
-            written: whether the result is an argument that the function wrote to.
+            name: the function's name.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            given: the sources of weights among them, before the call.
+            made: its result.
+        """
+        source = _unknown(given)
+        if len(given) == 1 and isinstance(made, Tensor) and made.is_floating_point():
+            others = [x for x in args if self.followed(x) is None]
+            is_alone = len(others) < len(args) <= 2 and not kwargs
+            done = made.shape, compute_dtype(made)
+            if name in _MOVES and made.device == args[0].device:
+                source = given[0].then(*done)
+            elif name in _PRODUCTS and is_alone:
+                source = given[0].then(*others, *done, is_view=False)
+            elif name in _SUMS and is_alone:
+                # Where it is broadcast, entries are repeated.
+                is_view = made.numel() == max(x.numel() for x in args if self.followed(x))
+                source = given[0].then(*done, is_view=is_view)
+        for tensor in tensors_in(made):
+            whole = whole_of(tensor)
+            node: Any = whole.grad_fn
+            if not whole.requires_grad:
+                self._constants[id(whole)] = weakref.ref(whole)
+            elif whole is tensor:
+                _note(tensor, source)
+            elif node is not None and _NOTE not in node.metadata:  # it was written to
+                _note(whole, _unknown([source]))
+
+    def spend(self, result: object) -> None:
+        """Count the result as data from here on: an input was data, or its use is already recorded.
+
+        Only what was written to a constant, and a parameter that was expanded, or a view of that,
+        would not be anyway.
         """
         for tensor in tensors_in(result):
-            if written:  # what the model holds stays, unless it leads to parameters
-                for each in (tensor, whole_of(tensor)):
-                    known = self._known.get(id(each))
-                    is_made = each.requires_grad and not isinstance(each, nn.Parameter)
-                    if known and not known.is_data and (is_made or known.version is not None):
-                        del self._known[id(each)]
-            elif tensor._base is not None:  # a parameter that was expanded, or a view of that
-                self._known[id(tensor)] = _Known(weakref.ref(tensor), is_data=True)
+            for each in (tensor, whole_of(tensor)):
+                self._constants.pop(id(each), None)
+            if tensor._base is not None and self.followed(tensor):
+                _note(tensor, None)
+
+
+def _gone() -> None: ...
+
+
+def _note(tensor: Tensor, source: Source | None) -> None:
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[_NOTE] = source, tensor._version
+
+
+def _viewed(source: Source, view: Tensor, whole: Tensor) -> Source:
+    """Return the source of a view of a tensor."""
+    if view.dtype != whole.dtype:
+        return _unknown([source])
+    strides = Strides.between(view, whole)
+    if whole.grad_fn is None and source.pieces and view.numel() != whole.numel():
+        return Source((Piece(source.pieces[0].parameter, strides),))
+    return source.then(strides)
 
 
 def _unknown(sources: Iterable[Source]) -> Source:
