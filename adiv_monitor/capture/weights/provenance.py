@@ -73,6 +73,8 @@ class Provenance:
         if whole is not value:
             source = self._source(whole)
             return source and _viewed(source, value, whole)
+        if node is not None:
+            return None
         stood_for = self.sharded.of(value) if isinstance(value, nn.Parameter) else None
         constant = self._constants.get(id(value), _gone)()
         if stood_for is None and constant is not value and id(value) not in self._held:
@@ -86,13 +88,15 @@ class Provenance:
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Return ids of the parameters to measure that it depends on, if it depends on no data."""
-        source = self._source(value) if value.requires_grad else None
+        source = self.followed(value)
         return () if source is None else {id(piece.parameter) for piece in source.pieces}
 
     def followed(self, value: object) -> Source | None:
         """Return how a tensor is computed from measured parameters; None if it is not."""
-        is_trained = isinstance(value, Tensor) and self.parameters_of(value)
-        return self._source(value) if is_trained else None  # type: ignore[arg-type]
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return None
+        source = self._source(value)
+        return source if source is not None and source.pieces else None
 
     def source(self, value: object) -> Source | None:
         """Return how a tensor is computed from measured parameters; None if it is not.
