@@ -269,10 +269,6 @@ def _as_view(
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
     """Return ‖Θφ − z‖ / ‖z‖ on the rows, which is 0 up to rounding if the rule is right."""
-    rest = z
-    if use.weight is not None and (part := features.by_weight(use.shaped(use.weight))) is not None:
-        rest = rest - part
-    if use.bias is not None and (part := features.by_bias(use.bias)) is not None:
-        rest = rest - part
-    error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
+    made = features.move(None if use.weight is None else use.shaped(use.weight), use.bias)
+    error: Tensor = torch.linalg.vector_norm(z - made) / torch.linalg.vector_norm(z)
     return error

@@ -55,7 +55,7 @@ class Use:
         whole: returns the lengths of all rows; None where one pass is not enough.
         shaped: reshapes a tensor shaped like `weight` to the shape that the features expect.
         part: name of the part of the module, where one call uses several parts.
-        form: anything else on which the features' reading of weight and bias depends.
+        form: anything else on which `shaped`, or the features' reading of weight and bias, depends.
         times: returns Φ_W v of all rows, (*rows, groups, m), for vectors v (groups, width, m), as
             `Features.times` does for some; None: it follows from the features.
     """
@@ -70,21 +70,6 @@ class Use:
     part: str = ""
     form: object = None
     times: Callable[[Tensor], Tensor] | None = None
-
-
-def shape_alike(
-    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], weight: Tensor | None
-) -> bool:
-    """Whether two reshaping functions put the entries of a weight into the same places."""
-    if one is other or weight is None:
-        return True
-    views = one(weight.detach()), other(weight.detach())
-    memory = {tensor.untyped_storage()._cdata for tensor in (weight, *views)}
-    if len(memory) == 1:
-        first, second = ((v.shape, v.stride(), v.storage_offset()) for v in views)
-        return first == second
-    entries = torch.arange(weight.numel()).view(weight.shape)
-    return torch.equal(one(entries), other(entries))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ The result's other letters are rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -90,7 +90,8 @@ def contraction(
         norm = norms(x.flatten(len(form.rows)) if form.inner else x[..., None])
         return Whole(norm.reshape(-1), of_bias or 0.0)
 
-    return Use("linear", weight.tensor, bias, features, form.layout, whole, form.shaped)
+    made = Use("linear", weight.tensor, bias, features, form.layout, whole, form.shaped)
+    return replace(made, form=(form.weight, form.dropped, form.blocks, form.channels, form.inner))
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def transposed_convolution(
         by_group = tensor.flip(tuple(range(2, 2 + n))).reshape(groups, channels, -1, *kernel)
         return by_group.transpose(1, 2).flatten(0, 1)
 
-    return replace(patchwise(geometry, input, weight, bias), shaped=turned)
+    return replace(patchwise(geometry, input, weight, bias), shaped=turned, form="transposed")
 
 
 def repeated(value: Any, dims: int) -> tuple[int, ...]:
