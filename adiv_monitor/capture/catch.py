@@ -243,7 +243,7 @@ def _earlier(call: Call) -> Equations | None:
     layer = call.layer
     if any(map(is_shard, layer.parameters)) or call.products is None:
         return None
-    parts = {piece.key: piece.of(gradient_of(piece.parameter)) for piece in layer.pieces}
+    parts = {piece.key: piece.own(gradient_of(piece.parameter)) for piece in layer.pieces}
     return of_gradient(call.features, *layer.change(parts), call.products.v)
 
 

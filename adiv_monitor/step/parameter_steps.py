@@ -56,7 +56,7 @@ class ParameterSteps:
         every = {id(piece.parameter): piece.parameter for piece in self._pieces.values()}
         gradients = {of: gradient(parameter) for of, parameter in every.items()}
         self._given = {
-            key: piece.of(gradients[id(piece.parameter)]) for key, piece in self._pieces.items()
+            key: piece.own(gradients[id(piece.parameter)]) for key, piece in self._pieces.items()
         }
         self._copied: Flat | None = self._copy(self._values(), self._given)  # γ
         if scale is not None:

@@ -369,32 +369,6 @@ def corrected(rank: int | None) -> StepReport | None:
     return monitor.latest
 
 
-class Attends(nn.Module):
-    """An attention whose q, k and v are parts of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x, x, x, need_weights=False)[0]
-        return result
-
-
-@patient()
-def parts_of_a_weight(rank: int) -> StepReport | None:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(rank)
-    model = Attends()
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        model(torch.randn(3, 2, 4)).square().mean().backward()
-        optimizer.step()
-    return monitor.latest
-
-
 TASKS: tuple[Callable[[int], Any], ...] = (
     weights_of_one_part_that_change,
     evaluation_before,
@@ -407,7 +381,6 @@ TASKS: tuple[Callable[[int], Any], ...] = (
     all_layers_fail_in_one,
     layer_in_turn_that_is_off_in_one,
     corrected,
-    parts_of_a_weight,
 )
 
 
@@ -442,13 +415,6 @@ def test_what_would_run_whole_modules_again_is_refused(found: dict[int, list[Fou
     report = found[2][0]["attention_and_passes_again"]
     assert any("sharded?" in note for note in report.notes)
     assert report.coverage == 1
-
-
-def test_parts_of_a_weight_are_refused_by_name(found: dict[int, list[Found]]) -> None:
-    report = found[2][0]["parts_of_a_weight"]
-    assert [*report.layers] == ["inner.out_proj"]
-    told = report.unsupported["inner"]
-    assert "only a whole parameter can be all-gathered" in told
 
 
 @pytest.mark.parametrize("task", ["one_without_a_monitor", "one_that_skips_a_step"])

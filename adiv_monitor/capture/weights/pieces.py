@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.shards import gradient_part, part_of
+from adiv_monitor.capture.weights.shards import gradient_part, is_shard, part_of, range_of_part
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,16 @@ class Strides:
         """Return the position of a view in the memory of the tensor that it views."""
         offset = int(view.storage_offset()) - int(whole.storage_offset())
         return cls(tuple(view.shape), view.stride(), offset, whole.stride())
+
+    @property
+    def contiguous_range(self) -> tuple[int, int] | None:
+        """The start and end of the view in memory if it has no gaps, else None."""
+        expected = 1
+        for size, stride in sorted(zip(self.size, self.stride, strict=True), key=itemgetter(1)):
+            if size > 1 and stride != expected:
+                return None
+            expected *= size
+        return self.offset, self.offset + prod(self.size)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the same view of a tensor that is shaped like the viewed one."""
@@ -67,30 +78,47 @@ class Piece:
     @property
     def name(self) -> str:
         """The parameter's rows in the piece, in Python's notation; "" if it has all rows."""
-        view = self.view
-        if view is None:
+        if self.view is None:
             return ""
-        row, *inner = view.within
-        sizes = dict(zip(view.stride, view.size, strict=True))
-        of_row = dict(zip(inner, self.parameter.shape[1:], strict=True))
-        if row not in sizes or not of_row.items() <= sizes.items():
-            return f"[{view.offset}+]"
-        first = view.offset // row
-        return f"[{first}:{first + sizes[row]}]"
+        row = self.parameter.stride(0)
+        within = self.view.contiguous_range
+        if within is None or not row or any(place % row for place in within):
+            return f"[{self.view.offset}+]"
+        return f"[{within[0] // row}:{within[1] // row}]"
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the piece of a tensor that is shaped like the parameter."""
         return tensor if self.view is None else self.view.of(tensor)
 
+    @property
+    def contiguous_range(self) -> tuple[int, int] | None:
+        """The start and end of the piece in this rank's part; None if it is not contiguous."""
+        assert self.view is not None
+        within, part = self.view.contiguous_range, range_of_part(self.parameter)
+        if within is None or part is None:
+            return None
+        first, last = (min(max(place, part[0]), part[1]) - part[0] for place in within)
+        return first, last
+
+    def own(self, part: Tensor) -> Tensor:
+        """Return the piece of this rank's part of such a tensor."""
+        if self.view is None:
+            return part
+        if not is_shard(self.parameter):
+            return self.view.of(part)
+        assert self.contiguous_range is not None
+        first, last = self.contiguous_range
+        return part.reshape(-1)[first:last]
+
     def value(self) -> Tensor:
         """Return the current value of the piece, as far as this rank holds it."""
         if self.view is None and type(self.parameter) is nn.Parameter:  # nearly always
             return self.parameter.detach()
-        return self.of(part_of(self.parameter))
+        return self.own(part_of(self.parameter))
 
     def gradient(self) -> Tensor:
         """Return ∂L/∂θ of the piece from `.grad`, or zeros if there is none. See `value`."""
-        return self.of(gradient(self.parameter))
+        return self.own(gradient(self.parameter))
 
 
 # What is done to a tensor: a view of it; another shape, in which it may be repeated; another dtype;

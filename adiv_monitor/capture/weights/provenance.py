@@ -103,7 +103,7 @@ class Provenance:
 
         Raises:
             NotFollowed: it is computed in another way than those that are followed.
-            Refused: it is a part of a sharded parameter, or computed from one.
+            Refused: it is not a contiguous part of a sharded parameter.
         """
         source = self.followed(value)
         if source is None:
@@ -114,10 +114,11 @@ class Provenance:
                 "views, casts, constants and masks are"
             )
         for piece in source.pieces:
-            if is_shard(piece.parameter) and not (source.is_view and piece.view is None):
+            lies = piece.view is None or not is_shard(piece.parameter) or piece.contiguous_range
+            if is_shard(piece.parameter) and not (source.is_view and lies):
                 raise Refused(
                     "its weight is computed from a parameter of which each rank holds a part: "
-                    "only a whole parameter can be all-gathered"
+                    "only a whole parameter, or a contiguous range of one, can be all-gathered"
                 )
         return source
 

@@ -82,6 +82,21 @@ def holders(tensor: Tensor) -> int:
     return count
 
 
+def range_of_part(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the part's contiguous range in the unsharded tensor's memory, or None."""
+    whole, parts, place, last = tensor.shape[0], 1, 0, 0
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():
+            parts, place = mesh.size(dimension), mesh.get_local_rank(dimension)
+            last = placement.dim
+    if last:
+        return None
+    rows = -(-whole // parts)
+    row = tensor[0].numel() if whole else 0
+    return min(place * rows, whole) * row, min((place + 1) * rows, whole) * row
+
+
 def _together() -> bool:
     """Return whether there is a process group; without one, nothing is partitioned."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
