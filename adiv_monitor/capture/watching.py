@@ -299,7 +299,8 @@ class Watching:
             return []
         name, args, kwargs = name_of(call.function), call.args, call.kwargs
         with self._noting(trained) as used, without_autocast(made):
-            function = FunctionCall(made, self._provenance.of_model, self.forwards.inside)
+            of_model = self._provenance.of_model if call.has_data else _always  # it may write
+            function = FunctionCall(made, of_model, self.forwards.inside)
             found = uses_in(name, function, args, kwargs)
             layers: list[Layer] = []
             for use in found:
@@ -349,6 +350,10 @@ class Watching:
         if path is None:
             path = self.layers.first(self._provenance.parameters_of(trained[0])).path
         self.layers.failed(path, error)
+
+
+def _always(_: object) -> bool:
+    return True
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
