@@ -1,6 +1,6 @@
 """Checks of the arguments of `Monitor`, with errors that say what is expected."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeGuard
 
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.capture.loss_hook import takes
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
+from adiv_monitor.report import MEASURES
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.schedule import Unasked
 from adiv_monitor.step.stepping import runs_hooks
@@ -43,6 +44,14 @@ def check_training(training: Training) -> None:
                 "adiv_monitor.alignment.Probe of the batch to run, or None"
             )
     _check_layers(of)
+    own = {} if of.own_measures is None else of.own_measures
+    if not isinstance(own, Mapping) or not all(
+        isinstance(name, str) and name not in MEASURES and callable(f) for name, f in own.items()
+    ):
+        raise TypeError(
+            f"Monitor(own_measures=…): got {own!r}, expected a dictionary of functions of a "
+            "layer's rows by name, none of which is that of a measure of the monitor"
+        )
     if of.optimizer is not None and not {*trainable(of.model)}.intersection(of.trained()):
         raise ValueError(
             f"Monitor: got a {type(of.optimizer).__name__} that holds none of the trainable "

@@ -16,6 +16,7 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.borrowed import borrowed
 from adiv_monitor.sinks.scalars import Metrics, Scalars
+from adiv_monitor.step.own_measures import OwnMeasure
 from adiv_monitor.step.schedule import Unasked
 
 _logger = logging.getLogger("adiv_monitor")
@@ -25,7 +26,8 @@ class CallbackOptions(TypedDict, total=False):
     """Options that the callbacks of Lightning and of Hugging Face share.
 
     `Monitor` explains `max_overhead`, `layers_per_step`, `max_rows`,
-    `attainable`, `attention`, `realised`, `alarms`, `on_alarm`, `on_error` and `seed`.
+    `attainable`, `attention`, `realised`, `own_measures`, `alarms`, `on_alarm`, `on_error` and
+    `seed`.
 
     Attributes:
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
@@ -48,6 +50,7 @@ class CallbackOptions(TypedDict, total=False):
     attainable: bool
     attention: bool
     realised: bool | LossOf
+    own_measures: Mapping[str, OwnMeasure] | None
     alarms: Rules
     on_alarm: Literal["warn", "stop"]
     on_error: Literal["warn", "raise"]

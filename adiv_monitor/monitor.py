@@ -35,6 +35,7 @@ from adiv_monitor.rerun.thread import run_apart
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import StepController
 from adiv_monitor.step.failures import Failures
+from adiv_monitor.step.own_measures import OwnMeasure
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.training import Training
@@ -114,6 +115,12 @@ class Monitor:
         alignment: a `Probe`, a batch that runs through the model after each measured step to
             measure how weights, updates and activations are aligned (`StepReport.alignment`). The
             reference is the weights at `attach`, or those of the run that is resumed.
+        own_measures: name → a function of the sampled rows of a layer (`OwnRows`: Φ, G, z, weight
+            and update, as tensors on their device) to a number, for `LayerReading.own`. It is
+            called right after the step for each layer with plain rows z = W φ (linear layers,
+            convolutions without groups), without gradients, and must not draw random numbers. If it
+            raises an exception the value is NaN, and a note says why. Of several ranks the reading
+            is the mean, weighted by their sampled rows.
         alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", with a
             glob pattern over layers; "non_finite"; or functions from a layer's path and reading to
             bool. If a rule holds by more than two standard errors, the report and every sink have
@@ -161,6 +168,7 @@ class Monitor:
         realised: bool | LossOf = False,
         loss: LossOf | None = None,
         alignment: "Probe | None" = None,
+        own_measures: Mapping[str, OwnMeasure] | None = None,
         alarms: Rules = (),
         on_alarm: Literal["warn", "stop"] = "warn",
         sinks: Sequence[Sink] = (),
@@ -169,7 +177,7 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         optimizer = stepping(optimizer)
-        asked = max_rows, attainable, attention, realised, loss, alignment
+        asked = max_rows, attainable, attention, realised, loss, alignment, own_measures
         training = Training(model, optimizer, layers, layers_per_step, *asked)
         check_training(training)
         check_schedule(every_n_steps, max_overhead, seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report import StepReport
+from adiv_monitor.report import AttentionReading, StepReport
 from adiv_monitor.report.wording import NO_GRADIENT
 
 OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
@@ -81,6 +81,11 @@ INVERSE = [(0.95 ** (-7 * i),) for i in range(6)]  # times `WELL`, a constant
 GROUPS = {"learning_rates": (0.1, 0.1, 10.0), "groups": {"a": 0, "b": 1, "c": 2}}
 SPREAD = {"batch": [(float((-1) ** i * 30),) for i in range(9)], "batch_spread": (10.0,)}
 ONE_CLASS, HALF = (0, 0, 64, 0), (32, 32, 0, 0)
+LOOKS = {
+    "a": AttentionReading(
+        8, 8, attention_entropy=0.01, attention_first_share=0.1, attention_logit_max=300.0
+    )
+}
 HITS = {
     "zero-gradient": run(losses=(0.0,) * 40, layers=FLAT),
     "zero-gradient up to rounding": run(
@@ -136,6 +141,8 @@ HITS = {
         loss_gradients=(65536.0,),
     ),
     "rate-zero": run(learning_rates=(0.0,), losses=STILL),
+    "attention-saturated": run(losses=STILL, attention=LOOKS),
+    "rounded-away": run(losses=STILL, layers=dict.fromkeys("abc", reading(unchanged_share=0.6))),
     "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
     "rate-gone where the loss stands": run(
         losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
@@ -158,6 +165,13 @@ HITS = {
     "batch-too-small to see whether the loss falls": run(losses=NOISY, layers=FEW_ROWS),
 }
 MEANT = {
+    "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),
+    "attention of two keys": run(attention={"a": replace(LOOKS["a"], attention_entropy=0.1)}),
+    "weights of which few stay": run(layers=dict.fromkeys("abc", reading(unchanged_share=0.4))),
+    "a layer that no step moves": run(layers=dict.fromkeys("abc", reading(unchanged_share=1.0))),
+    "one layer whose weights stay": run(
+        layers={path: reading(unchanged_share=0.9 * (path == "a")) for path in "abc"}
+    ),
     "a loss of zero that has a gradient, as of a policy": run(losses=(0.0,) * 40, batch=DIFFERENT),
     "one batch for ever, whose loss stays": run(losses=(1.0,) * 40, batch=(1.0,)),
     "a resumed run with satisfied margins": run(layers=[LAYERS, *[FLAT] * 5]),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -99,11 +99,13 @@ class Whole:
         bias_square: φ_b² of every row, or one number for all rows; 0 without a trained bias.
         trained: 0 for rows without trained weights (padding tokens), which count as zero-gradient
             rows, else 1; None if all are trained.
+        loads: the number of rows of each expert; None without experts.
     """
 
     norm: Float[Tensor, " rows"]
     bias_square: Float[Tensor, " rows"] | float = 0.0
     trained: Float[Tensor, " rows"] | None = None
+    loads: Int[Tensor, " experts"] | None = None
 
     def of_weight(self) -> "Whole":
         """Return the lengths for the weight alone."""

@@ -48,8 +48,8 @@ class Attention:
     causal: bool
     scale: float
 
-    def probabilities(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
-        """Return P of some queries; zeros for a query that sees no key, as in torch."""
+    def logits(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
+        """Return Y·scale + mask of some queries, −inf for keys that they don't see."""
         logits = self.query[:, :, queries] @ self.key.mT * self.scale
         if self.mask is not None:
             mask = self.mask.expand(*self.mask.shape[:-2], self.query.shape[2], -1)[..., queries, :]
@@ -57,6 +57,11 @@ class Attention:
         if self.causal:
             t, s = (torch.arange(n, device=logits.device) for n in self.lengths)
             logits = _masked(logits, s <= t[queries, None])
+        return logits
+
+    def probabilities(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
+        """Return P of some queries; zeros for a query that sees no key, as in torch."""
+        logits = self.logits(queries)
         sees_none = logits.amax(-1, keepdim=True) == -math.inf
         return torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
 

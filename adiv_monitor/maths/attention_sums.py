@@ -8,6 +8,7 @@ numbers (type `T`) are tensors until the one transfer of a step, and float64 arr
 the host the records of several calls or ranks are merged into one.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -37,6 +38,9 @@ class AttentionSums(Generic[T]):
         e: ⟨ΔY, g⟩ and ‖ΔY‖² of a plain gradient step, as a descent direction, (samples, heads, 2);
             None if g is not known.
         d: the same of the optimizer's step; None if no step was taken.
+        spread: of P, over the queries that see two keys or more, (samples, heads, 4): the largest
+            logit that a query sees, Σ of the entropies, each over the largest one that is possible,
+            Σ of P at the first key, and the number of queries.
     """
 
     broken: T
@@ -46,6 +50,7 @@ class AttentionSums(Generic[T]):
     G_G: T | None = None
     e: T | None = None
     d: T | None = None
+    spread: T | None = None
 
 
 # A function that returns g, or any numbers that are 0 at inactive scores, of a slice of the queries
@@ -95,6 +100,23 @@ def scale_sums(
         parts.append([x.sum((2, 3)) for x in (counts, wide, wide.square() / moment)])
     count, total, square = (torch.stack(of_parts).sum(0) for of_parts in zip(*parts, strict=True))
     return count, total, square
+
+
+def spread_sums(call: Attention) -> Float[Tensor, "samples heads 4"]:
+    """Return `spread` of an attention."""
+    parts = []
+    for queries in call.parts:
+        logits = call.logits(queries)
+        is_seen = logits > -math.inf
+        keys = is_seen.sum(-1)
+        counts = keys > 1
+        P = torch.softmax(logits.where(counts[..., None], 0), -1)
+        entropy = torch.special.entr(P).sum(-1) / keys.clamp(min=2).to(P.dtype).log()
+        sums = [(x * counts).sum(-1) for x in (entropy, P[..., 0])]
+        largest = logits.where(counts[..., None] & is_seen, -math.inf).amax((2, 3))
+        parts.append(torch.stack([largest, *sums, counts.sum(-1)]))
+    found = torch.stack(parts)
+    return torch.cat([found[:, :1].amax(0), found[:, 1:].sum(0)]).movedim(0, -1)
 
 
 def combined(of: Callable[..., Any], *records: AttentionSums[Any]) -> AttentionSums[Any]:

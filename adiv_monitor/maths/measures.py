@@ -34,6 +34,7 @@ from adiv_monitor.maths.estimates import (
     share_error,
     variance_share,
 )
+from adiv_monitor.maths.sums import Array
 
 # --- one layer, one step: the activations ----------------------------------------------------
 
@@ -356,6 +357,24 @@ def _root(squares: PerLayer, by: PerLayer) -> PerLayer:
     with np.errstate(divide="ignore", invalid="ignore"):
         found: PerLayer = np.where(by > 0, np.sqrt(squares / by), np.nan)
         return found
+
+
+# --- experts -----------------------------------------------------------------------------------
+
+
+def expert_load_max(rows: Array) -> float:
+    """Rows of the fullest expert over those of the mean one, from 1 to the number of experts."""
+    return float(rows.max() / rows.mean())
+
+
+def expert_load_cv(rows: Array) -> float:
+    """Spread, std / mean, of the experts' rows, ≥ 0; 0: all have equally many."""
+    return float(rows.std() / rows.mean())
+
+
+def idle_expert_share(rows: Array) -> float:
+    """Share of the experts without rows, in [0, 1]."""
+    return float((rows == 0).mean())
 
 
 # --- the parameter step: dot products of vectors that hold all parameters of the layer ---------

@@ -94,7 +94,23 @@ def measure(sums: StepSums, *, updated: bool, rates: PerLayer | None = None) -> 
                 u, rate = x.layers, rates[layers]
                 rms = measures.update_rms(u["w_w"], u["size"], rate)
                 found.put(layers, {"update_rms": _certain(rms)}, ~np.isnan(rate))
+    _add_loads(sums, found)
     return found
+
+
+def _add_loads(sums: StepSums, found: Measured) -> None:
+    """Add how evenly rows are spread over the experts of a layer."""
+    for layer in np.unique(sums.loads["layer"]):
+        lines = sums.of("loads", layer)
+        number = lines["number"].astype(np.int64)
+        rows = np.bincount(number, lines["rows"]).astype(np.float64)
+        for measure in (
+            measures.expert_load_max,
+            measures.expert_load_cv,
+            measures.idle_expert_share,
+        ):
+            value = _certain(np.array([measure(rows)]))
+            found.put(np.array([layer]), {measure.__name__: value})
 
 
 def _alike(sums: StepSums) -> list[Index]:

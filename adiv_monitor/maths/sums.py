@@ -89,6 +89,7 @@ TABLES = {
     "entries": ["scale", "key"],
     "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
+    "loads": ["number", "rows"],
 }
 _PLACES = {"entries": ["layer", "row"]}  # of other lines
 KINDS = {"layers": LAYERS} | {
@@ -182,6 +183,7 @@ class StepSums:
         equations: γv, h of the rows, and γv of the gradient that was there before them, for the
             weight or the bias, whose equations are numbered; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.
+        loads: the number of an expert, and that of its rows, of all rows; one for each rank.
     """
 
     paths: tuple[str, ...]
@@ -191,6 +193,7 @@ class StepSums:
     entries: Table
     equations: Table
     moves: Table
+    loads: Table
 
     @property
     def tables(self) -> dict[str, Table]:

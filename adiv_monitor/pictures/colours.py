@@ -53,7 +53,7 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
         **dict.fromkeys(("scale_max", "scale_p05", "scale_p50", "scale_p95"), _ROWS),
         "attention_scale_mean": Scale(1e-3, 1e6, None, True),
         "attention_scale_cv": Scale(0, 10),
-        "effective_rank": Scale(1, 1e4, None, True),
+        **dict.fromkeys(("effective_rank", "attention_logit_max"), Scale(1, 1e4, None, True)),
         **dict.fromkeys((x for x in SIZES if "share" not in x), Scale(1e-6, 1e4, None, True)),
         "output_rms": Scale(1e-3, 1e3, None, True),
         "output_change_rms": Scale(1e-6, 1e3, None, True),

@@ -26,7 +26,7 @@ from adiv_monitor.capture.forwards import Forward, FunctionToCall
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths.attention_sums import AttentionSums, move_sums, scale_sums
+from adiv_monitor.maths.attention_sums import AttentionSums, move_sums, scale_sums, spread_sums
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 
@@ -193,7 +193,8 @@ class Attentions:
         e = [torch.zeros_like(p) if p.grad is None else p.grad for p in call.held]
         is_finite = call.query.isfinite().all() & call.key.isfinite().all()
         broken = (~is_finite).to(call.scores.query.dtype)
-        call.sums = AttentionSums(broken, *call.scale(self._generator), *call.moved(e))
+        scales, spread = call.scale(self._generator), spread_sums(call.scores)
+        call.sums = replace(AttentionSums(broken, *scales, *call.moved(e)), spread=spread)
         del call._push  # its graph holds the parameters, which the step changes in place
 
     def updated(self, taken: Mapping[nn.Parameter, Tensor]) -> None:

@@ -29,6 +29,9 @@ class AttentionReading:
     attention_gradient_cosine: float | None = None
     attention_scale_mean: float | None = None
     attention_scale_cv: float | None = None
+    attention_logit_max: float | None = None
+    attention_entropy: float | None = None
+    attention_first_share: float | None = None
     standard_error: Mapping[str, float] = field(default_factory=dict)
     heads: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
     heads_standard_error: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)

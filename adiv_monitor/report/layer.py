@@ -42,6 +42,7 @@ class LayerReading:
         row_cosine_quantiles: the row cosine at `QUANTILE_LEVELS`.
         module: class name of the module that holds the layer's weight, e.g. "Linear"; "" if
             unknown.
+        own: values of `Monitor(own_measures=…)` by name; empty for layers without plain rows.
 
     All other attributes are the measures of `measures.py`, under their names there.
     """
@@ -91,6 +92,9 @@ class LayerReading:
     weight_update_ratio: float | None = None
     update_rms: float | None = None
     unchanged_share: float | None = None
+    expert_load_max: float | None = None
+    expert_load_cv: float | None = None
+    idle_expert_share: float | None = None
     features: int | None = None
     non_finite: tuple[str, ...] = ()
     earlier_share: float = 0.0
@@ -99,6 +103,7 @@ class LayerReading:
     scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
     row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
     module: str = ""
+    own: Mapping[str, float] = field(default_factory=dict)
 
     def measures(self) -> dict[str, float]:
         """Return the measures that were taken, by name; NaN where there is no direction."""
@@ -108,7 +113,7 @@ class LayerReading:
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Return the reading as plain data, without measures not taken; quantiles on request."""
         record: dict[str, Any] = plain(self)
-        for name in ("module", "features", "non_finite", "earlier_share", "foreign_share"):
+        for name in ("module", "features", "non_finite", "earlier_share", "foreign_share", "own"):
             if not record.get(name):
                 record.pop(name, None)
         for name in () if quantiles else _QUANTILES:
@@ -132,7 +137,7 @@ _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
 _WITHOUT_QUANTILES = dict.fromkeys(_QUANTILES, ())
 _ABOUT_MEASURES = (
     *("features", "non_finite", "earlier_share", "foreign_share"),
-    *("module", "standard_error", *_QUANTILES),
+    *("module", "own", "standard_error", *_QUANTILES),
 )
 # All measures, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(
@@ -156,6 +161,9 @@ SIZES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "weight_update_ratio": ("Update to weight", "‖ΔΘ‖ / ‖Θ‖"),
         "update_rms": ("RMS of the update", "‖ΔΘ‖ / (√size η), per unit of learning rate"),
         "unchanged_share": ("Unchanged weights", "share of those with a gradient: rounded away"),
+        "expert_load_max": ("Fullest expert", "its rows over the mean expert's"),
+        "expert_load_cv": ("Spread of the experts' rows", "std / mean"),
+        "idle_expert_share": ("Idle experts", "share of the experts without rows"),
     }
 )
 
@@ -183,5 +191,8 @@ WORST: Mapping[str, Literal["min", "max"]] = MappingProxyType(
         "attention_cosine": "min",
         "attention_gradient_cosine": "min",
         "attention_scale_cv": "max",
+        "expert_load_max": "max",
+        "expert_load_cv": "max",
+        "idle_expert_share": "max",
     }
 )

@@ -312,6 +312,7 @@ class StepReport:
         rows = []
         for path, reading in self.layers.items():
             record = reading.to_dict()
+            record |= record.pop("own", {})
             errors = record.pop("standard_error")
             columns = {f"{m}_standard_error": errors.get(m, 0.0) for m in sampled if m in record}
             known = {"loss": math.nan if self.loss is None else self.loss}

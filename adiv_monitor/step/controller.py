@@ -334,6 +334,7 @@ class StepController:
             probe=probe,
             unsharded=UnshardedParameters(selection, self._agree),
             whole=WholeModel(training.model, training.trained, history),
+            own=training.own_measures or {},
         )
         loss = None if self._loss is None or self._loss.stays else self._loss
         hooks = [each for each in (probe, loss) if each is not None]

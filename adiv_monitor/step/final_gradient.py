@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from adiv_monitor.capture.check import Equations, of_gradient
@@ -20,6 +21,7 @@ from adiv_monitor.maths import totals
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.sums import About
 from adiv_monitor.maths.totals import AllRows
+from adiv_monitor.step.own_measures import Kept, kept
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.transfer import Outgoing
 from adiv_monitor.step.vectors import Block, Fail, LayerInProgress, blocks_of
@@ -44,21 +46,25 @@ class FinalGradient:
 
     Attributes:
         generator: the monitor's own random numbers.
+        keeps: whether rows are kept until the step is taken, for measures of the user's own.
         out: takes the numbers for the host.
         reached: paths of the layers that a gradient reached.
         measured: by path, the layers that have begun.
         pieces: by path, the share of the layer's dot products of parameters that counts here.
         noted: paths of layers by the note about them, with {} in place of the paths.
         blocks: the measured layers' rows, once all have begun.
+        kept: by path, the rows that are kept.
     """
 
     generator: np.random.Generator
+    keeps: bool = False
     out: Outgoing = field(default_factory=Outgoing)
     reached: list[str] = field(default_factory=list)
     measured: dict[str, LayerInProgress] = field(default_factory=dict)
     pieces: dict[str, dict[Key, float]] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     blocks: list[Block] = field(default_factory=list)
+    kept: dict[str, Kept] = field(default_factory=dict)
     _all_rows: dict[str, list[AllRows]] = field(default_factory=dict)
 
     def start(
@@ -135,8 +141,14 @@ class FinalGradient:
         of_calls = [(call.norms, call.whole) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
             self._all_rows[layer.path] = of_calls
+        loads = [whole.loads for _, whole in of_calls if whole and whole.loads is not None]
+        if loads:
+            number = np.arange(len(loads[0]))
+            self.out.add("loads", [layer.path], {"rows": torch.stack(loads).sum(0)}, number=number)
         z = joined([call.z for call in calls])
         self.measured[layer.path] = LayerInProgress(layer, features, G, z, change, e)
+        if self.keeps and not parts and (own := kept(layer, features, G, z)) is not None:
+            self.kept[layer.path] = own
         rows.release()
 
     def finish(self, lose: Fail) -> None:

@@ -23,6 +23,7 @@ from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, Array
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.final_gradient import FinalGradient
+from adiv_monitor.step.own_measures import OwnMeasure, measured
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import (
     RULE_TOLERANCE,
@@ -39,6 +40,7 @@ from adiv_monitor.step.whole_model import WholeModel
 if TYPE_CHECKING:
     from adiv_monitor.step.probing import ProbeStep
 
+_OWN = "The measure '{}' is NaN in {{}}: {}."
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
 _GRADIENT_LOST = (
     "The optimizer changed .grad during its step, unlike before: parameter_cosine and "
@@ -62,6 +64,7 @@ class MeasuredStep:
         probe: measures on the probe what was requested; None: nothing was.
         unsharded: gathers gradients and updates of sharded parameters.
         whole: follows the whole model.
+        own: measures of the user's own, by name.
         refused: why the step can't be measured; "": it can.
     """
 
@@ -72,6 +75,7 @@ class MeasuredStep:
     probe: "ProbeStep | None"
     unsharded: UnshardedParameters
     whole: WholeModel
+    own: Mapping[str, OwnMeasure] = field(default_factory=dict)
     refused: str = ""
     _unreached: dict[str, str] = field(default_factory=dict)
     _steps: ParameterSteps | None = None
@@ -80,7 +84,7 @@ class MeasuredStep:
         self._reset()
 
     def _reset(self) -> None:
-        self._layers = FinalGradient(self.generator)
+        self._layers = FinalGradient(self.generator, bool(self.own))
 
     @torch.no_grad()
     def gradient_is_final(self, optimizer: Optimizer | None) -> None:
@@ -146,6 +150,7 @@ class MeasuredStep:
         with _without_autocast(x.G for x in found.measured.values()):
             for block in found.blocks:
                 block.update(self._change, found.measured.keys() - apart, self._lose)
+        self._measure_own()
         self._finish()  # first: the product with γ overwrites the difference
         out.flags["gradient_changed"] = [self._steps.finish_update()]
         if self.probe is not None:
@@ -210,6 +215,12 @@ class MeasuredStep:
             wrong,
             rows_lost=tuple(path for path in found.reached if path not in sums.paths),
         )
+        if not refused:
+            values = iter(flags.get("own", ()))
+            part.own = {
+                path: {name: float(next(values)) for name in self.own}
+                for path in (found.kept if "own" in flags else ())
+            }
         if probe is not None and not refused:
             part.attention = {path: merge(calls) for path, calls in attention.items()}
             part.no_attention = dict(probe.refused)
@@ -297,6 +308,23 @@ class MeasuredStep:
         if self.probe is not None:
             self.probe.take(layer.path, change)
         return change
+
+    def _measure_own(self) -> None:
+        """Compute the measures of the user's own."""
+        found, steps = self._layers, self._steps
+        values: list[Tensor] = []
+        for of in found.kept.values():
+            assert steps is not None
+            taken = of[0].change(steps.taken)[0]
+            assert taken is not None
+            now = steps.now(of[0])
+            for name, measure in self.own.items():
+                value, error = measured(measure, of, taken, now)
+                values.append(value)
+                if error is not None:
+                    why = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    found.noted[_OWN.format(name, why)].append(of[0].path)
+        found.out.flags["own"] = values
 
     def _finish(self) -> None:
         """Finish the sums of all layers, and release their rows."""

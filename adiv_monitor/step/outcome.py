@@ -103,7 +103,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     zeroed = 0 if "more" in reasons else report.zeroed_passes
     return replace(
         report,
-        layers=_readings(sums, measured, broken),
+        layers=_readings(sums, measured, broken, part.own),
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
@@ -180,9 +180,12 @@ def _non_finite(sums: StepSums) -> dict[str, Mask]:
 
 
 def _readings(
-    sums: StepSums, found: Measured, broken: Mapping[str, Mask]
+    sums: StepSums,
+    found: Measured,
+    broken: Mapping[str, Mask],
+    asked: Mapping[str, Mapping[str, float]],
 ) -> dict[str, LayerReading]:
-    """Return the readings of all layers."""
+    """Return the readings of all layers, with the measures of the user's own, by path."""
     if not sums.paths:
         return {}
     names = [name for name in found.values if name in MEASURES]
@@ -211,6 +214,7 @@ def _readings(
             standard_error={n: errors[n] for n in own if errors[n]},
             scale_quantiles=spread.get("scale", ()),
             row_cosine_quantiles=spread.get("row_cosine", ()),
+            own=asked.get(path, {}),
             **own,
         )
     return readings

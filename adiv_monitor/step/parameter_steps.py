@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Key, Parts, Piece, gradient
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.step.flat import Flat
@@ -116,6 +117,12 @@ class ParameterSteps:
         """The subtracted update w = θ before − θ of every piece."""
         assert self._taken is not None
         return self._taken.views
+
+    def now(self, layer: Layer) -> Tensor:
+        """Return the weight of a layer as it is now."""
+        weight = layer.change({k: x.detach() for k, x in self._values().items()})[0]
+        assert weight is not None
+        return weight
 
     def stepped(self) -> None:
         """Take the updates after the optimizer's step."""

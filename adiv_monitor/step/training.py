@@ -1,6 +1,6 @@
 """The training whose steps are measured, what is measured in it, and whose turn it is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure, trainable
 from adiv_monitor.report import Turn
+from adiv_monitor.step.own_measures import OwnMeasure
 
 if TYPE_CHECKING:
     from adiv_monitor.alignment.probe import Probe
@@ -35,6 +36,7 @@ class Training:
     realised: bool | LossOf
     loss: LossOf | None
     alignment: "Probe | None"
+    own_measures: Mapping[str, OwnMeasure] | None
     # The selection so far, with the structure of the model.
     _found: tuple[object, Selection] | None = field(default=None, init=False)
     _drops: list[_DropoutNd] = field(default_factory=list, init=False)

@@ -1,6 +1,7 @@
 """Readings of attention in monitored runs agree with explicitly computed scores."""
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -19,6 +20,7 @@ from torch.nn import functional
 from zoo import ZOO, seed
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.features import scores
 from adiv_monitor.sinks import JsonlSink
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by jvp
@@ -178,7 +180,49 @@ def test_calls_of_one_attention_are_taken_together(monkeypatch: pytest.MonkeyPat
     [reading] = monitored(model).attention.values()
     assert reading.samples_total == 8
     expected = of_scores(G, e, e, D)
-    assert reading.measures() == pytest.approx(expected, rel=1e-8, abs=1e-12)
+    found = {name: reading.measures()[name] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-8, abs=1e-12)
+
+
+def read_of(q: Tensor, k: Tensor, sees: Tensor) -> dict[str, float]:
+    """Return the largest logit and the means over queries, one query after the other."""
+    entropies, firsts, largest = [], [], -math.inf
+    for n, h, t in itertools.product(*map(range, q.shape[:3])):
+        keys = [s for s in range(k.shape[2]) if sees.expand(len(q), 1, -1, -1)[n, 0, t, s]]
+        if len(keys) < 2:
+            continue
+        logits = [float(q[n, h, t] @ k[n, h, s]) / q.shape[-1] ** 0.5 for s in keys]
+        whole = sum(map(math.exp, logits))
+        P = [math.exp(logit) / whole for logit in logits]
+        largest = max(largest, *logits)
+        entropies.append(-sum(p * math.log(p) for p in P) / math.log(len(P)))
+        firsts.append(P[0] if keys[0] == 0 else 0.0)
+    means = (sum(x) / len(x) for x in (entropies, firsts))
+    return dict(zip(("attention_logit_max", *SPREAD), (largest, *means), strict=True))
+
+
+SPREAD = ("attention_entropy", "attention_first_share")
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_where_attention_looks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, chunk = built(name), 50
+    with monkeypatch.context() as patch:
+        spy = Spy(patch)
+        copy.deepcopy(model)(batch())
+    (q,), (k,) = spy.queries, spy.keys
+    sees = torch.ones(1, 1, *q.shape[2:3], k.shape[2], dtype=torch.bool)
+    if "padding" in name:
+        sees = sees & ~padding(6)[:, None, None]
+    if "causal" in name:
+        sees = sees & ~CAUSAL
+    monkeypatch.setattr(scores, "CHUNK", chunk)  # some queries at a time
+    [reading] = monitored(model).attention.values()
+    for measure, value in read_of(q, k, sees).items():
+        assert getattr(reading, measure) == pytest.approx(value, rel=1e-9)
+        of_heads = [read_of(q[:, h : h + 1], k[:, h : h + 1], sees)[measure] for h in range(3)]
+        assert reading.heads[measure] == pytest.approx(of_heads, rel=1e-9)
+        assert measure not in reading.standard_error
 
 
 def test_dropout_is_off() -> None:
@@ -219,7 +263,8 @@ def test_the_first_eight_samples_of_the_first_forward_pass_are_the_probe() -> No
 def test_without_a_loss_the_scale_alone_is_known(plain: StepReport) -> None:
     report = monitored(built("torch, causal"), loss=None)
     [reading], [known] = report.attention.values(), plain.attention.values()
-    assert set(reading.measures()) == {"attention_scale_mean", "attention_scale_cv"}
+    scales = {"attention_scale_mean", "attention_scale_cv"}
+    assert set(reading.measures()) == {*scales, *SPREAD, "attention_logit_max"}
     # A query that sees one key asks nothing of its score, and counts only where g is not known.
     assert reading.attention_scale_mean == pytest.approx(known.attention_scale_mean, rel=0.3)
     (note,) = report.notes

@@ -130,7 +130,7 @@ def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
         assert reading.rows_total == reading.rows_seen == expected.pop("rows_total")
         assert not reading.standard_error
         for measure, value in reading.measures().items():
-            if value is not None:
+            if value is not None and "expert" not in measure:  # see test_sizes.py
                 assert value == pytest.approx(expected[measure], rel=1e-9, abs=1e-9, nan_ok=True), (
                     f"{measure} of {path}"
                 )

@@ -152,7 +152,9 @@ def random_sums(groups: int, known: str) -> StepSums:
             layers[name] = random.exponential(size=count) + 20
     about = (About("linear"),) * count
     paths = tuple(map(str, range(count)))
-    return StepSums(paths, about, layers, rows, entries, blank("equations", 0), moves)
+    return StepSums(
+        paths, about, layers, rows, entries, blank("equations", 0), moves, blank("loads", 0)
+    )
 
 
 @pytest.mark.parametrize("known", ["", "gradients", "sums"])

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from function_cases import grouped_mm
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor, StepReport
@@ -191,3 +192,30 @@ def test_the_update_is_that_of_float32_copies_in_the_optimizers_state() -> None:
     z = torch.nn.functional.linear(data[-1].double(), theta[0], theta[1])
     assert last.update_ratio == pytest.approx((1e-4 * move.norm() / z.norm()).item(), rel=0.02)
     assert last.update_cosine > 0.1
+
+
+class Routed(nn.Module):
+    """Four experts in one weight, of which each batch says how many rows they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 3, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return grouped_mm(x, self.experts, offs=ends)
+
+
+def test_rows_of_experts_are_counted_over_all_rows_and_micro_batches() -> None:
+    torch.manual_seed(0)
+    model, loads = Routed(), torch.tensor([[20, 0, 30, 10], [5, 0, 55, 0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, max_rows=8, on_error="raise") as monitor:
+        for of in loads:
+            x = torch.randn(60, 3, dtype=torch.float64)
+            model(x, of.cumsum(0).int()).square().mean().backward()
+        optimizer.step()
+    [reading] = monitor.latest.layers.values()
+    rows = loads.sum(0).double()
+    assert reading.expert_load_max == pytest.approx((rows.max() / rows.mean()).item())
+    assert reading.expert_load_cv == pytest.approx((rows.std(correction=0) / rows.mean()).item())
+    assert reading.idle_expert_share == 0.25

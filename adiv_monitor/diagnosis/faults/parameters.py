@@ -8,6 +8,7 @@ mode?
 import math
 from collections.abc import Iterator
 from itertools import takewhile
+from statistics import median
 
 from adiv_monitor.diagnosis.faults.could_train import (
     FEWEST_MEASURED,
@@ -18,17 +19,19 @@ from adiv_monitor.diagnosis.faults.could_train import (
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     Number,
+    act_if,
     fault,
     finds,
     loop_fault,
     reported,
     several,
+    stepped,
     told,
 )
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import learning_rates, these
+from adiv_monitor.diagnosis.readings import by_layer, learning_rates, these, worst_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed, percent
 
@@ -134,7 +137,22 @@ told(__name__, "rounded-away", "Steps lost to rounding", suffers,
      [Number("share of entries that a step leaves unchanged", "share", above=ROUNDED_AWAY)],
      Advice("keep the weights in float32, under torch.autocast", "float32-weights"),
      not_advised="A lower learning rate makes even more steps too small.", against=LOWER_RATES,
-     explains=LEARNING, acts_below=1.0)  # fmt: skip
+     explains=LEARNING, acts_below=1.0, shown_by=stepped)  # fmt: skip
+
+
+@finds("monitor")
+def rounded(record: Record) -> Iterator[Finding]:
+    """Find steps that leave most entries with a gradient unchanged in most layers that move."""
+    shares = {path: share.value for path, share in by_layer(record, "unchanged_share").items()
+              if share.value < 1}  # fmt: skip
+    if several(record) and shares and median(shares.values()) > ROUNDED_AWAY:
+        layers = worst_first(shares)
+        yield Finding("rounded-away", act_if(suffers(record)),
+            f"A step leaves {shares[layers[0]]:.0%} of the entries of {layers[0]} that have a "
+            "gradient unchanged to the last bit: it is smaller than the weights' last digit.",
+            (Evidence("unchanged_share", shares[layers[0]], ROUNDED_AWAY, layers[0]),),
+            (Advice("keep the weights in float32, under torch.autocast"),),
+            "A lower learning rate makes even more steps too small.", layers=layers)  # fmt: skip
 
 
 @loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING)

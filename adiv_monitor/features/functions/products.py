@@ -103,7 +103,8 @@ def grouped_product(
         return BlockFeatures(phi, block, count)
 
     def whole() -> Whole:
-        return Whole(norms(input.masked_fill(nobody, 0)))
+        loads = offs.diff(prepend=offs.new_zeros(1))
+        return Whole(norms(input.masked_fill(nobody, 0)), loads=loads)
 
     return Use("experts", mat2, None, features, layout, whole, shaped=torch.adjoint)
 

@@ -1,0 +1,83 @@
+"""Measures of the user's own, of the rows of a layer right after the step."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.features.features import DenseFeatures, Features
+
+
+class OwnRows(NamedTuple):
+    """The sampled rows of a layer whose rows are z = W φ, and its weights, on their device.
+
+    All are copies. φ has no feature for the bias.
+
+    Attributes:
+        features: Φ, (rows, inputs).
+        gradient: G = ∂L/∂z as the backward pass left it, (rows, outputs).
+        output: z before the step, (rows, outputs).
+        weight: W before the step, (outputs, inputs).
+        update: what the optimizer added to it, (outputs, inputs).
+    """
+
+    features: Float[Tensor, "rows inputs"]
+    gradient: Float[Tensor, "rows outputs"]
+    output: Float[Tensor, "rows outputs"]
+    weight: Float[Tensor, "outputs inputs"]
+    update: Float[Tensor, "outputs inputs"]
+
+
+OwnMeasure = Callable[[OwnRows], float | Tensor]  # a number
+Kept = tuple[Layer, Tensor, Tensor, Tensor]  # Φ, G, z
+
+
+def kept(layer: Layer, features: Features, G: Tensor, z: Tensor) -> Kept | None:
+    """Return the rows of a layer until the step is taken; None: they are not z = W φ."""
+    if not isinstance(features, DenseFeatures) or features.phi is None or not layer.is_direct:
+        return None
+    if features.groups != 1 or features.transposed:
+        return None
+    return layer, features.phi[:, 0], G, z
+
+
+def measured(
+    measure: OwnMeasure, of: Kept, taken: Tensor, now: Tensor
+) -> tuple[Float[Tensor, ""], Exception | None]:
+    """Return a measure of a layer; NaN with the exception that it raised.
+
+    Args:
+        measure: the user's function.
+        of: the rows.
+        taken: the weight before the step minus that after it.
+        now: the weight after the step.
+    """
+    _, phi, G, z = of
+    taken = taken.flatten(1)
+    W = now.flatten(1).to(taken.dtype)
+    try:
+        found = measure(OwnRows(phi.clone(), G.clone(), z.clone(), W + taken, -taken))
+        value = torch.as_tensor(found, dtype=torch.float64, device=phi.device)
+        return value.detach().reshape(()), None
+    except Exception as error:
+        return torch.tensor(torch.nan, dtype=torch.float64, device=phi.device), error
+
+
+def merged(
+    ranks: Mapping[int, Mapping[str, Mapping[str, float]]],
+    rows: Mapping[int, Mapping[str, int]],
+) -> dict[str, dict[str, float]]:
+    """Return the mean over ranks of each layer's measures, weighted by the ranks' sampled rows."""
+    found: dict[str, dict[str, float]] = {}
+    weights: dict[str, int] = {}
+    for rank, own in ranks.items():
+        for path, values in own.items():
+            count, before = rows[rank].get(path, 0), weights.get(path, 0)
+            old = found.setdefault(path, dict.fromkeys(values, 0.0))
+            whole = max(1, count + before)
+            found[path] = {n: (before * old[n] + count * x) / whole for n, x in values.items()}
+            weights[path] = before + count
+    return found

@@ -1,0 +1,88 @@
+"""Measures of the user's own get the rows of a layer, and the weights around the step."""
+
+import pytest
+import torch
+from setups import mlp, one_step, same
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.step.own_measures import OwnRows, merged
+
+
+def wasted(rows: OwnRows) -> Tensor:
+    """Return ‖ΔW φ‖ / ‖W φ‖ of all rows."""
+    return (rows.features @ rows.update.mT).norm() / (rows.features @ rows.weight.mT).norm()
+
+
+def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    functional.cross_entropy(model(batch[0]), batch[1]).backward()
+
+
+def test_it_gets_the_rows_and_the_weights_before_the_step() -> None:
+    model, batch = mlp()
+    (before, bias), seen = (p.detach().clone() for p in model[0].parameters()), list[OwnRows]()
+
+    def look(rows: OwnRows) -> float:
+        seen.append(rows)
+        return float(len(rows.output))
+
+    report = one_step(
+        model, lambda m: backward(m, batch), own_measures={"wasted": wasted, "rows": look}
+    )
+    first, update = seen[0], model[0].weight.detach() - before
+    torch.testing.assert_close(first.weight, before)
+    torch.testing.assert_close(first.update, update)
+    torch.testing.assert_close(first.features, batch[0])
+    torch.testing.assert_close(first.output, functional.linear(batch[0], before, bias))
+    torch.testing.assert_close(first.gradient.mT @ first.features * -0.1, update)
+    own = report.layers["0"].own
+    expected = (batch[0] @ update.mT).norm() / (batch[0] @ before.mT).norm()
+    assert own == {"wasted": pytest.approx(expected.item()), "rows": 6.0}
+    assert StepReport.from_dict(report.to_dict()).layers["0"].own == own
+    assert report.to_rows()[0]["wasted"] == own["wasted"]
+
+
+def test_rows_of_a_convolution_are_patches() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(2, 3, 2).double(), torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    found: list[OwnRows] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(
+        model, optimizer, max_rows=None, own_measures={"of": lambda r: found.append(r) or 1}
+    ):
+        model(x).square().sum().backward()
+        gradient = model.weight.grad.clone()
+        optimizer.step()
+    [rows] = found
+    torch.testing.assert_close(rows.gradient.mT @ rows.features, gradient.flatten(1))
+
+
+def test_what_raises_is_nan_and_said_and_the_run_stays_as_it_was() -> None:
+    model, batch = mlp()
+    twin, _ = mlp()
+    expected = one_step(twin, lambda m: backward(m, batch))
+
+    def destroys(rows: OwnRows) -> float:
+        for tensor in rows:
+            tensor.zero_()
+        raise KeyError("none")
+
+    report = one_step(model, lambda m: backward(m, batch), own_measures={"it": destroys})
+    same(report, expected)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert all(str(x.own["it"]) == "nan" for x in report.layers.values())
+    (note,) = report.notes
+    assert note == "The measure 'it' is NaN in '0', '2', '4': KeyError: 'none'."
+
+
+@pytest.mark.parametrize("given", [["a"], {"a": 1}, {"descent": wasted}, {1: wasted}])
+def test_what_is_no_measure_is_refused(given: object) -> None:
+    with pytest.raises(TypeError, match=r"^Monitor\(own_measures=…\): got .*, expected a dict"):
+        Monitor(nn.Linear(1, 1), None, own_measures=given)
+
+
+def test_several_ranks_have_the_mean_over_their_rows() -> None:
+    own = {0: {"a": {"x": 1.0}}, 1: {"a": {"x": 4.0}, "b": {"x": 2.0}}}
+    assert merged(own, {0: {"a": 10}, 1: {"a": 20, "b": 5}}) == {"a": {"x": 3.0}, "b": {"x": 2.0}}
