@@ -31,7 +31,8 @@ def attainable_cosine(features: Features, G: Float[Tensor, "rows n_total"]) -> F
     else:
         assert isinstance(features, DenseFeatures)
         phi = features.columns()
-        parts = [_projected(phi, G.view(*phi.shape[:2], G.shape[1] // phi.shape[1]))]
+        of_groups = G.view(*phi.shape[:2], G.shape[1] // phi.shape[1])
+        parts = [_projected(phi, of_groups)] if len(G) else []
     lengths = torch.stack([G.new_zeros(()), *map(torch.linalg.vector_norm, parts)])
     share: Tensor = torch.linalg.vector_norm(lengths) / torch.linalg.vector_norm(G)
     return share.clamp(max=1)  # whatever the rounding
