@@ -64,7 +64,6 @@ ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 TURNED = {name: reading(gradient_cosine=-0.3, update_cosine=-0.3, descent=-0.1) for name in "abc"}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
 FEW_ROWS = LAYERS | {"c": reading(rows_total=1)}
-NOISY = tuple(loss * (1 + 0.6 * (-1) ** step) for step, loss in enumerate(WELL))
 EQUAL = {"a": reading(common_share=1.0, scale_cv=0.0), "b": reading()}
 ALL_ZERO = {"a": reading(common_share=math.nan, scale_cv=0.0, scale_mean=1.0), "b": reading()}
 IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
@@ -86,7 +85,35 @@ LOOKS = {
         8, 8, attention_entropy=0.01, attention_first_share=0.1, attention_logit_max=300.0
     )
 }
+UNSCALED = [
+    {n: reading(descent=0.01 * (i + 1), update_ratio=1e-5, gradient_factor=2**-16) for n in "abc"}
+    for i in range(6)
+]
+SCALED = {name: reading(gradient_factor=65536.0, update_ratio=1e3) for name in "abc"}
+NO_FACTOR = {name: reading(gradient_factor=math.nan, update_ratio=math.nan) for name in "abc"}
+AVERAGED = {name: reading(projection_cosine=-0.97) for name in "abc"}
+OF_WORKERS = {name: reading(projection_cosine=-0.2) for name in "abc"}
 HITS = {
+    "gradient-reversed by an optimizer that maximizes": run(
+        losses=RISING, maximize=True, targets=(32, 32)
+    ),
+    "loss-multiplied by what a scaler divides alone": run(
+        losses=STILL, layers=UNSCALED, loss_gradients=(1.0,)
+    ),
+    "loss-multiplied by a scale that nothing divides": run(
+        losses=(1.6, *(1e5,) * 3, math.inf),
+        layers=[SCALED, *[NO_FACTOR] * 5],
+        loss_gradients=(65536.0,),
+    ),
+    "settings-off by a decay that takes weights back": run(
+        losses=STILL,
+        settings={"weight_decay": (0.5,)},
+        learning_rates=(0.1,),
+        weights_returned=[None, None, 0.6, 0.7, 0.6, 0.9],
+        layers=UNDONE,
+    ),
+    "weights-set-back now and then": run(weights_returned=[None, None, 0.0, 1.0, 0.1, 1.0]),
+    "dropout-too-high that makes steps too long": run(losses=RISING, layers=FAR, dropout=0.95),
     "zero-gradient": run(losses=(0.0,) * 40, layers=FLAT),
     "zero-gradient up to rounding": run(
         losses=(1.6,) * 40, layers=ROUNDED, weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]
@@ -160,9 +187,8 @@ HITS = {
     "other-optimizer": run(changed_by=[(), *[("Adam",)] * 5], layers=UNDONE),
     "frozen": run(layers=HEAD, trainable=300, frozen={"a": 300, "b": 400}),
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
-    "unbounded-loss": run(losses=RISING, loss_gradients=(-1.0,)),
+    "gradient-reversed by the negative of the loss": run(losses=RISING, loss_gradients=(-1.0,)),
     "batch-too-small": run(losses=STILL, layers=LAYERS | {"c": reading(rows_total=2)}),
-    "batch-too-small to see whether the loss falls": run(losses=NOISY, layers=FEW_ROWS),
 }
 MEANT = {
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),
@@ -172,6 +198,8 @@ MEANT = {
     "one layer whose weights stay": run(
         layers={path: reading(unchanged_share=0.9 * (path == "a")) for path in "abc"}
     ),
+    "an objective that is maximized": run(losses=tuple(-x for x in WELL), maximize=True),
+    "averages over ranks": run(layers=[LAYERS, LAYERS, OF_WORKERS, LAYERS, OF_WORKERS, LAYERS]),
     "a loss of zero that has a gradient, as of a policy": run(losses=(0.0,) * 40, batch=DIFFERENT),
     "one batch for ever, whose loss stays": run(losses=(1.0,) * 40, batch=(1.0,)),
     "a resumed run with satisfied margins": run(layers=[LAYERS, *[FLAT] * 5]),
@@ -209,7 +237,6 @@ MEANT = {
         layers={"a": reading(common_share=1.0, scale_cv=0.0, rows_without_gradient=63)},
     ),
     "one sample in each step, as the loss falls": run(layers=FEW_ROWS),
-    "a noisy loss of large batches": run(losses=NOISY),
     "gradients of other code before the first step": run(
         2, layers={name: reading(earlier_share=0.05) for name in "abc"}
     ),

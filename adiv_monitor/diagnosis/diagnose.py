@@ -131,9 +131,10 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
     if not findings:
         return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
     strongest, said = findings[0].strength, findings[0].summary
-    if findings[0].name == "loss-stuck" and strongest != "note":
-        do = f"; {TARGETS.text}" * (TARGETS in findings[0].advice)
-        return f"{NO_CAUSE}{said[:1].lower()}{said[1:].rstrip('.')}{do}"
+    if findings[0].name == "loss-stuck":
+        do = f"; {TARGETS.text}" * (strongest != "note" and TARGETS in findings[0].advice)
+        begin = "Good to know: " if strongest == "note" else NO_CAUSE
+        return f"{begin}{said[:1].lower()}{said[1:].rstrip('.')}{do}"
     first, *others = dict.fromkeys(fault_of(f).title for f in findings if f.strength == strongest)
     more = f" and {len(others)} more" * bool(others)
     return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"

@@ -58,6 +58,13 @@ def scale_free(record: Record) -> bool:
     return optimizer_of(record) in _SCALE_FREE
 
 
+def resumed(record: Record) -> bool:
+    """Return whether the optimizer began with the state of an earlier run."""
+    of = record.reports[0].settings if record.reports and not record.reports[0].new_state else {}
+    keeps = any(max(of.get(name, (0.0,))) > 0 for name in ("momentum", "beta1", "alpha"))
+    return record.facts.resumed or (keeps and not record.is_audited)
+
+
 def maps(record: Record) -> tuple[str, ...]:
     """Return the measured layers that map features to features, in the order of the model."""
     kinds = {p: r.kind for report in record.reports for p, r in report.layers.items()}

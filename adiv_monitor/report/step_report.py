@@ -131,7 +131,7 @@ class StepReport:
             the module ran before a measured layer whose input carries no gradient, and that nothing
             has changed since the last measured step, as a moving average does.
         removed: module path → elements of its trained parameters whose gradient was there after the
-            backward pass, and is removed or zero as the optimizer steps.
+            backward pass, and is removed or zero as the optimizer steps; or comes after the step.
         zeroed_passes: number of this step's backward passes whose gradients were zeroed before the
             optimizer stepped, though no optimizer stepped and no weight changed since; 0 if the
             graph is gone through again, or the gradient then changes by more than a factor.

@@ -130,6 +130,15 @@ class Armed:
             self._off.append(hooks.remove)
             hooks.put_on()
 
+    def await_gradient(self) -> None:
+        """If the step had no gradient at all, look whether the backward pass comes after it."""
+        without = self.capture.without_gradient or set()
+        late = [p for p in self.selection.parameters if p.requires_grad and id(p) in without]
+        if late and len(without) == len(self.selection.parameters):
+            hooked: Any = late[-1]
+            hook = hooked.register_post_accumulate_grad_hook(self.step.whole.comes_late)
+            self._off.append(hook.remove)
+
     def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
         if (
             module is not self.capture.watching.first
@@ -446,6 +455,7 @@ class StepController:
         if optimizer is None:
             self.read()
         elif not self._is_compiled:  # a hook would become part of the compiled code
+            armed.await_gradient()
             armed.await_batch()
 
     # --- read -------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class WholeModel:
         self._capture: Capture | None = None
         self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
         self._cut_off: list[nn.Parameter] = []
+        self._comes_late = False
         self._gradients: list[tuple[weakref.ref[Tensor], int]] = []  # with their versions
         self._unheld: list[nn.Parameter] = []  # those with a gradient
         self._versions: dict[nn.Parameter, int] = {}  # of both
@@ -69,6 +70,10 @@ class WholeModel:
         self._gradients = [(weakref.ref(p.grad), version(p.grad)) for p in self._sample
                            if p.grad is not None]  # fmt: skip
 
+    def comes_late(self, parameter: Tensor) -> None:
+        """Record that a gradient comes after the step, which had none."""
+        self._comes_late = True
+
     def gradient_stays(self) -> bool:
         """Return whether nothing has written to a gradient since the optimizer's step ended."""
         held = [(grad(), number) for grad, number in self._gradients]
@@ -86,6 +91,8 @@ class WholeModel:
         found = self._capture.layers.found
         zeroed = [found[sums.paths[i]] for i in np.flatnonzero(sums.was_zeroed)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
+        if self._comes_late:
+            removed = [*self._capture.selection.parameters]
         removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
         is_as_before = self._are_as_before(flags.get("untrained", ()))
         cut_off = [p for p in self._cut_off if is_as_before[id(p)] is not False]

@@ -125,6 +125,22 @@ def test_gradients_that_are_removed_before_the_step_are_told(to_none: bool) -> N
     assert [r.removed for r in reports] == [{}] * 3, "a gradient that is zero was not removed"
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("comes", [True, False])
+def test_gradients_that_come_after_the_step_are_told(every: int, comes: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Monitor(model, optimizer, every_n_steps=every, on_error="raise") as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = squares(model, torch.ones(7, 6))
+            optimizer.step()
+            if comes:
+                loss.backward()
+    assert [r.removed for r in monitor.reports] == [SIZES if comes else {}] * (4 // every)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
 # --- cut_off -------------------------------------------------------------------------------------
 
 

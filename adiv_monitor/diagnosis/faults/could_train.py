@@ -45,7 +45,7 @@ ENDED = 0.1  # of the elements that a gradient reached in earlier steps; less ma
 FOREIGN, NEXT_TO_ALL = 0.5, 0.9
 VARIES, LONGER = 3.0, 1.5  # largest factor on the gradient over the smallest, and over 1
 FAR = 30.0  # a factor that is far from 1
-EXACTLY = 0.02  # by so much numbers differ that are equal up to rounding, and means of batches
+ROUNDED = 1e-3  # by so much a constant factor on the gradient differs from step to step
 CLIPPED = 0.1  # the gradient used over that of the backward pass, if clipping takes the step
 GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of a usual schedule
 HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
@@ -105,15 +105,25 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
             layers=tuple(kept), since=record.reports[1].step, against=LOWER_RATES)  # fmt: skip
 
 
-@loop_fault("gradient-reversed", "Gradients are turned round, so that steps go uphill",
+@loop_fault("gradient-reversed", "Steps that climb the loss",
             explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
             shown_by=stepped)  # fmt: skip
 def reversed_(record: Record) -> Iterator[Finding]:
-    """Find layers whose `.grad` points uphill, which that of a backward pass never does.
+    """Find steps that climb a positive loss on demand, or layers whose `.grad` points uphill.
 
     A step along it would move the activations against their own gradient. A layer that reverses
-    gradients in the graph turns both.
+    gradients in the graph turns both. A loss of targets is none that should rise.
     """
+    seen = [max(report.loss_gradients) for report in record.reports if report.loss_gradients]
+    why = "backward() begins at its negative" * (bool(seen) and max(seen) < 0)
+    if all(report.maximize for report in record.reports):
+        why = "the optimizer has maximize=True"
+    if why and several(record) and course.course(record) == "rises" and min(record.losses) >= 0:
+        yield Finding("gradient-reversed",
+            act_if(course.is_measure(record) or any(r.targets for r in record.reports)),
+            f"The steps go up the loss, which rises, since {why}.",
+            (Evidence("loss", course.end(record), record.losses[0]),),
+            (Advice("minimize the loss, unless it should rise, as a reward"),))  # fmt: skip
     cosines, others = read.by_layer(record, "gradient_cosine"), _foreign(record)
     turned = {path: -cosine.value for path, cosine in cosines.items()
               if cosine.below(0) and not others.get(path, 0.0) > FOREIGN}  # fmt: skip
@@ -130,20 +140,15 @@ def reversed_(record: Record) -> Iterator[Finding]:
 
 @loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
 def zeroed_early(record: Record) -> Iterator[Finding]:
-    """Find gradients that are removed between the backward pass and the step."""
+    """Find gradients that are removed before the step, or between its backward passes."""
     paths, share = share_of(record, "removed", record.reports)
     if share > 0.5:
         yield Finding("zeroed-early", strength(record),
             f"Something, such as `zero_grad()`, removes the gradients of {these(record, paths)} "
             "between the backward pass and the step.",
             (Evidence("share of the trainable parameters", share, 0.5),),
-            (Advice("call optimizer.zero_grad() before the backward pass, or after the step"),),
+            (Advice("call optimizer.zero_grad(), backward() and step() in this order"),),
             layers=paths)  # fmt: skip
-
-
-@finds("monitor")
-def zeroed_between(record: Record) -> Iterator[Finding]:
-    """Find gradients that are removed between the backward passes of a step."""
     counts = {report.zeroed_passes for report in record.reports}
     if several(record) and len(counts) == 1 and (count := counts.pop()) > 0:
         yield Finding("zeroed-early", strength(record),
@@ -230,24 +235,28 @@ def frozen(record: Record) -> Iterator[Finding]:
 
 @loop_fault("gradient-rescaled", "Gradients are rescaled one by one", shown_by=stepped)
 @loop_fault("loss-multiplied", "The gradient is multiplied by a number far from 1, or that changes",
-            shown_by=reported("loss_gradients"), explains=LONG_STEPS)  # fmt: skip
+            shown_by=reported("loss_gradients"),
+            explains=(*LONG_STEPS, "rate-too-high"))  # fmt: skip
 @loop_fault("clipping-always", "Most gradients are clipped", shown_by=lambda record:
             reported("loss_gradients")(record) and not read.scale_free(record))  # fmt: skip
 def scaled(record: Record) -> Iterator[Finding]:
     """Find clipping after which the layers hardly move, or other factors on the gradient.
 
-    Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step. The
-    factor of a loss that is divided by itself is a constant over the loss.
+    Gradients of a loss that an AMP scaler multiplied are divided by its scale before the step.
+    Clipping has another factor for each length of the gradient.
     """
-    seen = [(sum(r.loss_gradients), median(of), r.loss or 0.0) for r in record.reports
+    seen = [(sum(r.loss_gradients), median(of)) for r in record.reports
             if r.loss_gradients and (of := [x.gradient_factor for x in r.layers.values()
                                             if x.gradient_factor > 0])]  # fmt: skip
-    if len(seen) < FEWEST_MEASURED or read.scale_free(record):
+    diverged = any(not math.isfinite(loss) for loss in record.losses[-1:])
+    if not seen or (len(seen) < FEWEST_MEASURED and not diverged) or read.scale_free(record):
         return
     moves = [move.value for move in read.by_layer(read.at_peak(record), "update_ratio").values()]
-    scale, share = median(s for s, *_ in seen), median(max(1.0, s) * f for s, f, _ in seen)
+    scale, share = median(s for s, _ in seen), median(max(1.0, s) * f for s, f in seen)
     badly, little = goes_badly(record), HEALTH["update_ratio"].healthy[0]
-    if badly and share < CLIPPED and median(moves or [little]) < little:
+    norms = [sum(read.gradients(record, report).values()) for report in record.reports]
+    steady = _spread([max(1.0, s) * f for s, f in seen]) < ROUNDED < _spread(norms) / 10
+    if badly and share < CLIPPED and median(moves or [little]) < little and not steady:
         still = f", which a scaler still multiplies by {scale:g}," if scale > 1 else ""
         yield Finding("clipping-always", "act",
             f"Clipping takes the step: of the gradient{still} the optimizer gets {share:.2g} "
@@ -257,26 +266,35 @@ def scaled(record: Record) -> Iterator[Finding]:
                     else "clip at a higher norm, or not at all"),),
             "A higher learning rate helps only while gradients keep their length.")  # fmt: skip
         return
-    factors, products = [s * f for s, f, _ in seen], [s * f * loss for s, f, loss in seen]
+    factors = [s * f for s, f in seen]
     low, high = min(factors), max(factors)
     apart = [report.rescaled for report in record.reports if report.rescaled]
     changes = high > max(LONGER, VARIES * low)
-    far = median(factors) > FAR or 0 < scale < 1 / FAR  # a smaller factor alone is clipping
-    inverse = changes and max(products) - min(products) < EXACTLY * max(products)
+    far = median(factors) > FAR or 0 < scale < 1 / FAR or (badly and steady and share < CLIPPED)
     one_by_one = len(apart) > len(record.reports) / 2
     others = any(share > FOREIGN for share in _foreign(record).values())
     if one_by_one or ((changes or far) and not others):
-        harms = badly and course.is_measure(record)
         yield Finding("gradient-rescaled" if one_by_one else "loss-multiplied",
-            act_if(harms) if harms or inverse else "note",
-            f"Between loss and step, the gradient is multiplied by {low:.3g} to {high:.3g}"
-            + ", and that of each parameter by a factor of its own" * one_by_one
-            + ": the loss is divided by itself, or is a logarithm, so that steps grow as it falls"
-            * inverse + ".",
+            "act" if badly and course.is_measure(record) else "note",
+            f"Between loss and step, the gradient is multiplied by {low:.3g}"
+            + f" to {high:.3g}" * changes + (f" (1/{1 / low:,.0f})" if 0 < low < CLIPPED else "")
+            + ", as if a GradScaler's scale had only multiplied the loss, or only divided the "
+            "gradient" * _is_scale(low)
+            + ", and that of each parameter by a factor of its own" * one_by_one + ".",
             (Evidence("factor on the gradient", high, VARIES * low if changes else FAR),),
             (Advice("look for factors and divisions of the loss, and for code that scales, clips "
                     "or normalises gradients one by one"),),
             layers=apart[-1] if one_by_one else ())  # fmt: skip
+
+
+def _is_scale(factor: float) -> bool:
+    """Return whether a number, or its inverse, may be the scale of a GradScaler, a power of two."""
+    power = math.log2(factor) if factor > 0 else 0.0
+    return abs(power) > math.log2(FAR) and abs(power - round(power)) < ROUNDED
+
+
+def _spread(values: list[float]) -> float:
+    return (max(values) - min(values)) / max(values) if max(values) > 0 else 0.0
 
 
 def _foreign(record: Record) -> dict[str, float]:
@@ -368,13 +386,17 @@ def rate_rises(record: Record) -> Iterator[Finding]:
             several(r) and any(x.weights_returned is not None for x in r.reports))  # fmt: skip
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
-    back = [r.weights_returned for r in record.reports if r.weights_returned is not None]
+    back = {r.step: r.weights_returned for r in record.reports if r.weights_returned is not None}
     limit = SET_BACK if goes_badly(record) else RETURNED
-    if len(back) >= FEWEST_MEASURED - 1 and sum(share > limit for share in back) > len(back) / 2:
-        share = median(back)
-        yield Finding("weights-set-back", strength(record),
-            f"The weights are set back: measured steps begin with {percent(share)} of the way "
-            "since an earlier one undone.",
+    often = sum(share > limit for share in back.values()) > len(back) / 2
+    wholly = [step for step, share in back.items() if share > RETURNED]
+    if len(back) >= FEWEST_MEASURED - 1 and (often or wholly):
+        share = median(back.values() if often else [1.0])
+        begin = "measured steps begin" if often else f"step {listed([*map(str, wholly)])} began"
+        yield Finding("weights-set-back",
+            strength(record) if often else "watch" if wholly[1:] else "note",
+            f"The weights are set back: {begin} with {percent(share)} of the way since an earlier "
+            "one undone.",
             (Evidence("share of the weights' way that is undone", share, limit),),
             (Advice("look for load_state_dict, copy_, reset_parameters or a moving average that "
                     "writes to the weights of the model in training, and is not undone"),)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import readings as read
-from adiv_monitor.diagnosis.course import end, is_known, is_measure, noise
+from adiv_monitor.diagnosis.course import is_measure
 from adiv_monitor.diagnosis.faults.could_train import FEWEST_MEASURED, FEWEST_SAME, goes_badly
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
@@ -48,7 +48,6 @@ EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
 # 0.4, in generators and critics up to 0.94, in sorted data above 0.99.
 ALIKE = 0.97
 TINY = 3  # samples of a step
-NOISY = 0.25  # of the loss: its deviation from step to step
 NEARLY = 0.95  # of the rows
 # Variance of the sums of 90 % of the batches, over that of batches that are drawn at random: 0.2 to
 # 1.5 for shuffled data; and the fewest steps that show it.
@@ -231,12 +230,9 @@ def targets_ignored(record: Record) -> Iterator[Finding]:
 def batch_too_small(record: Record) -> Iterator[Finding]:
     """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
     rows = [[x.rows_total for x in r.layers.values() if x.rows_total] for r in record.reports]
-    fewest, badly = median([*map(min, filter(None, rows))] or [math.inf]), goes_badly(record)
-    if not several(record) or fewest > TINY or not is_known(record):
-        return
-    noisy = noise(record) > NOISY * end(record) > 0
-    if is_measure(record) and (badly or noisy):
-        yield Finding("batch-too-small", "watch" if badly else "note",
+    fewest = median([*map(min, filter(None, rows))] or [math.inf])
+    if several(record) and fewest <= TINY and goes_badly(record) and is_measure(record):
+        yield Finding("batch-too-small", "watch",
             f"A step has gradients of {fewest:.0f} samples only, which differ from step to step.",
             (Evidence("rows of a step with a gradient", fewest, TINY),),
             (Advice("use larger batches, or average the gradients of several (accumulation)"),

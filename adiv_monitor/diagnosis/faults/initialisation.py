@@ -16,6 +16,7 @@ from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_LAYERS,
     FEWEST_REPORTS,
     LEARNING,
+    LONG_STEPS,
     Number,
     act_if,
     fault,
@@ -95,7 +96,8 @@ told(__name__, "dropout-too-high", "Dropout rate too high", suffers,
      "{place} drops {rate:.0%} of its input.",
      [Number("dropout rate", "rate", above=0.7)],
      Advice("use a dropout rate of 0.1, the share to drop", "dropout-0.1"),
-     explains=("cannot-overfit", "behind-reference"), acts_below=0.5)  # fmt: skip
+     explains=(*LONG_STEPS, "rate-too-high", "cannot-overfit", "behind-reference"),
+     acts_below=0.5)  # fmt: skip
 
 
 @finds("monitor")
@@ -104,7 +106,7 @@ def dropout_rises(record: Record) -> Iterator[Finding]:
     rates = [report.dropout for report in record.reports]
     high = [r.step for r in record.reports if r.dropout >= DROPS]
     if len(high) >= FEWEST_REPORTS:
-        yield Finding("dropout-too-high", strength(record) if rates[0] < DROPS else "watch",
+        yield Finding("dropout-too-high", strength(record),
             f"From step {high[0]:,} on, a dropout drops up to {max(rates):.0%} of its input.",
             (Evidence("dropout rate", max(rates), DROPS),),
             (Advice("use a dropout rate of 0.1, the share to drop"),), since=high[0])  # fmt: skip

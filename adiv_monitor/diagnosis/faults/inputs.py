@@ -98,7 +98,8 @@ def non_finite(record: Record) -> Finding:
         f"{where}."
         # Values between measured steps are unknown.
         + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else "")
-        + " The losses before it are no larger than usual." * _by_loss(record),
+        + " The losses before it are no larger than usual." * _by_loss(record)
+        + " Gradients were finite (in float16, Adam's eps of 1e-8 is 0)." * where.startswith(STEP),
         (Evidence(where, math.nan if bad is None else losses[bad], step=step),),
         (*by_steps * by_training(record),
          *[Advice("leave out rows that are wholly masked, or hide places by −1e9 instead of −inf")]

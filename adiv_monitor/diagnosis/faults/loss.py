@@ -146,21 +146,7 @@ told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
      explains=LEARNING)  # fmt: skip
 
 
-@fault("unbounded-loss", "A loss without a lower bound", of="monitor",
-       explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
-def negated(record: Record) -> Iterator[Finding]:
-    """Find steps that go up the loss, which then has no bound."""
-    seen = [report.loss_gradients for report in record.reports if report.loss_gradients]
-    if seen and all(max(gradients) < 0 for gradients in seen):
-        yield Finding("unbounded-loss",
-            "act" if course.course(record) == "rises" and course.is_measure(record) else "note",
-            "The steps raise the loss, since backward() begins at its negative.",
-            (Evidence("gradient at the loss", seen[0][0], 0.0, step=record.reports[0].step),),
-            (Advice("call backward() on the loss itself, not on its negative"),),
-            "A lower learning rate only goes up more slowly.")  # fmt: skip
-
-
-@finds()
+@fault("unbounded-loss", "A loss without a lower bound", explains=(*LEARNING, *LONG_STEPS))
 def unbounded(record: Record) -> Iterator[Finding]:
     """Find a loss without a lower bound: it falls ever faster, or keeps falling on a straight line.
 

@@ -10,13 +10,14 @@ from statistics import fmean, median
 
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import is_long_enough
-from adiv_monitor.diagnosis.faults.could_train import goes_badly, strength
+from adiv_monitor.diagnosis.faults.could_train import SET_BACK, goes_badly, strength
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     LONG_STEPS,
     Number,
     act_if,
     fault,
+    finds,
     loop_fault,
     of_layers,
     reported,
@@ -28,6 +29,7 @@ from adiv_monitor.diagnosis.faults.rates import less_momentum, suffers
 from adiv_monitor.diagnosis.faults.states import behind_reference
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.report.wording import listed
 
 # Share of the last direction that each step keeps; this one lasts for 40 steps, 0.9 for 10.
 LONG_MOMENTUM = 0.975
@@ -43,26 +45,36 @@ DECAY_WATCH, DECAY_ACT = 0.3, 1.0
 SHRUNK = 0.5  # healthy ratios are 1.1 to 2.9
 # cos(step as applied, optimizer's step). It is 1 if nothing changes weights after the step.
 PROJECTED = 0.98
+# The same, if the weights go back. Averages over ranks read −0.3 to 0.6, averages over steps −0.97.
+AGAINST = -0.9
 # cos(first step, −gradient): the first step has no past, and healthy runs have 0.47 and above.
 FIRST_STEP = 0.2
 
 
 @loop_fault("settings-off", "A setting of the optimizer beyond its range",
-            shown_by=reported("settings"), explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
+            shown_by=reported("settings"),
+            explains=(*LEARNING, *LONG_STEPS, "weights-set-back", "projection-fights"))  # fmt: skip
 def settings_off(record: Record) -> Iterator[Finding]:
     """Find settings that end below zero, or above what is usual."""
     rate = max(read.learning_rates(record).values(), default=0.0)
     limits = dict.fromkeys(SHARES, 1.0) | {"weight_decay": OFF / rate if rate else math.inf}
+    times = first_pull(record)  # where it is no share of the weights that Adam's step takes
+    if times > DECAY_ACT and goes_badly(record):
+        limits["weight_decay"] = _setting(record, "weight_decay") / times
     limits |= {"eps": LARGE_EPSILON} if read.scale_free(record) else {}
     for name, limit in limits.items() if several(record) else ():
         first, *_, last = (report.settings.get(name, ()) for report in record.reports)
         off = next((i for i, x in enumerate(last) if not 0 <= x < limit), None)
         if off is not None:
             changed = last[off] not in first
-            never = last[off] < 0 or name in SHARES  # whatever the loss does
+            never = last[off] < 0 or name != "eps"  # whatever the loss does
+            part = last[off] * rate  # of the weights
+            pull = (f": each step pulls the weights towards 0 by {part:.0%} of them" if part >= OFF
+                    else f": at first, {times:.3g} times the pull of the gradient")  # fmt: skip
             yield Finding("settings-off",
                 strength(record) if never or goes_badly(record) else "note",
-                f"In param_groups[{off}], {name} is {last[off]:.3g}; usual is 0 to {limit:.3g}."
+                f"In param_groups[{off}], {name} is {last[off]:.3g}"
+                + pull * (name == "weight_decay") + f"; usual is 0 to {limit:.3g}."
                 + f" It was {max(first, default=0.0):.3g} at first." * changed,
                 (Evidence(name, last[off], limit, step=record.reports[-1].step),),
                 (Advice(f"look for the code that changes {name}" if changed
@@ -127,18 +139,22 @@ def first_pull(record: Record) -> float:
     The update is the gradient, or Adam's unit steps. Later steps are less informative: where decay
     wins, weights shrink until it and the gradient balance.
     """
-    if not record.parameter_norms:
-        return math.nan
-    size = record.gradient_norms[0] if record.gradient_norms else math.nan
+    norms, sizes, elements = record.parameter_norms, record.gradient_norms, record.facts.trainable
+    if not record.is_audited and record.reports:
+        first = record.reports[0]
+        norms = (math.hypot(*(x.weight_norm or 0.0 for x in first.layers.values())),)
+        sizes, elements = (first.gradient_norm or 0.0,), first.trainable
+    size = next(iter(sizes), math.nan)
     decoupled = record.facts.settings.get("decoupled_weight_decay")
-    if decoupled or record.facts.optimizer in ("AdamW", "Lion", "Adafactor", "Muon"):
-        size = math.sqrt(record.facts.trainable)
-    pull = _setting(record, "weight_decay") * record.parameter_norms[0]
-    return pull / size if size > 0 else math.nan
+    if decoupled or read.optimizer_of(record) in ("AdamW", "Lion", "Adafactor", "Muon"):
+        size = math.sqrt(elements)
+    return _setting(record, "weight_decay") * norms[0] / size if norms and size > 0 else math.nan
 
 
 def _setting(record: Record, name: str) -> float:
-    setting = record.facts.settings.get(name)
+    """Return a setting of the optimizer, the largest of a monitored run's groups; else 0."""
+    of_run = record.reports[-1].settings if record.reports and not record.is_audited else {}
+    setting = max(of_run[name]) if name in of_run else record.facts.settings.get(name)
     return float(setting) if isinstance(setting, int | float) else 0.0
 
 
@@ -174,13 +190,30 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         layers=layers, against=HIGHER_RATES)  # fmt: skip
 
 
+@finds("monitor")
+def moved_back(record: Record) -> Iterator[Finding]:
+    """Find a few steps after which other code moves the weights back past where they began."""
+    of_steps = {r.step: [of for x in r.layers.values() if (of := x.projection_cosine) is not None]
+                for r in record.reports}  # fmt: skip
+    back = {step: median(of) for step, of in of_steps.items() if of and median(of) < AGAINST}
+    if back and not any(projection_fights(record)):
+        undone = max(report.weights_returned or 0.0 for report in record.reports)
+        # Lookahead does so on purpose.
+        yield Finding("projection-fights",
+            "watch" if undone > SET_BACK or goes_badly(record) else "note",
+            f"After step {listed([*map(str, back)])}, of {len(of_steps):,} measured ones, other "
+            "code changes the weights: they go back further than the step went.",
+            (Evidence("projection_cosine, median layer", min(back.values()), AGAINST),),
+            (Advice("look for averaged weights left in, and copy_"),), since=min(back))  # fmt: skip
+
+
 def _first_cosines(record: Record) -> dict[str, read.Typical]:
     """Return `parameter_cosine` of the first step: 1 for gradient descent, ‖g‖₁/(√n·‖g‖₂) for Adam.
 
     It is empty for an optimizer that was resumed and so has a past.
     """
     first = read.at_first(record, "parameter_cosine")
-    known = first and record.reports[0].step == 0 and not record.facts.resumed
+    known = first and record.reports[0].step == 0 and not read.resumed(record)
     return first[0] if known else {}
 
 
@@ -230,17 +263,14 @@ def _straightened(record: Record) -> Advice:
     first, momentum = _first_cosines(record), _momentum(record)
     cosines = [cosine.value for cosine in first.values()]
     uphill = cosines and ((record.reports[0].descent or 0.0) < 0 or median(cosines) < 0)
-    if uphill or record.facts.settings.get("maximize") is True:
-        return Advice("look for maximize=True, or for code that turns the gradient round")
-    if momentum:
+    if momentum and not uphill and record.facts.settings.get("maximize") is not True:
         return Advice(f"use less momentum of {less_momentum(momentum):g}", "less-momentum")
-    return Advice("look for code that changes gradients or weights before the step")
+    return Advice("look for maximize=True, and for code that changes gradients before the step")
 
 
 def _momentum(record: Record) -> float:
     """Return the share of the last step's direction that the next one keeps; 0 if it is unknown."""
     betas = record.facts.settings.get("betas")
-    found = betas[0] if isinstance(betas, list | tuple) and betas else _setting(record, "momentum")
-    of_run = record.reports[-1].settings if record.reports and not record.is_audited else {}
-    found = max(of_run.get("beta1", of_run.get("momentum", (found,))))
-    return float(found) if isinstance(found, int | float) and found < 1 else 0.0
+    first = betas[0] if isinstance(betas, list | tuple) and betas else 0.0
+    found = max(first, _setting(record, "beta1"), _setting(record, "momentum"))
+    return float(found) if found < 1 else 0.0

@@ -89,10 +89,8 @@ def _moves(record: Record) -> dict[str, float]:
 
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
-    moves, is_long = (
-        read.by_layer(read.at_peak(record), "update_ratio"),
-        course.is_long_enough(record),
-    )
+    moves = read.by_layer(read.at_peak(record), "update_ratio")
+    is_long = course.is_long_enough(record)
     if read.still_rises(record) or (is_long and course.fell(record)):
         return  # the peak is still to come, or layers need not move near the loss's end
     began = read.at_first(record, "update_ratio")[:1]
@@ -103,6 +101,8 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         largest = moves[path].value
         # Reports alone don't distinguish a training that never began from one that has ended.
         unsure = " That is usual at the end of a training." * (not record.is_audited)
+        resumed = is_long and read.resumed(record)
+        unsure = " The optimizer began with averages of an earlier run." if resumed else unsure
         factor = usual_factor([largest]) or 10.0
         yield Finding("rate-too-low", act_if(record.is_audited and rates.suffers(record)),
             f"In a typical step, no layer's activations move by more than {largest:.3g} times "
@@ -188,14 +188,15 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     little, rises = not audited and course.fell_little(record), read.still_rises(record)
     told = audited or course.is_measure(record)
     own = median([r.descent for r in record.reports if r.descent is not None] or [0.0])
-    vain = course.course(record) == "does not fall" and own * len(record.losses) > IN_VAIN * start
+    vain = told and not audited and course.course(record) == "does not fall" and (
+        own * len(record.losses) > IN_VAIN * start and rates.overshoot(record) is None)  # fmt: skip
     factor = usual_factor(_moves(record).values()) or 1.0
     factors = [10.0, 0.1] * audited
     if factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
     elif end > (1 + course.STILL) * record.losses[0] > 0:
         factors = [0.1]
-    advice = other_rates(factors) or (*[TARGETS] * told, AUDIT)
+    advice = other_rates(factors) or (*[TARGETS] * (told and not vain), AUDIT)
     said = "does not fall"
     if unclear:
         said = f"may fall, but differs by {course.noise(record):.3g} from batch to batch"
@@ -211,9 +212,10 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         + " However, the model overfits one small batch."
         * (_left_of_one_batch(record) < NOT_BY_HEART)
         + f" {RISES_YET}" * rises
-        + f" A typical step lowers the loss of its own batch by {own:.2g}, but not that of later "
-        "ones: targets seem unrelated to their inputs, or inputs change at random."
-        * (vain and told and not audited and rates.overshoot(record) is None)
+        + f" By its gradient, a typical step lowers the loss by {own:.2g}, which does not last: "
+        "code changes the gradient within the backward pass (a hook, say), inputs change at "
+        "random, or targets are unrelated to them."
+        * vain
         + " That is no fault of generative adversarial networks, of reinforcement learning, or of "
         "a run that was resumed." * (not told),
         (Evidence("loss", end, start),), advice * (not rises))  # fmt: skip
