@@ -241,7 +241,7 @@ class MeasuredStep:
         if gradient_changed and not self._steps.has_copies:
             lost[_GRADIENT_LOST] = ("w_gamma", "reached", "changed")
         if weights_changed and applied is None:
-            lost[_UPDATE_LOST] = ("a_a", "a_w", "a_gamma")
+            lost[_UPDATE_LOST] = ("a_w", "a_gamma")
         for note, names in lost.items():
             self._layers.noted[note] += paths
             dots |= dict.fromkeys(names, np.full(len(self._steps.keys), np.nan))
