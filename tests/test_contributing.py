@@ -149,7 +149,7 @@ def test_what_is_installed_is_what_is_allowed(file: Path) -> None:
         lower = {n: s for n, r in allowed.items() for s in r if s.operator == ">="}
         assert {n: s.version for n, s in lower.items() if n in pins} == pins
     else:
-        optional = {"adiv-monitor", "mutmut", "backpack-for-pytorch", "trl"}
+        optional = {"adiv-monitor", "mutmut", "backpack-for-pytorch", "trackio", "trl"}
         assert allowed.keys() - pins.keys() <= optional
 
 

@@ -151,6 +151,10 @@ class _Layers:
         self.own_gamma = np.where(shared, np.nan, layers["gamma_gamma"])
         self.own_w = np.where(shared | others, np.nan, layers["w_gamma"])
         self.known_unit = ~np.isnan(layers["factor"])
+        # A product that other code spoiled is NaN, although the vectors are finite.
+        w_w, squares = layers["w_w"], layers["w_w"] * layers["gamma_gamma"]
+        self.knows_gamma = ~np.isnan(layers["w_gamma"]) | ~np.isfinite(squares)
+        self.knows_applied = ~np.isnan(layers["a_w"]) | ~np.isfinite(layers["a_a"] * w_w)
         self.tolerance = sums.tolerance[index]
         self.exact = layers["reason"] == ""
 
@@ -208,8 +212,14 @@ def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     found.put_levels(index, "scale", _of_entries(x), x.has_scale)
     if not updated:
         return
-    found.put(index, _of_update(x, G_G))
-    found.put(index, _of_parameters(x))
+    of_update = _of_update(x, G_G)
+    found.put(index, {"descent": of_update.pop("descent")}, x.knows_gamma)
+    found.put(index, of_update)
+    parameters = _of_parameters(x)
+    found.put(index, {"parameter_cosine": parameters["parameter_cosine"]}, x.knows_gamma)
+    found.put(index, {"projection_cosine": parameters["projection_cosine"]}, x.knows_applied)
+    both = x.knows_gamma & x.knows_applied
+    found.put(index, {"applied_cosine": parameters["applied_cosine"]}, both)
     cosines = measures.row_cosines(x.per_row("G_d"), x.per_row("d_d"), x.per_row("G_G"))
     found.put(index, {"row_cosine_mean": measures.row_cosine_mean(cosines, sample, x.tolerance)})
     share = sample.share_of(~np.isnan(cosines))

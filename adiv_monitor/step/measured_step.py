@@ -239,7 +239,7 @@ class MeasuredStep:
         self.history.learn(gradient_changed=gradient_changed, weights_changed=weights_changed)
         lost = dict[str, tuple[str, ...]]()
         if gradient_changed and not self._steps.has_copies:
-            lost[_GRADIENT_LOST] = ("w_gamma", "reached", "changed")
+            lost[_GRADIENT_LOST] = ("w_gamma", "a_gamma", "reached", "changed")
         if weights_changed and applied is None:
             lost[_UPDATE_LOST] = ("a_w", "a_gamma")
         for note, names in lost.items():

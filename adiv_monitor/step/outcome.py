@@ -80,7 +80,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     norms = _norms(sums, report, updated=updated)
     after, before = norms["gradient_norm"], norms["unclipped_gradient_norm"]
     if after is not None and before is not None:
-        history.clipped.append(after < (1 - sums.tolerance.max()) * before)
+        history.clipped.append(bool(after < (1 - sums.tolerance.max()) * before))
     clipped = sum(history.clipped) / len(history.clipped) if history.clipped else None
     attention, of_attention = _attention(part.attention, part.no_attention)
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}

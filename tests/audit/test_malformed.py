@@ -111,7 +111,7 @@ def test_each_is_read_or_refused_in_one_line(whole: bool) -> None:
 def test_what_is_read_is_shown(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its pictures, which take seconds."""
     monkeypatch.setattr("adiv_monitor.pages.report_page.loss_picture", lambda *_: None)
-    monkeypatch.setattr("adiv_monitor.pages.compare_page.two_losses", lambda *_: None)
+    monkeypatch.setattr("adiv_monitor.pages.compare_page.loss_picture", lambda *_: None)
     base = plain()
     for at in list(places(base))[1 + part :: 320]:
         for wrong in WRONG:

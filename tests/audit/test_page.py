@@ -170,8 +170,8 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at() -> None:
     assert all(not check.strength for check in checks((), record))
     found = checks(small().findings, record)
     assert {check.title: check.strength for check in found if check.strength} == {
-        "Parameters": "note",
         "Inputs and values": "act",
+        "Initialisation and depth": "note",
         "Activation functions": "watch",
     }
 

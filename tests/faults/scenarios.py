@@ -235,6 +235,9 @@ SCENARIOS: dict[str, Scenario] = {
         Attends, token_loss, lambda: {"attention": True, "loss": torch.Tensor.sum}
     ),
     "alarms": Scenario(mlp, dense_loss, lambda: {"alarms": ["3: update_ratio > 100"]}),
+    "own measures": Scenario(
+        mlp, dense_loss, lambda: {"own_measures": {"sum": lambda rows: rows.gradient.sum()}}
+    ),
 }
 SCENARIOS |= {
     f"function {name}": Scenario(case.model, partial(function_loss, case), steps=1)

@@ -34,10 +34,10 @@ OF_MOVES = {
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
     *("bias_share", "activation_rms", "update_ratio", "common_share"),
     *("activation_max", "activation_kurtosis", "zero_share"),
+    *("scale_p05", "scale_p50", "scale_p95"),
 }
 OF_SCALES = {
-    *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "scale_p05", "scale_p50"),
-    *("scale_p95", "idle_share"),
+    *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "idle_share"),
 }
 
 
@@ -166,7 +166,7 @@ def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:
         allowed = set() if total <= 3 else OF_MOVES if use.one_pass else OF_MOVES | OF_SCALES
         assert reading.standard_error.keys() <= allowed
         for measure, value in reading.measures().items():
-            if value is not None and measure not in allowed:
+            if value is not None and measure not in allowed and "expert" not in measure:
                 assert value == pytest.approx(expected[measure], rel=1e-9, abs=1e-9, nan_ok=True), (
                     f"{measure} of {use.path}"
                 )

@@ -16,7 +16,7 @@ from faults.trial import REASON, Fault, take, unmonitored
 from torch.utils.tensorboard import SummaryWriter
 
 from adiv_monitor import sinks
-from adiv_monitor.sinks import MemorySink, Sink, TableSink, TensorBoardSink
+from adiv_monitor.sinks import MemorySink, Sink, TableSink, TensorBoardSink, TrackerSink
 
 MLP = SCENARIOS["mlp"]
 EVERY = [name for name in sinks.__all__ if name != "Sink"]
@@ -39,6 +39,8 @@ def made(name: str, folder: Path) -> Sink:
     kind = getattr(sinks, name)
     if name == "TableSink":
         sink = TableSink(file=io.StringIO())
+    elif name == "TrackerSink":
+        sink = TrackerSink("trackio")
     elif name == "TensorBoardSink":
         sink = TensorBoardSink(Mute(str(folder)))
     else:
@@ -66,6 +68,7 @@ def test_a_sink_that_raises(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", MagicMock())
     error = kind(errno.ENOSPC, REASON) if kind is OSError else kind(REASON)
     monkeypatch.setattr(getattr(sinks, name), method, raises(error))
     sound = MemorySink() if name != "MemorySink" else None
