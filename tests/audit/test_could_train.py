@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from loop_runs import AVERAGED, CREEPING, FAR, HITS, LAYERS, MEANT, UP, run
+from loop_runs import AVERAGED, CREEPING, FAR, HITS, LAYERS, MEANT, UP, rates, run
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
@@ -66,6 +66,14 @@ def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:
     first, *others = diagnose(replace(broken, first_non_finite="the loss", non_finite_since=20))
     assert (first.name, first.strength) == ("rate-too-high", "act")
     assert {f.name: f.strength for f in others}["non-finite"] == "watch"
+
+
+def test_steps_are_lost_to_rounding_because_the_rate_is_gone() -> None:
+    layers = dict.fromkeys("abc", reading(unchanged_share=0.9))
+    gone = run(losses=STILL, layers=layers, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6))
+    assert diagnose(gone)[0].name == "rate-gone"
+    assert "rounded-away" not in found(gone)
+    assert "rounded-away" in found(replace(gone, reports=run(losses=STILL, layers=layers).reports))
 
 
 PEAK = (2.3, *(2.3 + 0.4 * step for step in range(10)), *(2.31,) * 29)

@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from statistics import median
 
-from adiv_monitor.diagnosis.faults.could_train import (
-    FEWEST_MEASURED,
-    LEAST_SHARE,
-    share_of,
-    strength,
-)
+from adiv_monitor.diagnosis.faults import could_train
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     Number,
@@ -45,13 +40,15 @@ ROUNDED_AWAY = 0.5
 def not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that are in no group, or that no measured step changed."""
     names, audited = record.wiring.not_held, record.is_audited
-    paths, share = ((), 0.0) if audited else share_of(record, "not_held", record.reports[1:])
+    paths, share = (
+        ((), 0.0) if audited else could_train.share_of(record, "not_held", record.reports[1:])
+    )
     if names or paths:
         what = f"the parameters of {these(record, paths)}" if paths else _several(names)
-        yield Finding("not-held", strength(record) if paths else "act",
+        yield Finding("not-held", could_train.strength(record) if paths else "act",
             f"The optimizer does not hold {what}: there is a gradient, but nothing changes them.",
-            (Evidence("share of the trainable parameters", share, LEAST_SHARE) if paths else
-             Evidence("parameters not held", len(names), 0),),
+            (Evidence("share of the trainable parameters", share, could_train.LEAST_SHARE)
+             if paths else Evidence("parameters not held", len(names), 0),),
             (Advice("pass these parameters to the optimizer: create it after the model is "
                     "complete, or add a parameter group"),
              Advice("set requires_grad=False, if these parameters should not be trained")),
@@ -77,12 +74,12 @@ told(__name__, "hidden-parameters", "", "act",
        certain=True, explains=(*LEARNING, "no-activation"))  # fmt: skip
 def cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
-    paths, share = share_of(record, "cut_off", record.reports)
+    paths, share = could_train.share_of(record, "cut_off", record.reports)
     if paths:
-        yield Finding("unreached", strength(record),
+        yield Finding("unreached", could_train.strength(record),
             f"No gradient reaches {these(record, paths)}, with {percent(share)} of the trainable "
             "parameters: what the next layer gets from them has no gradient.",
-            (Evidence("share of the trainable parameters", share, LEAST_SHARE),),
+            (Evidence("share of the trainable parameters", share, could_train.LEAST_SHARE),),
             (Advice("look for detach(), .data, .item() or no_grad() behind these layers"),
              Advice("set requires_grad=False, if these parameters should not be trained")),
              layers=paths)  # fmt: skip
@@ -117,7 +114,7 @@ def _several(names: tuple[str, ...]) -> str:
 def rates_zero(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is zero in all measured steps."""
     rates = learning_rates(record).values()
-    if len(rates) >= FEWEST_MEASURED and not any(rates):
+    if len(rates) >= could_train.FEWEST_MEASURED and not any(rates):
         yield Finding("rate-zero", "act", "The learning rate is zero in all measured steps.",
             (Evidence("learning rate", 0.0, 0.0),),
             (Advice("give the optimizer a learning rate above zero"),))  # fmt: skip
@@ -145,7 +142,8 @@ def rounded(record: Record) -> Iterator[Finding]:
     """Find steps that leave most entries with a gradient unchanged in most layers that move."""
     shares = {path: share.value for path, share in by_layer(record, "unchanged_share").items()
               if share.value < 1}  # fmt: skip
-    if several(record) and shares and median(shares.values()) > ROUNDED_AWAY:
+    lost = several(record) and shares and median(shares.values()) > ROUNDED_AWAY
+    if lost and not any(could_train.rate_gone(record)):  # steps without a rate are lost anyway
         layers = worst_first(shares)
         yield Finding("rounded-away", act_if(suffers(record)),
             f"A step leaves {shares[layers[0]]:.0%} of the entries of {layers[0]} that have a "
@@ -160,9 +158,9 @@ def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]
     half = (record.reports[-1].step - record.reports[0].step) / 2 if last else 0
-    if len(last) >= FEWEST_MEASURED and last[0].step - last[-1].step > half:
+    if len(last) >= could_train.FEWEST_MEASURED and last[0].step - last[-1].step > half:
         paths = record.reports[-1].evaluated
-        yield Finding("left-in-eval", strength(record),
+        yield Finding("left-in-eval", could_train.strength(record),
             "The whole model is in eval mode as it trains: dropouts drop nothing, and "
             "normalisations use their running statistics, which no step updates.",
             (Evidence("dropouts and normalisations in eval mode", len(paths), 0),),
