@@ -215,11 +215,9 @@ def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     of_update = _of_update(x, G_G)
     found.put(index, {"descent": of_update.pop("descent")}, x.knows_gamma)
     found.put(index, of_update)
-    parameters = _of_parameters(x)
-    found.put(index, {"parameter_cosine": parameters["parameter_cosine"]}, x.knows_gamma)
-    found.put(index, {"projection_cosine": parameters["projection_cosine"]}, x.knows_applied)
-    both = x.knows_gamma & x.knows_applied
-    found.put(index, {"applied_cosine": parameters["applied_cosine"]}, both)
+    known = (x.knows_gamma, x.knows_applied, x.knows_gamma & x.knows_applied)
+    for (name, cosine), has in zip(_of_parameters(x).items(), known, strict=True):
+        found.put(index, {name: cosine}, has)
     cosines = measures.row_cosines(x.per_row("G_d"), x.per_row("d_d"), x.per_row("G_G"))
     found.put(index, {"row_cosine_mean": measures.row_cosine_mean(cosines, sample, x.tolerance)})
     share = sample.share_of(~np.isnan(cosines))

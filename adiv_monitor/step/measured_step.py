@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _OWN = "The measure '{}' is NaN in {{}}: {}."
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
 _GRADIENT_LOST = (
-    "The optimizer changed .grad during its step, unlike before: parameter_cosine and "
-    "applied_cosine of {} are not known; from the next report on they are."
+    "The optimizer changed .grad during its step, unlike before: parameter_cosine, applied_cosine "
+    "and descent of {} are not known; from the next report on they are."
 )
 _UPDATE_LOST = (
     "The weights changed after the optimizer's step, unlike before: projection_cosine and "
