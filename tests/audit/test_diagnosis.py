@@ -135,6 +135,8 @@ HITS = {
     "unbounded-loss": record(losses=tuple(2 - 1e6 * (i / 39) ** 3 for i in range(STEPS))),
     "hidden-parameters": probed("hidden-parameters", share=0.5),
     "zero-factor": probed("zero-factor"),
+    "outputs-tied": probed("outputs-tied", outputs=3.0),
+    "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3),
     "rate-zero": probed("rate-zero", share=0.5),
     "rounded-away": probed("rounded-away", share=0.8),
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1),
@@ -156,8 +158,6 @@ HITS = {
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log", words={"given": "probabilities"}),
     "targets-misplaced": probed("targets-misplaced", share=0.1),
-    "lowest-elsewhere": probed("lowest-elsewhere", own=0.0, others=-9.0),
-    "targets-stay": probed("targets-stay", WELL, own=0.7, moved=-0.7, share=0.5),
     "label-is-blank": probed("label-is-blank", WELL, share=0.2, blank=0.0),
     "loss-reversed": probed("loss-reversed", words={"outputs": "signed"}, right=0.9, wrong=0.1),
     "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-6.0, drawn=50.0, pushed=50.0),
@@ -216,7 +216,6 @@ MILDER = [
      probed("targets-moved", words={"move": "shifted", "order": "unclear"}, own=0.1, best=0.5)),
     ("labels-unrelated act", probed("labels-unrelated", share=0.9, held=0.0)),
     ("labels-unrelated watch", probed("labels-unrelated", share=0.9, held=0.04)),
-    ("lowest-elsewhere watch", probed("lowest-elsewhere", WELL, own=0.0, others=-9.0)),
     ("zero-factor act", probed("zero-factor", zeros=2.0)),
     ("class-untaught watch",
      probed("class-untaught", WELL, unread=3.0, length=4.0, first=1.0)),
@@ -275,7 +274,8 @@ def test_what_may_be_meant_is_found_too(name: str, of: Record) -> None:
 
 
 NEAR_MISSES = {
-    "targets-stay": probed("targets-stay", own=0.7, moved=-0.3, share=0.5),
+    "outputs-tied": probed("outputs-tied", outputs=1.0),
+    "dropout-on-outputs": probed("dropout-on-outputs", rate=0.0),
     "labels-unrelated of much noise": probed("labels-unrelated", share=0.9, held=0.2),
     "outputs-constant": replace(
         probed("outputs-constant", words={"by": "zeros"}, share=0.0), units=units(dead=64).units

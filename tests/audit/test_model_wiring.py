@@ -65,6 +65,43 @@ def test_a_branch_times_zero_is_named_and_a_learnt_gate_is_not() -> None:
     assert not asked("zero-factor", of(lambda x: x + gate * x.relu()))
 
 
+class Heads(nn.Module):
+    def __init__(self, heads: list[nn.Module]) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(12, 8), nn.ModuleList(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(self.body(x).tanh()) for head in self.heads], 1)
+
+
+def test_heads_that_are_one_object_are_named_and_equal_ones_are_not() -> None:
+    torch.manual_seed(0)
+    one = asked("outputs-tied", setup(model=Heads([nn.Linear(8, 1)] * 3), steps=4))
+    assert [fact.numbers for fact in one] == [{"outputs": 3.0}]
+    heads = [nn.Linear(8, 1) for _ in range(3)]
+    for head in heads:  # alike before training only
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+    assert not asked("outputs-tied", setup(model=Heads(list[nn.Module](heads)), steps=4))
+
+
+def test_heads_of_their_own_tensors_are_compared_too() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = self.other = nn.Linear(12, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.head(x), self.other(x)[:, 0]
+
+    def both(model: nn.Module, batch: Any) -> Tensor:
+        one, other = model(batch[0])
+        return (one[:, 0] - batch[0][:, 0]).square().mean() + (other - batch[1]).square().mean()
+
+    (fact,) = asked("outputs-tied", setup(model=Two(), loss=both, steps=4))
+    assert fact.numbers == {"outputs": 2.0}
+
+
 class LowRank(nn.Module):
     """A layer beside a product of two factors, of which the first begins at a scale."""
 

@@ -50,7 +50,7 @@ IN_OTHER_TESTS = {
     *("target-attached", "decay-fights"),
     "zero-factor",
     *("outputs-in-vain", "weighs-itself", "players-agree", "seed-again"),
-    *("lowest-elsewhere", "targets-stay", "label-is-blank"),
+    *("outputs-tied", "dropout-on-outputs", "label-is-blank"),
 }
 ASKED_OF = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
 

@@ -9,10 +9,12 @@ import torch
 from made_records import record
 from torch import Tensor, nn
 from torch.nn import functional
-from trial_setups import answer, mlp, setup
+from trial_setups import answer, loss, mlp, setup
 
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import train
+from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.faults.loss import STUCK
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -272,6 +274,57 @@ def test_running_statistics_that_are_no_average_are_watched(options: Any, is_nam
 
 
 # Outputs
+
+
+def ends_in(last: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3), last)
+
+
+def by_hand(model: nn.Module, batch: Any) -> Tensor:
+    x, _ = batch
+    return (model(x)[:, 0] - x[:, 0]).square().mean()
+
+
+def negative_log(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return functional.nll_loss(model(x).log_softmax(1), y)
+
+
+@pytest.mark.parametrize("of", [loss, negative_log, by_hand])
+def test_dropout_on_what_is_compared_is_seen(of: Any) -> None:
+    dropped = setup(model=ends_in(nn.Dropout(0.5)), loss=of)
+    (fact,) = asked("dropout-on-outputs", dropped).facts
+    assert fact.place.startswith("dropout in '3'") and fact.numbers["rate"] == 0.5
+    fork = dropped.fork()
+    FIXES["outputs-without-dropout"].apply(fork)
+    plain = setup(model=ends_in(nn.Identity()), loss=of)
+    assert train(fork).losses == train(plain.fork()).losses
+    assert asked("dropout-on-outputs", plain) == Probed()
+    with pytest.raises(DoesNotApply):
+        FIXES["outputs-without-dropout"].apply(plain.fork())
+
+
+class Residual(nn.Module):
+    """A sum with a branch that drops entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(12, 12), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return z + self.drop(z.relu())
+
+
+def test_dropout_on_outputs_is_named_and_other_dropout_is_not() -> None:
+    assert "dropout-on-outputs" in named(setup(model=ends_in(nn.Dropout(0.3))))
+    before = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    restored = setup(
+        model=Residual(), loss=lambda model, batch: functional.mse_loss(model(batch[0]), batch[0])
+    )
+    for of in (setup(model=before), setup(model=ends_in(nn.Dropout(0.0))), restored):
+        assert asked("dropout-on-outputs", of) == Probed()
 
 
 # Loss

@@ -990,6 +990,11 @@ PICTURES: dict[str, Picture] = {
         None,
         lambda: attending(axis=-1),
     ),
+    "dropout-on-outputs": Picture(
+        "dropout of 0.3 behind the last layer",
+        with_model(lambda model: nn.Sequential(*model, nn.Dropout(0.3))),
+        {"dropout rate": of_fact("dropout-on-outputs", "rate")},
+    ),
     "term-without-graph": Picture(
         "the mean square of the weights is added to the loss as a number; the healthy run's has a "
         "graph",

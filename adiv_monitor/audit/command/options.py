@@ -20,9 +20,8 @@ from adiv_monitor.report.plain import HIDDEN, hidden_keys, without_secrets
 Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
 _GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
-         "attention-saturated", "padding-is-word", "loss-own-fall", "one-edit",
-         "term-outweighed", "outputs-tied", "addend-outweighs", "dropout-on-outputs",
-         "input-written")  # fmt: skip
+         "padding-is-word", "loss-own-fall", "one-edit", "term-outweighed", "addend-outweighs",
+         "lowest-elsewhere", "targets-stay", "input-written")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE, ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),

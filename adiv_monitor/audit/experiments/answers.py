@@ -21,8 +21,6 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
     with_tensor,
 )
-from adiv_monitor.audit.experiments.data import spread
-from adiv_monitor.audit.experiments.fits import compared_in
 from adiv_monitor.audit.experiments.loss_inputs import parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
@@ -59,15 +57,13 @@ class Answered:
 
 
 def _preferred(
-    setup: Setup,
-    find: Callable[[Answered, Tensor], Losses | None],
-    shaped: Callable[[Tensor, Tensor], Tensor | None],
+    setup: Setup, find: Callable[[Answered, Tensor], Losses | None]
 ) -> tuple[Tensor, Losses] | None:
     """Return what is found of the first batch's only target, in the shape of the outputs."""
     batch = of_few(setup).batches[0]
     of = Answered(setup.fork(), batch)
     for x in tensors(batch):
-        target = None if of.outputs is None else shaped(of.outputs, x)
+        target = None if of.outputs is None else _as_output(of.outputs, x)
         if target is None or (losses := find(of, target)) is None:
             continue
         if only_target(setup, batch) is x:
@@ -106,7 +102,7 @@ def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
     A loss of logits is not zero where these equal the targets, and a loss of probabilities is
     nowhere lower. One that is zero there and lower beyond has its lowest value elsewhere.
     """
-    if (found := _preferred(setup, _beyond, _as_output)) is None:
+    if (found := _preferred(setup, _beyond)) is None:
         return
     x = Answered(setup.fork_like(trained), setup.batches[0]).outputs
     outside = 0.0 if x is None else float(((x < 0) | (x > 1)).float().mean())
@@ -138,7 +134,7 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     surrogate, as in policy gradients, has the right gradient
     whatever its value is: nothing is found unless the training makes the outputs agree less.
     """
-    found = _preferred(setup, _contrary, _as_output)
+    found = _preferred(setup, _contrary)
     if found is None:
         return
     target, (right, wrong) = found
@@ -162,40 +158,6 @@ def _contrary(of: Answered, target: Tensor) -> Losses | None:
 def _agreement(outputs: Tensor, target: Tensor) -> float:
     """Return by how much the outputs are higher where the target is 1 than where it is 0."""
     return float(outputs[target == 1].mean() - outputs[target == 0].mean())
-
-
-# Targets that are numbers, and for which others have a lower loss
-
-NO_ROUNDING = 0.01  # of the first loss
-
-
-@asks("lowest-elsewhere")
-def lowest_elsewhere(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Replace the outputs by targets that are numbers, and by those of other samples.
-
-    Whatever a loss makes of outputs, such as a sigmoid, an exponential or a correlation: if it
-    draws each output towards its target, exchanged ones do not have a lower loss than those in
-    place (∂²L/∂z∂y ≤ 0; Hardy, Littlewood and Pólya, 1934, on rearrangements).
-    """
-    if (found := _preferred(setup, _exchanged, _numbers)) is not None:
-        own, others = found[1]
-        yield Fact("", {"own": own, "others": others})
-
-
-def _numbers(output: Tensor, x: Tensor) -> Tensor | None:
-    fits = x.is_floating_point() and x.shape[:1] == output.shape[:1] and len(x) > 1
-    return x.reshape(output.shape).to(output) if fits and x.numel() == output.numel() else None
-
-
-def _exchanged(of: Answered, target: Tensor) -> Losses | None:
-    """Return the loss of the targets, and the lowest of those of other samples, if it is far lower.
-
-    A loss that is never below 0 is not: it may also depend on a sample's inputs, as of residuals.
-    """
-    own = of.loss(target)
-    others = min(of.loss(target.roll(by, 0)) for by in range(1, len(target)))
-    margin = max(abs(own), NO_ROUNDING * abs(of.first))
-    return (own, others) if others < own - margin else None
 
 
 # Outputs and targets of different samples
@@ -318,51 +280,11 @@ def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
 
 # A small network's answers
 
-MOST_BATCHES, FEWEST_MOVED = 32, 32  # batches that are looked at; samples whose inputs are changed
-
-
-@asks("targets-stay")
-def targets_stay(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return how targets go with what a small network predicts, for inputs that the loss changes.
-
-    The network learns from half of the samples whose inputs stay as the batch holds them. Return
-    the correlation for the other half, and for samples whose inputs are changed: below 0 for one of
-    the numbers of a target if inputs are mirrored, and targets are not.
-    """
-    fork, seen = still(setup.fork()), list[tuple[Tensor, Tensor, Tensor]]()
-    for batch in spread(setup.batches, MOST_BATCHES):
-        size, given = size_of(batch), next(iter(given_inputs(fork, batch).values()), None)
-        held = [x for x in tensors(batch) if given is not None and x.shape == given.shape]
-        if given is None or len(held) != 1 or not given.is_floating_point():
-            return
-        found = (z.reshape(size, -1) for z in compared_in(fork, batch)[0] if len(z) == size)
-        of_numbers = [z for z in found if z.is_floating_point() and z.shape[1] <= MOST_NUMBERS]
-        moved = (given != held[0]).reshape(size, -1).any(1).cpu()
-        seen += [(_features(given.cpu()), z.double(), moved) for z in of_numbers[:1]]
-    if not seen:
-        return
-    x, targets, is_moved = (torch.cat(parts) for parts in zip(*seen, strict=True))
-    stay, moved = (~is_moved).nonzero()[:, 0], is_moved.nonzero()[:, 0]
-    if min(len(stay), len(moved)) < FEWEST_MOVED:
-        return
-    for y in targets.T:
-        told = x[stay[::2]], y[stay[::2]]
-        own, other = (
-            _correlation(_predicted(*told, x[rows], setup.seed), y[rows])
-            for rows in (stay[1::2], moved)
-        )
-        yield Fact("", {"own": own, "moved": other, "share": len(moved) / len(x)})
-
-
-def _correlation(x: Tensor, y: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([x.double(), y]))[0, 1].nan_to_num())
-
-
 EVERY = 4  # one of so many batches is held out
 BATCHES = 8  # fewest different batches
 SAMPLES = 100  # fewest samples that are held out
 EXPLAINS = 0.3  # of the labels: what a small network must explain
-MOST_SAMPLES, MOST_FEATURES, HIDDEN, MOST_NUMBERS = 2048, 512, 256, 8
+MOST_SAMPLES, MOST_FEATURES, HIDDEN = 2048, 512, 256
 PENALTY = 0.1  # times the number of samples
 LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -474,7 +396,8 @@ def skill(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
     of the correlation.
     """
     if labels.is_floating_point():
-        return _correlation(predicted, labels) ** 2, 4 / len(labels)
+        correlation = torch.corrcoef(torch.stack([predicted.double(), labels]))[0, 1]
+        return float(correlation.square().nan_to_num()), 4 / len(labels)
     most = max(Counter(labels.tolist()).values()) / len(labels)
     right = float((predicted == labels).double().mean())
     error = 2 * math.sqrt(most * (1 - most) / len(labels))

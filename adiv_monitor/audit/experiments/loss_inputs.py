@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import (
     Call,
+    Derived,
     calls_of,
     change_calls,
     given,
@@ -330,6 +331,33 @@ def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact(call.place, {"rate": rate_of(call)}) for call in drops)
 
 
+@asks("dropout-on-outputs")
+def dropout_on_outputs(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return where dropout acts on what the loss compares with targets."""
+    return (Fact(call.place, {"rate": rate_of(call)}) for call in dropped(setup.fork()))
+
+
+def dropped(fork: Fork) -> list[Call]:
+    """Return the calls of dropout whose results the loss compares with targets.
+
+    A function of further computed tensors, such as the sum of a residual connection, ends the
+    chain.
+    """
+    made, found = Derived(), dict[int, Call]()
+
+    def see(call: Call) -> None:
+        for output, _ in compared(call) if call.name in (*CLASSIFIES, *DIFFERENCES) else ():
+            if (source := made.source(output)) is not None:
+                found[source.number] = source
+        if len([x for x in given(call) if x.grad_fn is not None]) == 1:
+            made.follow(call)
+        if call.path is not None and rate_of(call) > 0:
+            made.begin(call)
+
+    see_calls(fork, see)
+    return [*found.values()]
+
+
 # An activation function, or a softmax, on logits
 
 
@@ -355,11 +383,12 @@ def activation(fork: Fork) -> Call | None:
     return found
 
 
-def leave_out(fork: Fork, left: Call) -> None:
-    """Let a call of a pass, known by its number, return its input from now on."""
+def leave_out(fork: Fork, calls: list[Call]) -> None:
+    """Let calls of a pass, known by their numbers, return their inputs from now on."""
+    left = {(call.number, call.name) for call in calls}
 
     def change(call: Call) -> object:
-        is_one = (call.number, call.name) == (left.number, left.name)
+        is_one = (call.number, call.name) in left
         return call.argument(0, "input") if is_one else NotImplemented
 
     change_calls(fork, change)

@@ -1,14 +1,18 @@
-"""What a model is wired from: does it multiply by zero?"""
+"""What a model is wired from: does it multiply by zero; is one module several outputs?"""
 
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import MULTIPLIES, Call
-from adiv_monitor.audit.experiments.questions import looks
-from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.experiments.questions import asks, looks
+from adiv_monitor.audit.training.batches import tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
+
+APART = 1e-3  # difference of two gradients, relative to their size
 
 
 @looks("zero-factor")
@@ -42,3 +46,31 @@ class ZeroFactor:
         zeros = [name for name, p in self._model.named_parameters() if p.grad is not None
                  and not (p.any() or p.grad.to_dense().any() or name.endswith("bias"))]  # fmt: skip
         yield from (Fact(name, {"zeros": len(zeros)}) for name in zeros if len(zeros) > 1)
+
+
+@asks("outputs-tied")
+def outputs_tied(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return outputs that equal each other after training, though the loss moves them apart.
+
+    Outputs are columns of the model's first call.
+    """
+    fork = setup.fork_like(trained)
+    made: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if not made:
+            made.extend(x for x in tensors(output) if x.requires_grad and 0 < x.ndim < 3)
+
+    with fork.model.register_forward_hook(note), torch.enable_grad():
+        loss = fork.first_loss()
+    if not made or any(len(x) != len(made[0]) for x in made):
+        return
+    found = torch.autograd.grad(loss, made, materialize_grads=True)
+    columns, gradients = (torch.cat([x.detach().reshape(len(x), -1) for x in xs], 1)
+                          for xs in (made, found))  # fmt: skip
+    _, groups, counts = torch.unique(columns, dim=1, return_inverse=True, return_counts=True)
+    for group in (counts > 1).nonzero():
+        own, varies = gradients[:, groups == group], columns[:, groups == group].var(0).all()
+        are_apart = float((own - own[:, :1]).norm()) > APART * float(own.norm())
+        if varies and are_apart and own.any(0).all():
+            yield Fact("outputs", {"outputs": float(own.shape[1])})

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from adiv_monitor.audit.experiments.backward import cuts, undo
 from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs, given_inputs
-from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, leave_out
+from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, dropped, leave_out
 from adiv_monitor.audit.experiments.modules import maps_that_run
 from adiv_monitor.audit.experiments.state import COARSE, bare_weights
 from adiv_monitor.audit.training.batches import mapped
@@ -353,10 +353,15 @@ def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CAL
     change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
 
 
-@fix("plain-outputs", rescales=True)
-def _plain_outputs(fork: Fork, layers: Layers, record: Seen) -> None:
-    """Leave out the function that acts on the outputs, in front of the loss."""
-    leave_out(fork, some(activation(fork), "no such function stands in front of the loss"))
+def _taken_for_logits(fork: Fork) -> list[Call]:
+    return [*filter(None, [activation(fork)])]
+
+
+@fix("plain-outputs", rescales=True, find=_taken_for_logits)
+@fix("outputs-without-dropout", find=dropped)
+def _left_out(fork: Fork, layers: Layers, record: Seen, find: Callable[[Fork], list[Call]]) -> None:
+    """Leave out functions that act on the outputs, in front of the loss."""
+    leave_out(fork, some(find(fork), "no such function stands in front of the loss"))
 
 
 @fix("relu-between", rescales=True)

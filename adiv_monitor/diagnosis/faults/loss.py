@@ -184,14 +184,6 @@ told(__name__, "loss-reversed", "The loss rewards wrong outputs",
             "distances or energies"),
      certain=True, explains=(*LEARNING, "vanishing"))  # fmt: skip
 
-told(__name__, "lowest-elsewhere", "The loss is not lowest at its targets", suffers,
-     "The loss is not lowest at its targets: it is {own:.3g} if the outputs equal them, and "
-     "{others:.3g} if they equal those of other samples.",
-     [Number("loss of other samples' targets", "others")],
-     Advice("compare the loss's arguments with its docs: their order, their range and their form, "
-            "such as boxes by corners (xyxy) or by centre and size (cxcywh)"),
-     explains=(*LEARNING, *LONG_STEPS, "unbounded-loss"))  # fmt: skip
-
 told(__name__, "term-without-graph", "A term of the loss without a gradient",
      lambda record: suffers(record) or course.is_unbounded(record),
      "{place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on the "

@@ -17,7 +17,6 @@ TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the f
 # Share of couples in which the pair drawn together is nearer in the inputs than the one pushed
 # apart: labels without a relation to the inputs give 1/2. And its distance in standard errors.
 REVERSED, CERTAINLY = 0.3, 5.0
-CORRELATED = 0.4  # of a small network's predictions with targets
 
 
 told(__name__, "future-leak", "The model sees the tokens that it should predict", "act",
@@ -139,6 +138,14 @@ told(__name__, "targets-out-of-range", "", suffers,
      where=lambda fact: not {"farthest", "sum"} & fact.words.keys())  # fmt: skip
 
 
+told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,
+     "{place} sets {rate:.0%} of the outputs to 0 in each step, before the loss compares them with "
+     "their targets.",
+     [Number("dropout rate of the outputs", "rate", above=0.0)],
+     Advice("remove that dropout", "outputs-without-dropout"),
+     explains=LEARNING, acts_below=0.8)  # fmt: skip
+
+
 # Targets that are further ahead may be meant, as in predictions of several tokens.
 told(__name__, "target-is-input", "Targets that are the wrong tokens",
      lambda record: record.found_by("target-is-input")[0].numbers["places"] <= 1,
@@ -155,16 +162,6 @@ told(__name__, "label-is-blank", "Labels with the number of the blank", "act",
      [Number("share of the labels that are the blank", "share", above=0.0)],
      Advice("number the labels from 1, or give the blank a number of its own (blank=)"),
      certain=True, explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
-
-
-told(__name__, "targets-stay", "Inputs that are mirrored, and targets that are not", "act",
-     "The loss changes the inputs of {share:.0%} of the samples, as by a flip, but not their "
-     "targets. A small network that learns the others predicts these the wrong way round: the "
-     "correlation with the targets is {moved:.2f} in place of {own:.2f}.",
-     [Number("correlation for changed inputs", "moved", below=-CORRELATED),
-      Number("correlation for the others", "own", above=CORRELATED)],
-     Advice("change boxes, points and masks together with their images"),
-     certain=True, explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "pairs-reversed", "Pairs the wrong way round", "act",

@@ -4,6 +4,7 @@ Is anything multiplied by zero, or are the same random numbers drawn again?
 """
 
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, told
+from adiv_monitor.diagnosis.faults.loss import lasts
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice
 from adiv_monitor.diagnosis.record import Record
@@ -12,6 +13,13 @@ from adiv_monitor.diagnosis.record import Record
 def _costs_a_gradient(record: Record) -> bool:
     return suffers(record) or not any(record.gradient_norms)
 
+
+told(__name__, "outputs-tied", "Outputs of one module", lasts,
+     "{outputs:.0f} outputs are equal to the last bit in every sample, before and after training, "
+     "although the loss moves them apart: one module makes all of them.",
+     [Number("equal outputs", "outputs", above=1)],
+     Advice("make a module for each output: [layer] * n repeats one object"),
+     explains=LEARNING)  # fmt: skip
 
 told(__name__, "zero-factor", "A factor of zero in the model", _costs_a_gradient,
      "{all_places} multiplies by 0: what is multiplied has no part in the outputs, and its "
