@@ -34,6 +34,8 @@ def check_training(training: Training) -> None:
     for name in ("attainable", "attention"):
         if not isinstance(value := getattr(of, name), bool):
             raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
+    if of.watch not in ("loss", None):
+        raise ValueError(f"Monitor(watch=…): got {of.watch!r}, expected 'loss' or None")
     _check_realised(of.realised, of.optimizer)
     if of.alignment is not None:
         from adiv_monitor.alignment.probe import Probe

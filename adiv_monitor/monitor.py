@@ -1,6 +1,5 @@
 """When to measure, which layers, and where the reports go: the monitor."""
 
-import atexit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -30,7 +29,6 @@ from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport
-from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.rerun.thread import run_apart
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import StepController
@@ -39,21 +37,14 @@ from adiv_monitor.step.own_measures import OwnMeasure
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.training import Training
+from adiv_monitor.step.unattached import Unattached
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from adiv_monitor.alignment.probe import Probe
 
-_never_attached: WeakSet["Monitor"] = WeakSet()
 _attached: WeakSet["Monitor"] = WeakSet()
-
-
-@atexit.register
-def _check_all() -> None:
-    """Check the monitors that exist at the end of the program, as not all are collected then."""
-    for monitor in list(_never_attached):
-        monitor._check_attached()
 
 
 class Monitor:
@@ -121,6 +112,10 @@ class Monitor:
             convolutions without groups), without gradients, and must not draw random numbers. If it
             raises an exception the value is NaN, and a note says why. Of several ranks the reading
             is the mean, weighted by their sampled rows.
+        watch: "loss": where the loss is known, a spike makes the next two steps measured ones, at most
+            once in an interval, and `StepReport.spikes` says which layers moved most then: a loss
+            that is not finite, or six standard deviations above those before it. With several ranks
+            no further steps are measured. None: nothing is watched.
         alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", with a
             glob pattern over layers; "non_finite"; or functions from a layer's path and reading to
             bool. If a rule holds by more than two standard errors, the report and every sink have
@@ -169,6 +164,7 @@ class Monitor:
         loss: LossOf | None = None,
         alignment: "Probe | None" = None,
         own_measures: Mapping[str, OwnMeasure] | None = None,
+        watch: Literal["loss"] | None = "loss",
         alarms: Rules = (),
         on_alarm: Literal["warn", "stop"] = "warn",
         sinks: Sequence[Sink] = (),
@@ -177,7 +173,7 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         optimizer = stepping(optimizer)
-        asked = max_rows, attainable, attention, realised, loss, alignment, own_measures
+        asked = max_rows, attainable, attention, realised, loss, alignment, own_measures, watch
         training = Training(model, optimizer, layers, layers_per_step, *asked)
         check_training(training)
         check_schedule(every_n_steps, max_overhead, seed)
@@ -198,31 +194,14 @@ class Monitor:
         selection = training.selection()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
-        self._sample = selection.parameters[:1]  # training writes to it
-        self._follow_weights()
+        self._unattached = Unattached(selection.parameters[:1], self._failures)
 
     def _now(self) -> int:
         return self.step
 
-    def _follow_weights(self) -> None:
-        """Record the versions of the weights, for `_check_attached`."""
-        self._versions = [*map(version, self._sample)]  # copies of tensors count from their own
-        _never_attached.add(self)
-
     def __del__(self) -> None:
-        self._check_attached()
-
-    def _check_attached(self) -> None:
-        """Warn once if weights were changed although this monitor was never attached."""
-        if "_versions" not in vars(self) or self._state != "new":
-            return
-        if [*map(version, self._sample)] != self._versions:
-            self._failures.warn(
-                "never attached",
-                "adiv_monitor: weights were changed, but their Monitor was never attached, so it "
-                "has measured nothing: train inside `with Monitor(…) as monitor:`, or call its "
-                "attach() before training and close() afterwards",
-            )
+        if "_unattached" in vars(self):
+            self._unattached.check()
 
     @property
     def reports(self) -> list[StepReport]:
@@ -230,7 +209,7 @@ class Monitor:
 
         On a single rank they include that of the last measured step: see `complete_report`.
         """
-        self._check_attached()
+        self._unattached.check()
         if self._controller.assembly.is_alone:
             self.complete_report()
         return self._outlet.reports
@@ -288,7 +267,8 @@ class Monitor:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._follow_weights()
+        if self._state == "new":
+            self._unattached.follow()
 
     def attach(self) -> None:
         """Start to measure, with the next optimizer step.
@@ -303,7 +283,7 @@ class Monitor:
             )
         self._state = "attached"
         try:
-            _never_attached.discard(self)
+            self._unattached.end()
             self._attach()
         except BaseException:  # nobody is going to close what was never attached
             self._close(patience=0.0)
@@ -335,10 +315,11 @@ class Monitor:
         self._close(patience=None, quietly=quietly)
 
     def _close(self, patience: float | None, *, quietly: bool = False) -> None:
-        self._check_attached()
+        self._unattached.check()
         try:
             if self._state != "closed":
                 self._state = "closed"
+                self._unattached.end()
                 _attached.discard(self)
                 call_all(
                     partial(self._failures.safely, self._controller.end, patience),

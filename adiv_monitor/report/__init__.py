@@ -17,7 +17,7 @@ from adiv_monitor.report.layer import (
     WORST,
     LayerReading,
 )
-from adiv_monitor.report.step_report import Alarm, StepReport, Turn, taken
+from adiv_monitor.report.step_report import Alarm, Spike, StepReport, Turn, taken
 
 __all__ = [
     "ALIGNMENT_MEASURES",
@@ -34,6 +34,7 @@ __all__ = [
     "Extreme",
     "LayerReading",
     "MeasureSummary",
+    "Spike",
     "StepReport",
     "Turn",
     "smallest",

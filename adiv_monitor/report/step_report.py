@@ -76,6 +76,29 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Spike:
+    """A loss far above those before it, or not finite, unlike the one before.
+
+    Attributes:
+        step: the step whose loss it is.
+        loss: this loss.
+        usual: the median of the 16 losses before it.
+        sigmas: how far it lies above that, in standard deviations of the 128 before it, on a
+            logarithmic scale where losses are above zero; infinite if it is not finite.
+        layers: layer → how many times as far as usual it moved, those that moved most first: its
+            update in this report over that in the last one before the spike, `watch="norms"`: of the
+            step before the spike over the median of those before. Weights that were changed
+            otherwise come first.
+    """
+
+    step: int
+    loss: float
+    usual: float
+    sigmas: float
+    layers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Readings of all layers at one step; with `Monitor(layers_per_step=…)`, of those in turn.
 
@@ -156,6 +179,8 @@ class StepReport:
             farther away than ever; the largest over the earlier steps; None: not known.
         dropout: largest rate of the model's dropout modules; 0 without any.
         rescaled: layers of whose parameters the gradients were multiplied by different factors.
+        spikes: the losses of steps between the last report and this one that lie far above those
+            before them.
     """
 
     step: int
@@ -201,6 +226,7 @@ class StepReport:
     weights_returned: float | None = None
     dropout: float = 0.0
     rescaled: tuple[str, ...] = ()
+    spikes: tuple[Spike, ...] = ()
 
     def __repr__(self) -> str:
         said = [f"step {self.step}", _count(len(self.layers), "layer")]

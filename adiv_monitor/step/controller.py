@@ -40,6 +40,7 @@ from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
+from adiv_monitor.step.loss_watch import LossWatch
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
@@ -212,6 +213,7 @@ class StepController:
     now: Callable[[], int]
     report: Callable[[StepReport, bool], None]
     losses: LossLog = field(default_factory=LossLog)
+    _watch: LossWatch = field(default_factory=LossWatch)
     _alignment: "Alignment | None" = None
     _reference: dict[str, Any] | None = None  # of a run that is resumed
     _history: RunHistory = field(default_factory=RunHistory)
@@ -416,6 +418,8 @@ class StepController:
     def step_ends(self) -> None:
         """Measure the update; without an optimizer, the gradient is complete now, and is read."""
         self.losses.step_ends()
+        if self.training.watch is not None and self.assembly.is_alone:
+            self.failures.safely(self._watch_loss)
         armed = self._armed
         if armed is None:
             return
@@ -424,6 +428,11 @@ class StepController:
                 self.failures.safely(self._stepped, armed)
         finally:
             self.disarm()
+
+    def _watch_loss(self) -> None:
+        """Have the next steps measured if a loss spiked; ranks would not measure the same steps."""
+        if self._watch.spikes(self.losses.looked_at(self.now())):
+            self.schedule.ask(self.now())
 
     def _stepped(self, armed: Armed) -> None:
         """Measure the parameters' update; the rest waits until the next step begins."""
@@ -480,6 +489,10 @@ class StepController:
         """Return the report of a step, of one rank or of all."""
         if self.assembly.is_alone and not part.refused:  # ranks would check different layers
             self._history.checks(part.sums)
+        if self.training.watch is not None:
+            for step, loss in () if self.assembly.is_alone else part.report.losses.items():
+                self._watch.sees(step, loss)
+            part.report = replace(part.report, spikes=self._watch.take(part.report.step))
         report = understand(part, self._history)
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))

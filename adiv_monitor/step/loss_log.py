@@ -1,7 +1,9 @@
 """The loss of every step, kept on its device until the next report."""
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from numbers import Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from adiv_monitor.step.transfer import fetch_numbers
 _MOST = 2**14  # number of values between two reports
 _EXPECTED = "a number, or a tensor of real numbers"
 
+_V = TypeVar("_V")
 Value = float | Tensor  # a tensor holds one number, on a device that is not waited for
 
 
@@ -55,6 +58,7 @@ class LossLog:
     def __init__(self) -> None:
         # Each with its step, and whether the training loop said it.
         self._held: deque[tuple[int, bool, Value]] = deque(maxlen=_MOST)
+        self._new: deque[tuple[int, bool, Value]] = deque(maxlen=_MOST)  # those not looked at yet
         self._closed: set[bool] | None = None  # of which kind no more count; None: outside a step
 
     def add(self, step: int, loss: object, *, is_said: bool) -> None:
@@ -69,6 +73,7 @@ class LossLog:
         if self._closed is not None:
             self._closed.add(is_said)
         self._held.append((step, is_said, value))
+        self._new.append((step, is_said, value))
 
     def step_begins(self) -> None:
         """Count only one more value, as the optimizer's step begins: it may evaluate a closure."""
@@ -82,9 +87,20 @@ class LossLog:
         """Remove and return the losses by step, sorted, of the steps up to `last`."""
         held = [entry for entry in self._held if entry[0] <= last]
         self._held = deque([entry for entry in self._held if entry[0] > last], _MOST)
-        found: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         numbers = fetch_numbers([value for _, _, value in held])
-        for (step, is_said, _), number in zip(held, numbers, strict=True):
-            found[step][is_said].append(number)
-        counted = {step: said or seen for step, (seen, said) in sorted(found.items())}
+        counted = _counted((*of[:2], number) for of, number in zip(held, numbers, strict=True))
         return {step: sum(several) / len(several) for step, several in counted.items()}
+
+    def looked_at(self, last: int) -> dict[int, list[Value]]:
+        """Return the losses that count of steps up to `last`, each once; they stay in the log."""
+        new = [self._new.popleft() for _ in range(len(self._new))]
+        self._new.extend(entry for entry in new if entry[0] > last)
+        return _counted(entry for entry in new if entry[0] <= last)
+
+
+def _counted(entries: Iterable[tuple[int, bool, _V]]) -> dict[int, list[_V]]:
+    """Return by step, sorted, the losses that the training loop said, or else those seen."""
+    found: dict[int, tuple[list[_V], list[_V]]] = defaultdict(lambda: ([], []))
+    for step, is_said, value in entries:
+        found[step][is_said].append(value)
+    return {step: said or seen for step, (seen, said) in sorted(found.items())}

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from adiv_monitor.step.run_history import RunHistory
 
 # Where the loss is unknown, a smaller factor on the gradient may be that of an AMP scaler.
 _SMALLEST_CLIP = 1e-3
+# Times the growth of the median layer's weights since the last report.
+_GREW = 1.5
 _ALONE = "Their readings are estimated from rows alone."
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
@@ -101,9 +104,14 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
             notes.append(sentence.format(listed([paths[i] for i in np.flatnonzero(which)])))
     # The sum of gradients that were zeroed one by one, as of single samples, is none of the last.
     zeroed = 0 if "more" in reasons else report.zeroed_passes
+    layers = _readings(sums, measured, broken, part.own)
+    moved = _moved_most(history.before, layers) if report.spikes else {}
+    if not report.spikes:
+        history.before |= layers
     return replace(
         report,
-        layers=_readings(sums, measured, broken, part.own),
+        layers=layers,
+        spikes=tuple(replace(spike, layers=moved) for spike in report.spikes),
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
@@ -111,6 +119,28 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         **norms,
         clipped_share=clipped,
     )
+
+
+def _moved_most(
+    before: Mapping[str, LayerReading], now: Mapping[str, LayerReading]
+) -> dict[str, float]:
+    """Return how many times as far as before each layer moves, those that changed most first.
+
+    Layers whose weights grew far more than those of the others were changed in between: they come
+    first, whatever their updates.
+    """
+
+    def factors(measure: str) -> dict[str, float]:
+        pairs = {p: (getattr(now[p], measure), getattr(before[p], measure)) for p in both}
+        return {p: a / b for p, (a, b) in pairs.items() if a is not None and b and a / b >= 0}
+
+    both = [path for path in now if path in before]
+    updates, weights = factors("update_norm"), factors("weight_norm")
+    usual = _GREW * median(weights.values() or [1.0])
+    grown = {path: factor for path, factor in weights.items() if factor > usual}
+    order = sorted(grown, key=lambda path: -grown[path])
+    order += sorted(updates.keys() - grown, key=lambda path: -updates[path])
+    return {path: max(updates.get(path, 0.0), grown.get(path, 0.0)) for path in order}
 
 
 def _norms(sums: StepSums, report: StepReport, *, updated: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adiv_monitor.maths.sums import StepSums
+from adiv_monitor.report import LayerReading
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.gradient_check import tells
@@ -42,6 +43,7 @@ class RunHistory:
         checked: measured steps since all gradients were checked.
         sound: layers whose gradient was that of their rows when all were last checked, at two
             measured steps in a row.
+        before: the last reading of each layer before a spike of the loss.
         clipped: of the measured steps of which it is known, whether the gradient was clipped.
         name_of_masters: see there; None: not known yet.
         seen: layers that were measured, or found to be unmeasurable.
@@ -60,6 +62,7 @@ class RunHistory:
     telling: str | None = None
     checked: int = 0
     sound: set[str] = field(default_factory=set)
+    before: dict[str, LayerReading] = field(default_factory=dict)
     clipped: list[bool] = field(default_factory=list)
     name_of_masters: str | None = None
     seen: set[str] = field(default_factory=set)

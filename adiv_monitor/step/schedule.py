@@ -55,6 +55,7 @@ class Schedule:
         self._costs: deque[float] = deque(maxlen=9)
         self._times: StepTimes | None = None  # None: no steps are timed
         self._next = 0  # number of the step to measure next
+        self._asked = range(0)  # steps that are measured besides
 
     def begin(self, step: int, parameter: Tensor) -> None:
         """Start the schedule: the coming step is measured.
@@ -84,19 +85,24 @@ class Schedule:
 
     def forward_begins(self) -> None:
         """Record that the forward pass of a measured step begins."""
-        if self._times is not None and not _is_captured():
+        if self._times is not None and not is_captured():
             self._times.forward_begins()
 
     def step_ended(self, coming: int) -> bool:
         """Record the end of a step; return whether the coming step is to be measured."""
         self.turns += self._measures
-        self._measures = self._is_due(coming)
+        self._measures = self._is_due(coming) or coming in self._asked
         return self._measures
+
+    def ask(self, step: int) -> None:
+        """Measure the two steps after this one, too, unless this was asked an interval ago."""
+        if not self._asked or step > self._asked[-1] + self.interval:
+            self._asked = range(step + 1, step + 3)
 
     def _is_due(self, coming: int) -> bool:
         if self._times is None or self._bound is None:
             return coming % self.interval == 0 or coming in self._first
-        since, times = coming - self._last, None if _is_captured() else self._times
+        since, times = coming - self._last, None if is_captured() else self._times
         if times is not None and since <= _READ and self._last > self._begun:
             times.step_ended(measured=since == 1)
             if since == _READ:
@@ -218,7 +224,7 @@ def _between(start: float, end: float) -> float:
     return end - start
 
 
-def _is_captured() -> bool:
+def is_captured() -> bool:
     """Return whether a CUDA graph is captured here, in which events may not be asked anything."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(is_used and torch.cuda.is_current_stream_capturing())

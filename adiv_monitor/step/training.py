@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -37,6 +37,7 @@ class Training:
     loss: LossOf | None
     alignment: "Probe | None"
     own_measures: Mapping[str, OwnMeasure] | None
+    watch: Literal["loss"] | None
     # The selection so far, with the structure of the model.
     _found: tuple[object, Selection] | None = field(default=None, init=False)
     _drops: list[_DropoutNd] = field(default_factory=list, init=False)

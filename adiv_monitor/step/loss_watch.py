@@ -1,0 +1,112 @@
+"""Finds losses far above those before them, as they arrive; a device is not waited for."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.report import Spike
+from adiv_monitor.step.schedule import is_captured
+
+# Losses by which the next one is judged: those that say what is usual now, those that say how far
+# losses lie from it, and how many of these are needed; and the limit in standard deviations.
+_NEAR, _FAR, _LEAST, _SIGMAS = 16, 128, 32, 6.0
+_UNDONE = 0.02  # least share of the fall so far that a spike undoes: else it is of no account
+_COMING = 64  # losses that may be on their way from a device
+
+
+class Coming(NamedTuple):
+    """The loss of a step; `number` returns it, or None while it is on its way from its device."""
+
+    step: int
+    number: Callable[[], float | None]
+
+
+class LossWatch:
+    """Watches for spikes.
+
+    A loss x is a spike if it is not finite, or if log x − m > 6 s: m is the median of the last 16
+    logarithms, s the root mean square of the same difference of the last 128 losses, of at least
+    32. What falls steadily, and losses of which a few are always large, are no spikes: on a
+    logarithmic scale these are few deviations away. Once a loss is not above zero, losses stand in
+    place of their logarithms.
+    """
+
+    def __init__(self) -> None:
+        self._scale: Callable[[float], float] = math.log
+        self._near: deque[float] = deque(maxlen=_NEAR)
+        self._off: deque[float] = deque(maxlen=_FAR)
+        self._highest = -math.inf  # of the medians so far
+        self._was_finite = True
+        self._coming: deque[Coming] = deque(maxlen=_COMING)
+        self._found: list[Spike] = []
+
+    def spikes(self, losses: Mapping[int, Sequence[float | Tensor]]) -> bool:
+        """Judge the losses that have arrived; return whether one of them is a spike.
+
+        Args:
+            losses: those of further steps, of each of which the mean counts: numbers, or tensors of
+                one element.
+        """
+        for step, several in losses.items():
+            if (number := _arriving(several)) is not None:
+                self._coming.append(Coming(step, number))
+        before = len(self._found)
+        while self._coming and (loss := self._coming[0].number()) is not None:
+            self.sees(self._coming.popleft().step, loss)
+        return len(self._found) > before
+
+    def sees(self, step: int, loss: float) -> None:
+        """Judge the loss of a step, the next one after those before."""
+        if not math.isfinite(loss):
+            if self._was_finite:
+                self._found.append(Spike(step, loss, self._usual, math.inf))
+            self._was_finite = False
+            return
+        self._was_finite = True
+        if loss <= 0 and self._scale is math.log:
+            self._scale = float
+            self._near.clear()
+            self._off.clear()
+        if len(self._near) == _NEAR:
+            off = self._scale(loss) - median(self._near)
+            deviation = math.sqrt(fmean(x * x for x in self._off)) if self._off else math.inf
+            usual = self._usual
+            self._highest = max(self._highest, usual)
+            is_far = len(self._off) >= _LEAST and off > _SIGMAS * deviation
+            if is_far and loss - usual > _UNDONE * (self._highest - usual):
+                sigmas = off / deviation if deviation else math.inf
+                self._found.append(Spike(step, loss, usual, sigmas))
+            self._off.append(off)
+        self._near.append(self._scale(loss))
+
+    @property
+    def _usual(self) -> float:
+        middle = median(self._near) if self._near else math.nan
+        return math.exp(middle) if self._scale is math.log else middle
+
+    def take(self, before: int) -> tuple[Spike, ...]:
+        """Remove and return the spikes of steps before this one."""
+        found = tuple(spike for spike in self._found if spike.step < before)
+        self._found = [spike for spike in self._found if spike.step >= before]
+        return found
+
+
+def _arriving(losses: Sequence[float | Tensor]) -> Callable[[], float | None] | None:
+    """Return what says the mean of losses once it is on the host; None: it is not known in time."""
+    tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+    if not tensors:
+        mean = fmean(losses)  # type: ignore[arg-type]
+        return lambda: mean
+    if len(tensors) < len(losses) or not tensors[0].is_cuda or is_captured():
+        return None
+    value = tensors[0] if len(tensors) == 1 else torch.stack(tensors).float().mean()
+    host = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(value.device))
+    return lambda: host.item() if event.query() else None  # type: ignore[no-untyped-call]
