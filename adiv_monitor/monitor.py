@@ -112,10 +112,10 @@ class Monitor:
             convolutions without groups), without gradients, and must not draw random numbers. If it
             raises an exception the value is NaN, and a note says why. Of several ranks the reading
             is the mean, weighted by their sampled rows.
-        watch: "loss": where the loss is known, a spike makes the next two steps measured ones, at most
-            once in an interval, and `StepReport.spikes` says which layers moved most then: a loss
-            that is not finite, or six standard deviations above those before it. With several ranks
-            no further steps are measured. None: nothing is watched.
+        watch: "loss": where the loss is known, a spike makes the next two steps measured ones, at
+            most once in an interval, and `StepReport.spikes` says which layers moved most then: a
+            loss that is not finite, or eight standard deviations above those before it. With
+            several ranks no further steps are measured. None: nothing is watched.
         alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", with a
             glob pattern over layers; "non_finite"; or functions from a layer's path and reading to
             bool. If a rule holds by more than two standard errors, the report and every sink have

@@ -6,7 +6,7 @@ from dataclasses import replace
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report import AttentionReading, StepReport
+from adiv_monitor.report import AttentionReading, Spike, StepReport
 from adiv_monitor.report.wording import NO_GRADIENT
 
 OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
@@ -170,6 +170,7 @@ HITS = {
     "rate-zero": run(learning_rates=(0.0,), losses=STILL),
     "attention-saturated": run(losses=STILL, attention=LOOKS),
     "rounded-away": run(losses=STILL, layers=dict.fromkeys("abc", reading(unchanged_share=0.6))),
+    "loss-spike": run(spikes=(Spike(5, 9.0, 0.5, 20.0, {"b": 40.0}),)),
     "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
     "rate-gone where the loss stands": run(
         losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
@@ -191,6 +192,7 @@ HITS = {
     "batch-too-small": run(losses=STILL, layers=LAYERS | {"c": reading(rows_total=2)}),
 }
 MEANT = {
+    "losses that are not finite": run(spikes=(Spike(5, math.inf, 0.5, math.inf),)),
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),
     "attention of two keys": run(attention={"a": replace(LOOKS["a"], attention_entropy=0.1)}),
     "weights of which few stay": run(layers=dict.fromkeys("abc", reading(unchanged_share=0.4))),

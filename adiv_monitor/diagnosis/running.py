@@ -113,6 +113,8 @@ class Running:
         self.add_losses({step: x for step, x in report.losses.items() if step >= report.step})
         newest = report
         if self.count:
+            if spikes := (*self.last.spikes, *report.spikes)[-8:]:  # of this report and former ones
+                newest = report = replace(report, spikes=spikes)
             before, turn = self._reports.pop(), report.turn
             round_ = before.turn
             if round_ and turn and (turn.of, turn.first) == (round_.of, round_.last + 1):

@@ -85,10 +85,9 @@ class Spike:
         usual: the median of the 16 losses before it.
         sigmas: how far it lies above that, in standard deviations of the 128 before it, on a
             logarithmic scale where losses are above zero; infinite if it is not finite.
-        layers: layer → how many times as far as usual it moved, those that moved most first: its
-            update in this report over that in the last one before the spike, `watch="norms"`: of the
-            step before the spike over the median of those before. Weights that were changed
-            otherwise come first.
+        layers: layer → how many times as far as before it moves, if more than twice, the worst
+            first: its update in this report over that in the last one before the spike. Layers
+            whose weights have grown in between come first, with how much they have.
     """
 
     step: int
@@ -96,6 +95,11 @@ class Spike:
     usual: float
     sigmas: float
     layers: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = f"At step {self.step:,} the loss is {self.loss:.3g}, after {self.usual:.3g}"
+        moved = [f"{layer} {times:.3g}" for layer, times in [*self.layers.items()][:3]]
+        return f"{said}. Times as far as before moves {', '.join(moved)}." if moved else f"{said}."
 
 
 @dataclass(frozen=True)

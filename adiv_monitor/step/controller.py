@@ -419,7 +419,9 @@ class StepController:
         """Measure the update; without an optimizer, the gradient is complete now, and is read."""
         self.losses.step_ends()
         if self.training.watch is not None and self.assembly.is_alone:
-            self.failures.safely(self._watch_loss)
+            new = self.losses.looked_at(self.now())
+            if self.failures.safely(self._watch.spikes, new):
+                self.schedule.ask(self.now())
         armed = self._armed
         if armed is None:
             return
@@ -428,11 +430,6 @@ class StepController:
                 self.failures.safely(self._stepped, armed)
         finally:
             self.disarm()
-
-    def _watch_loss(self) -> None:
-        """Have the next steps measured if a loss spiked; ranks would not measure the same steps."""
-        if self._watch.spikes(self.losses.looked_at(self.now())):
-            self.schedule.ask(self.now())
 
     def _stepped(self, armed: Armed) -> None:
         """Measure the parameters' update; the rest waits until the next step begins."""
@@ -490,8 +487,8 @@ class StepController:
         if self.assembly.is_alone and not part.refused:  # ranks would check different layers
             self._history.checks(part.sums)
         if self.training.watch is not None:
-            for step, loss in () if self.assembly.is_alone else part.report.losses.items():
-                self._watch.sees(step, loss)
+            # Ranks would not measure the same steps, so that nothing was watched before.
+            self._watch.sees_all({} if self.assembly.is_alone else part.report.losses)
             part.report = replace(part.report, spikes=self._watch.take(part.report.step))
         report = understand(part, self._history)
         if self._loss is not None and not report.losses:

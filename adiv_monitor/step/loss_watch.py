@@ -14,7 +14,7 @@ from adiv_monitor.step.schedule import is_captured
 
 # Losses by which the next one is judged: those that say what is usual now, those that say how far
 # losses lie from it, and how many of these are needed; and the limit in standard deviations.
-_NEAR, _FAR, _LEAST, _SIGMAS = 16, 128, 32, 6.0
+_NEAR, _FAR, _LEAST, _SIGMAS = 16, 128, 32, 8.0
 _UNDONE = 0.02  # least share of the fall so far that a spike undoes: else it is of no account
 _COMING = 64  # losses that may be on their way from a device
 
@@ -29,7 +29,7 @@ class Coming(NamedTuple):
 class LossWatch:
     """Watches for spikes.
 
-    A loss x is a spike if it is not finite, or if log x − m > 6 s: m is the median of the last 16
+    A loss x is a spike if it is not finite, or if log x − m > 8 s: m is the median of the last 16
     logarithms, s the root mean square of the same difference of the last 128 losses, of at least
     32. What falls steadily, and losses of which a few are always large, are no spikes: on a
     logarithmic scale these are few deviations away. Once a loss is not above zero, losses stand in
@@ -59,6 +59,11 @@ class LossWatch:
         while self._coming and (loss := self._coming[0].number()) is not None:
             self.sees(self._coming.popleft().step, loss)
         return len(self._found) > before
+
+    def sees_all(self, losses: Mapping[int, float]) -> None:
+        """Judge the losses of further steps."""
+        for step, loss in losses.items():
+            self.sees(step, loss)
 
     def sees(self, step: int, loss: float) -> None:
         """Judge the loss of a step, the next one after those before."""
@@ -100,7 +105,7 @@ def _arriving(losses: Sequence[float | Tensor]) -> Callable[[], float | None] | 
     """Return what says the mean of losses once it is on the host; None: it is not known in time."""
     tensors = [loss for loss in losses if isinstance(loss, Tensor)]
     if not tensors:
-        mean = fmean(losses)  # type: ignore[arg-type]
+        mean = fmean(losses)
         return lambda: mean
     if len(tensors) < len(losses) or not tensors[0].is_cuda or is_captured():
         return None

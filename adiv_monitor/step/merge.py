@@ -87,6 +87,7 @@ def merge_ranks(
     if missing and not refused and not _make_up_the_gradient(sums):
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
+    notes += _first_broken(dict(zip(ranks, several, strict=True)))
     no_attention = {path: why for part in several for path, why in part.no_attention.items()}
     # Their probes together are one.
     attended = dict.fromkeys(p for part in several for p in part.attention if p not in no_attention)
@@ -229,6 +230,23 @@ def _without_parts(sums: StepSums, world: int) -> StepSums:
     pairs = zip(sums.about, lacks.tolist(), strict=True)
     more = (replace(of, undefined=of.undefined + _UNDEFINED * some) for of, some in pairs)
     return replace(sums, about=tuple(more))
+
+
+def _first_broken(parts: Mapping[int, RankContribution]) -> list[str]:
+    """Return a note on the ranks whose loss, or whose rows, were not finite before the others'."""
+    broken: dict[int, list[int]] = {}
+    for rank, part in parts.items():
+        rows = part.sums.rows
+        steps = [step for step, loss in part.report.losses.items() if not math.isfinite(loss)]
+        if not np.isfinite([rows["z_z"].sum(), rows["G_G"].sum()]).all():
+            steps.append(part.report.step)
+        if steps:
+            broken.setdefault(min(steps), []).append(rank)
+    step = min(broken, default=0)
+    if not 0 < len(first := broken.get(step, [])) < len(parts):
+        return []
+    said = ", ".join(map(str, first))
+    return [f"First not finite, at step {step}: the loss or the rows of rank {said} alone."]
 
 
 def _report(

@@ -23,6 +23,7 @@ from adiv_monitor.step.run_history import RunHistory
 _SMALLEST_CLIP = 1e-3
 # Times the growth of the median layer's weights since the last report.
 _GREW = 1.5
+_FASTER = 2.0  # times the last update of the layer
 _ALONE = "Their readings are estimated from rows alone."
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
@@ -124,7 +125,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
 def _moved_most(
     before: Mapping[str, LayerReading], now: Mapping[str, LayerReading]
 ) -> dict[str, float]:
-    """Return how many times as far as before each layer moves, those that changed most first.
+    """Return how many times as far as before layers move, if more than twice, the worst first.
 
     Layers whose weights grew far more than those of the others were changed in between: they come
     first, whatever their updates.
@@ -139,7 +140,8 @@ def _moved_most(
     usual = _GREW * median(weights.values() or [1.0])
     grown = {path: factor for path, factor in weights.items() if factor > usual}
     order = sorted(grown, key=lambda path: -grown[path])
-    order += sorted(updates.keys() - grown, key=lambda path: -updates[path])
+    faster = {path for path, factor in updates.items() if factor > _FASTER}
+    order += sorted(faster - grown.keys(), key=lambda path: -updates[path])
     return {path: max(updates.get(path, 0.0), grown.get(path, 0.0)) for path in order}
 
 

@@ -394,6 +394,22 @@ def losses_of_ranks(rank: int) -> tuple[list[float], list[StepReport]]:
     return collected, list(monitor.reports)
 
 
+@patient()
+def inf_in_one(rank: int) -> list[StepReport]:
+    """Train with an infinite entry in a batch of rank 1, of a step that is not measured."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    with Monitor(net, optimizer, every_n_steps=3, loss=None) as monitor:
+        for step in range(4):
+            batch = x * (math.inf if step == 2 and rank else 1.0)
+            optimizer.zero_grad()
+            loss = net(batch).square().mean()
+            monitor.log_loss(loss)
+            loss.backward()
+            optimizer.step()
+    return list(monitor.reports)
+
+
 Stopped = tuple[str | None, int, int, list[Tensor]]
 
 
@@ -452,6 +468,7 @@ TASKS = (
     tell_of_the_whole_model,
     alarm_that_stops_all,
     losses_of_ranks,
+    inf_in_one,
     optimizer_in_parts,
     averaged_by_hand,
     on_its_probe,
@@ -477,6 +494,15 @@ def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[
     assert reports[0].losses == pytest.approx({0: mean[0]})
     assert reports[1].losses == pytest.approx({1: mean[1], 2: second[2], 3: mean[3]})
     assert [report.learning_rates for report in reports] == [(0.1,), (0.1,)]
+
+
+def test_the_rank_whose_loss_was_not_finite_first_is_named(found: dict[int, list[Found]]) -> None:
+    reports, others = (own["inf_in_one"] for own in found[2])
+    said = "First not finite, at step 2: the loss or the rows of rank 1 alone."
+    assert said in reports[1].notes
+    assert [report.notes for report in reports] == [report.notes for report in others]
+    (spike,) = reports[1].spikes
+    assert (spike.step, math.isnan(spike.loss)) == (2, True)
 
 
 def test_an_alarm_stops_all_ranks_in_the_same_step(found: dict[int, list[Found]]) -> None:

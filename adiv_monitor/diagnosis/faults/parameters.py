@@ -140,8 +140,7 @@ told(__name__, "rounded-away", "Steps lost to rounding", suffers,
 @finds("monitor")
 def rounded(record: Record) -> Iterator[Finding]:
     """Find steps that leave most entries with a gradient unchanged in most layers that move."""
-    shares = {path: share.value for path, share in by_layer(record, "unchanged_share").items()
-              if share.value < 1}  # fmt: skip
+    shares = {p: x.value for p, x in by_layer(record, "unchanged_share").items() if x.value < 1}
     lost = several(record) and shares and median(shares.values()) > ROUNDED_AWAY
     if lost and not any(could_train.rate_gone(record)):  # steps without a rate are lost anyway
         layers = worst_first(shares)

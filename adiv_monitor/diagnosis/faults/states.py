@@ -20,6 +20,7 @@ from adiv_monitor.diagnosis.faults.fault import (
     act_if,
     fault,
     finds,
+    loop_fault,
     of_layers,
     stepped,
     told,
@@ -128,6 +129,19 @@ def became_non_finite(record: Record) -> Iterator[Finding]:
             (Evidence("losses that are not finite", float(count), 0.0, step=step),),
             (Advice("look at the batches of these steps, unless a gradient scaler skips them"),),
             since=step)  # fmt: skip
+
+
+@loop_fault("loss-spike", "The loss jumps up in single steps",
+            shown_by=lambda record: record.losses and stepped(record))  # fmt: skip
+def loss_spike(record: Record) -> Iterator[Finding]:
+    """Find the loss's largest spike, and the layers that moved most with it."""
+    spikes = [s for r in record.reports[-1:] for s in r.spikes if math.isfinite(s.loss)]
+    for worst in sorted(spikes, key=lambda spike: -spike.sigmas)[:1]:
+        yield Finding("loss-spike", act_if(rates.suffers(record)), str(worst),
+            (Evidence("loss", worst.loss, worst.usual, step=worst.step),),
+            (Advice("look at the batches of this step and of the one before, and at the learning "
+                    "rates and weights of these layers; or clip the gradient's norm"),),
+            layers=tuple(worst.layers)[:3], since=worst.step)  # fmt: skip
 
 
 @fault("cannot-overfit", "The model can't overfit one small batch", about="last", certain=True)

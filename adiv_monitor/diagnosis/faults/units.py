@@ -41,7 +41,6 @@ FLAT_AT_BOTH_ENDS = {"tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "
 # and more, queries and keys that are each 20 times too large less than 0.02. A first key with most
 # of the attention is a sink, which trained language models have.
 FEW_KEYS, SINK = 0.05, 0.5
-_LOOKS = ("entropy", "first_share", "logit_max")
 # Share of clipped steps; above half, a lower learning rate is the better fix (Google's deep
 # learning tuning playbook).
 CLIPPED_SHARE = 0.5
@@ -64,9 +63,9 @@ def _attends(record: Record) -> dict[str, list[float]]:
     """Return entropy, share of the first key and largest logit: medians over half of the run."""
     found: dict[str, list[list[float]]] = defaultdict(list)
     for report in record.reports[len(record.reports) // 2 :]:
-        for path, reading in report.attention.items():
-            of = (getattr(reading, f"attention_{x}") for x in _LOOKS)
-            found[path].append([math.nan if x is None else x for x in of])
+        for path, x in report.attention.items():
+            of = x.attention_entropy, x.attention_first_share, x.attention_logit_max
+            found[path].append([math.nan if look is None else look for look in of])
     return {path: [*map(median, zip(*of, strict=True))] for path, of in found.items()}
 
 
@@ -75,17 +74,14 @@ def _attends(record: Record) -> dict[str, list[float]]:
 def attention_saturated(record: Record) -> Iterator[Finding]:
     """Find attention each query of which sees one key, which is not the first."""
     attends = _attends(record)
-    if sharp := {path: -entropy for path, (entropy, first, _) in attends.items()
-                 if entropy < FEW_KEYS and first < SINK}:  # fmt: skip
+    if sharp := {p: -x[0] for p, x in attends.items() if x[0] < FEW_KEYS and x[1] < SINK}:
         path, *_ = layers = worst_first(sharp)
         entropy, _, logit = attends[path]
         yield Finding("attention-saturated", act_if(suffers(record)),
             f"In {path}, each query looks at hardly more than one key: the entropy of its "
             f"attention is {entropy:.2g} of what is possible, its largest logit {logit:.3g}.",
-            (Evidence("attention_entropy", entropy, FEW_KEYS, path),
-             Evidence("attention_logit_max", logit, None, path)),
-            (Advice("normalise queries and keys (QK-norm), or initialise their weights smaller"),
-             Advice("a lower learning rate", "rate*0.3")),
+            (Evidence("attention_entropy", entropy, FEW_KEYS, path),),
+            (Advice("normalise queries and keys (QK-norm)"), Advice("lower the rate", "rate*0.3")),
             "A higher learning rate sharpens it further.", layers=layers)  # fmt: skip
 
 

@@ -59,7 +59,7 @@ GUARDS = {
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
         *("_before_step", "_after_step", "_guarded", "_take_off"),
-        *("_check_attached", "__del__"),  # __del__: whenever garbage is collected
+        "__del__",  # whenever garbage is collected
     },
 }
 

@@ -1,0 +1,172 @@
+"""A loss far above those before it: which losses are one, what is measured then, who is named."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.step import loss_watch
+from adiv_monitor.step.loss_watch import LossWatch
+
+
+def noisy(count: int, *, to: float = 0.1) -> list[float]:
+    """Return losses that fall from 2 to this, with log-normal noise."""
+    noise = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 0.2
+    return [2 * (to / 2) ** (i / count) * math.exp(x) for i, x in enumerate(noise.tolist())]
+
+
+def spikes(losses: list[float]) -> list[int]:
+    watch = LossWatch()
+    for step, loss in enumerate(losses):
+        watch.spikes({step: [loss]})
+    return [spike.step for spike in watch.take(len(losses))]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_spike_is_where_the_definition_says(sign: float) -> None:
+    losses = noisy(300)
+    for step in (150, 200, 250):
+        losses[step] *= 1 + (step - 100) / 10
+    losses = losses if sign > 0 else [loss - 3 for loss in losses]
+    x = torch.tensor(losses, dtype=torch.float64)
+    x = x.log() if sign > 0 else x
+    off = torch.tensor([(x[i] - x[i - 16 : i].quantile(0.5)) for i in range(16, 300)])
+    found = [
+        i + 16
+        for i in range(32, len(off))
+        if off[i] > 8 * off[max(0, i - 128) : i].square().mean().sqrt()
+    ]
+    assert found
+    assert spikes(losses) == found
+
+
+def test_what_is_not_finite_is_a_spike_once() -> None:
+    losses = [2.0, 1.9, math.nan, math.inf, 1.8, *[1.7] * 9, math.inf]
+    assert spikes(losses) == [2, 14]
+
+
+def test_what_undoes_next_to_nothing_is_none() -> None:
+    losses = [*noisy(300, to=1e-5), 2e-3]
+    assert spikes(losses) == []
+    assert spikes([*losses, 0.5]) == [301]
+
+
+def test_a_loss_on_its_way_is_judged_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: set[float] = set()
+
+    def arriving(losses: Any) -> Callable[[], float | None]:
+        return lambda: losses[0] if losses[0] in arrived else None
+
+    monkeypatch.setattr(loss_watch, "_arriving", arriving)
+    watch, losses = LossWatch(), [*noisy(60), 50.0]
+    arrived |= {*losses[:-1]}
+    assert not any(watch.spikes({step: [loss]}) for step, loss in enumerate(losses))
+    arrived.add(50.0)
+    assert watch.spikes({})
+
+
+Plant = Callable[[int, nn.Sequential, torch.optim.Optimizer], None]
+# Those of `AT` are planted; every 50th step is measured anyway.
+AT, EVERY = 70, 50
+
+
+def trained(
+    plant: Plant, make: Any = torch.optim.SGD, *, rate: float = 0.1, **given: Any
+) -> Monitor:
+    """Train a small perceptron of which something is planted; return its monitor."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
+    model = nn.Sequential(*layers)
+    optimizer = make([{"params": [*of.parameters()]} for of in model[::2]], lr=rate)
+    x = torch.randn(512, 20)
+    labels = x[:, :4].argmax(1)
+    monitor = Monitor(model, optimizer, every_n_steps=EVERY, on_error="raise", **given)
+    with monitor:
+        for step in range(120):
+            chosen = torch.randint(512, (64,))
+            y = labels[chosen]
+            monitor.bad = step == AT and plant is bad_batch  # type: ignore[attr-defined]
+            scale = 30.0 if monitor.bad else 1.0  # type: ignore[attr-defined]
+            loss = functional.cross_entropy(model(x[chosen] * scale), (y + (scale > 1)) % 4)
+            monitor.log_loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            plant(step, model, optimizer)
+            optimizer.step()
+    return monitor
+
+
+def bad_batch(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """Planted by `trained`."""
+
+
+def healthy(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """Plant nothing."""
+
+
+def rate_jump(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    jump = 1e3 if isinstance(optimizer, torch.optim.SGD) else 1e4
+    optimizer.param_groups[1]["lr"] *= jump if step == AT else 1
+
+
+def weights_hit(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    if step == AT:
+        weight = model[2].weight
+        assert isinstance(weight, Tensor)
+        weight.data *= -30
+
+
+def stale_moment(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """Keep the gradient of a layer tiny until then: Adam's second moment forgets slowly."""
+    optimizer.param_groups[1]["lr"] = 1.0
+    for parameter in model[2].parameters() if step < AT else ():
+        assert parameter.grad is not None
+        parameter.grad *= 1e-8
+
+
+def test_the_two_steps_after_a_spike_are_measured_and_no_others() -> None:
+    assert [r.step for r in trained(healthy).reports] == [0, 50, 100]
+    assert [r.step for r in trained(bad_batch).reports] == [0, 50, AT + 1, AT + 2, 100]
+    assert [r.step for r in trained(bad_batch, watch=None).reports] == [0, 50, 100]
+
+
+def spiked(monitor: Monitor) -> list[StepReport]:
+    return [report for report in monitor.reports if report.spikes]
+
+
+@pytest.mark.parametrize(
+    ("plant", "make", "rate"),
+    [
+        (rate_jump, torch.optim.SGD, 0.1),
+        (rate_jump, torch.optim.Adam, 1e-3),
+        (weights_hit, torch.optim.SGD, 0.1),
+        (weights_hit, torch.optim.Adam, 1e-3),
+        (stale_moment, torch.optim.Adam, 1e-3),
+    ],
+)
+def test_the_layer_is_named(plant: Plant, make: Any, rate: float) -> None:
+    monitor = trained(plant, make, rate=rate)
+    (report, *_) = spiked(monitor)
+    assert AT < report.spikes[0].step < AT + 4
+    assert next(iter(report.spikes[0].layers)) == "2"
+    (finding,) = (f for f in monitor._outlet.running.findings() if f.name == "loss-spike")
+    assert finding.layers[0] == "2"
+
+
+def test_a_bad_batch_moves_all_layers() -> None:
+    (report, *_) = spiked(trained(bad_batch))
+    assert report.spikes[0].step == AT
+    assert {*report.spikes[0].layers} == {"0", "2", "4"}
+
+
+def test_monitored_runs_are_those_of_plain_ones() -> None:
+    """Also where a spike has had steps measured."""
+    every = [
+        trained(bad_batch, watch=watch)._training.model.state_dict() for watch in ("loss", None)
+    ]
+    assert all(torch.equal(every[0][name], every[1][name]) for name in every[0])
