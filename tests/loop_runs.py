@@ -6,6 +6,7 @@ from dataclasses import replace
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.seen import seen_in, softmax_before
 from adiv_monitor.report import AttentionReading, Spike, StepReport
 from adiv_monitor.report.wording import NO_GRADIENT
 
@@ -40,7 +41,9 @@ def run(
         )
         for i in range(count)
     )
-    return record(facts=OWN, reports=reports, losses=losses, inputs={}, units={}, chance=None)
+    told = {"probed": seen_in(reports), "activated_output": softmax_before(reports)}
+    none = {"inputs": {}, "units": {}, "chance": None}
+    return record(facts=OWN, reports=reports, losses=losses, **none, **told)
 
 
 def without(*steps: str) -> dict[str, object]:
@@ -77,6 +80,7 @@ DIFFERENT = [(float(i),) for i in range(6)]
 FOREIGN = {name: reading(foreign_share=0.97, gradient_cosine=-0.05) for name in "abc"}
 ADDED = {name: reading(foreign_share=0.7) for name in "abc"}
 INVERSE = [(0.95 ** (-7 * i),) for i in range(6)]  # times `WELL`, a constant
+ONE_GROUP = {"groups": {"a": 0, "b": 0, "c": 1}}
 GROUPS = {"learning_rates": (0.1, 0.1, 10.0), "groups": {"a": 0, "b": 1, "c": 2}}
 SPREAD = {"batch": [(float((-1) ** i * 30),) for i in range(9)], "batch_spread": (10.0,)}
 ONE_CLASS, HALF = (0, 0, 64, 0), (32, 32, 0, 0)
@@ -126,7 +130,6 @@ HITS = {
         losses=WELL, loss_gradients=INVERSE, loss_of=WELL[::7], layers=LAYERS
     ),
     "gradient-foreign": run(losses=RISING, layers=FOREIGN),
-    "gradient-again": run(losses=STILL, gradient_again=True),
     "state-lost": run(new_state=True),
     "settings-off": run(settings=[{"momentum": (0.9 + 0.05 * i,)} for i in range(6)]),
     "settings-off by a decay that outweighs all": run(
@@ -134,9 +137,8 @@ HITS = {
     ),
     "group-rates": run(losses=STILL, layers=LAYERS | {"c": reading(update_ratio=2.0)}, **GROUPS),
     "batches-apart": run(9, STILL, every=4, **SPREAD),
-    "targets-own": run(losses=STILL, targets=(20, 20, 24), targets_met=60, loss_of=STILL[:1]),
-    "class-untaught": run(targets=HALF, targets_met=10),
-    "class-untaught but for one": run(targets=ONE_CLASS, targets_met=10),
+    "class-untaught": run(targets=HALF),
+    "class-untaught but for one": run(targets=ONE_CLASS),
     "constant-data": run(losses=STILL, layers=EQUAL),
     "constant-data that are all zero": run(losses=STILL, layers=ALL_ZERO),
     "not-zeroed": run(layers=NOT_ZEROED),
@@ -168,6 +170,14 @@ HITS = {
         loss_gradients=(65536.0,),
     ),
     "rate-zero": run(learning_rates=(0.0,), losses=STILL),
+    "rate-zero of one group": run(**ONE_GROUP, learning_rates=(0.1, 0.0)),
+    "settings-off by a rate below zero": run(
+        losses=RISING, learning_rates=rates(0.1, 0.05, 0.01, -0.01, -0.05, -0.1)
+    ),
+    "broadcast-loss": run(loss_module="MSELoss", loss_shapes=((64, 1), (64,))),
+    "double-softmax": run(loss_module="CrossEntropyLoss", probabilities=True),
+    "seed-again": run(random_states=(1, 2)),
+    "running-statistics": run(norm_passes=[1, 8, 23, 30, 45, 52]),
     "attention-saturated": run(losses=STILL, attention=LOOKS),
     "rounded-away": run(losses=STILL, layers=dict.fromkeys("abc", reading(unchanged_share=0.6))),
     "loss-spike": run(spikes=(Spike(5, 9.0, 0.5, 20.0, {"b": 40.0}),)),
@@ -193,6 +203,19 @@ HITS = {
 }
 MEANT = {
     "losses that are not finite": run(spikes=(Spike(5, math.inf, 0.5, math.inf),)),
+    "outputs of the shape of their targets": run(
+        loss_module="MSELoss", loss_shapes=((64, 1), (64, 1))
+    ),
+    "a loss of one's own": run(loss_shapes=((64, 1), (64,)), probabilities=True),
+    "probabilities now and then": run(
+        loss_module="CrossEntropyLoss", probabilities=[True, False] * 3
+    ),
+    "no random numbers": run(random_states=(1, 1)),
+    "a seed for each epoch": run(random_states=[(1, 2), (3, 4)] * 3),
+    "two passes in each step": run(norm_passes=[2, 16, 30, 44, 58, 72]),
+    "the rest of an epoch": run(norm_passes=[1, 8, 15, 23, 30, 37]),
+    "statistics that are frozen": run(norm_passes=[5] * 6),
+    "a group that begins later": run(**ONE_GROUP, learning_rates=[(0.1, 0.0), *[(0.1, 0.1)] * 5]),
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),
     "attention of two keys": run(attention={"a": replace(LOOKS["a"], attention_entropy=0.1)}),
     "weights of which few stay": run(layers=dict.fromkeys("abc", reading(unchanged_share=0.4))),
@@ -228,11 +251,7 @@ MEANT = {
     "a head with a higher rate": run(layers=LAYERS | {"c": reading(update_ratio=0.2)}, **GROUPS),
     "batches that differ, as the loss falls": run(9, every=4, **SPREAD),
     "batches drawn at random": run(9, STILL, every=4, **(SPREAD | {"batch_spread": (30.0,)})),
-    "a trained model": run(targets=(20, 20, 24), targets_met=60, loss_of=(0.1,)),
-    "untrained outputs of the commonest class": run(
-        targets=(60, 4), targets_met=60, loss_of=(0.69,)
-    ),
-    "a rare class": run(targets=(30, 30, 4, 0, 20), targets_met=10),
+    "a rare class": run(targets=(30, 30, 4, 0, 20)),
     "one layer whose input is constant": run(layers=[LAYERS | EQUAL, LAYERS] * 3),
     "one row with a gradient": run(
         losses=STILL,

@@ -45,7 +45,9 @@ def _sum(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def classes_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return how often each class is a target, then how many targets have the largest output.
+    """Return how often each class is a target, and a flag.
+
+    It is 1 if the outputs are probabilities: none is below 0, and those of each sample sum to 1.
 
     Args:
         given: the arguments of a loss. Of (samples, classes) outputs with a class as the target of
@@ -56,14 +58,15 @@ def classes_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
         return ()
     outputs, targets = given
     is_class = targets.dtype == torch.int64 and targets.shape == outputs.shape[:1]
-    if outputs.ndim != 2 or not is_class or outputs.shape[1] > _MOST_CLASSES:
+    if outputs.ndim != 2 or not is_class or not 0 < outputs.shape[1] <= _MOST_CLASSES:
         return ()
     outputs, targets = outputs[:_MOST_SAMPLES], targets[:_MOST_SAMPLES]
     of_classes = targets[:, None] == torch.arange(outputs.shape[1], device=targets.device)
-    right = (outputs.argmax(1) == targets).sum()
-    return (torch.cat((of_classes.sum(0), right[None])),)
+    off = torch.maximum((outputs.sum(1) - 1).abs().amax(), -outputs.amin())
+    return (torch.cat((of_classes.sum(0), (off < _ROUNDING)[None])),)
 
 
+_ROUNDING = 0.01  # of a sum of probabilities in 16 bits
 _MOST_SAMPLES, _MOST_CLASSES = 4096, 100
 _REALS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _NUMBERS = {*_REALS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

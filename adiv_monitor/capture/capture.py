@@ -68,6 +68,7 @@ class Capture:
         removed: parameters that got a gradient in the backward pass, and have none any more.
         evaluated: see `StepReport.evaluated`.
         next_batch: sums of the batch of the next training step; empty: not known.
+        norm_passes: see `StepReport.norm_passes`; on the device.
         without_gradient: ids of the parameters without a gradient as the hooks were removed.
         frozen: ids of the parameters that did not require one.
     """
@@ -85,6 +86,7 @@ class Capture:
         self.removed: list[nn.Parameter] = []
         self.evaluated: tuple[str, ...] = ()
         self.next_batch: tuple[Tensor, ...] = ()
+        self.norm_passes: list[Tensor] = []
         self.without_gradient: set[int] | None = None
         self.frozen = set[int]()
         self._survey_note: str | None = None

@@ -31,6 +31,7 @@ class LossHook:
     Attributes:
         stays: whether it may stay on between measured steps, since it is on the loss alone.
         unseen: a note for a report in which the loss is missing.
+        of_torch: the class name of a loss module of torch's own; "": it is none.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class LossHook:
         self._note = note
         self._fail = fail
         self._can_be_called = self._of is None or takes(self._of, None)
+        of_torch = type(loss).__module__ == nn.modules.loss.__name__
+        self.of_torch = type(loss).__name__ if of_torch else ""
         name = getattr(loss, "__name__", type(loss).__name__)
         why = f"{name} gave no value with a gradient for the model's output"
         if isinstance(loss, nn.Module):

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.batch import classes_of
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import has_data, on_gradient
+from adiv_monitor.rerun.nested import tensors_in
 
 
 class Zeroed(NamedTuple):
@@ -41,6 +42,7 @@ class Passes:
         accumulated: the graph tasks that accumulated gradients.
         zeroed: the passes whose gradients were zeroed, layer by layer.
         classes: `classes_of` what the first loss was given.
+        shapes: the shapes of the tensors that it was given.
     """
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:
@@ -48,6 +50,7 @@ class Passes:
         self.steps = steps
         self.accumulated: list[int] = []
         self.classes: tuple[Tensor, ...] = ()
+        self.shapes: tuple[tuple[int, ...], ...] = ()
         self._guard = guard or Guard()
         self._hooks: list[RemovableHandle] = []
         self._entered: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
@@ -73,6 +76,7 @@ class Passes:
         with torch._C.DisableTorchFunction():
             self._hooks.append(on_gradient(loss, arrive))
             self.classes = self.classes or classes_of(given)
+            self.shapes = self.shapes or tuple(tuple(x.shape) for x in tensors_in(*given))
 
     def _enters(self, number: int, gradient: Tensor | None) -> None:
         """Copy the gradient at a loss, which the user may have given and may overwrite."""

@@ -19,6 +19,7 @@ SCHEMA = 3  # of `Diagnosis.to_dict`; see docs/report-schema.md
 # Families of states that other faults lead to; of the others, a finding to watch may be the cause.
 # Traits, which healthy runs have, too, may be only if the loss does not fall.
 OF_STEPS = ("rates", "units", "states")
+SETTINGS = ("group-rates",)  # but for these, which the user has chosen
 TRAITS = ("frozen", "input-mean", "input-scale", "row-spread")
 _READ = (2, SCHEMA)  # 2 held one field more, `what_if`
 
@@ -61,7 +62,7 @@ class Diagnosis:
         rest = " Other learning rates were not tried." * (not self.record.rates) + rest
         watched = [f for f in self.findings if f.strength == "watch"]
         stuck = next((f.summary for f in self.findings if f.name == "loss-stuck"), "")
-        may_be = [f for f in watched if fault_of(f).family not in OF_STEPS]
+        may_be = [f for f in watched if fault_of(f).family not in OF_STEPS or f.name in SETTINGS]
         likely = next((f.summary for f in may_be if stuck or f.name not in TRAITS), "")
         if stuck:
             said = f"The likely cause: {likely}" if likely else "The audit did not find the cause."

@@ -145,7 +145,6 @@ class StepReport:
         settings: the optimizer's other settings by name, such as "momentum", "beta1" and
             "weight_decay", one number for each parameter group, as used by the step.
         new_state: whether the optimizer had no state as this step began, though it has one after.
-        gradient_again: whether the next step used the same gradient, no backward pass between them.
         other_optimizers: class names of other optimizers that stepped between this optimizer's last
             step and this one.
         changed_by: class names of those of them that changed parameters of the measured layers.
@@ -177,7 +176,14 @@ class StepReport:
         targets: how often each class is the target of a sample, by the arguments with which the
             step's first loss is called; empty: not known (`Monitor(loss=…)` with a module, outputs
             of shape (samples, classes), at most 100 classes).
-        targets_met: the number of these samples whose output is largest at the target.
+        probabilities: whether the outputs of these samples are probabilities, as from a softmax:
+            none is below 0, and those of each sample sum to 1.
+        loss_module: the class name of the loss, if it is a module of torch's own; else "".
+        loss_shapes: the shapes of the tensors with which the step's first loss is called.
+        norm_passes: how many passes in training mode the running statistics of the first
+            normalisation that counts them had taken in as the optimizer stepped; None: none does.
+        random_states: checksums of torch's random numbers on the device of the parameters, as the
+            step's first forward pass began, and as its optimizer stepped.
         weights_returned: how much of the way that the weights went since an earlier measured step
             was undone as this step began: 1 if they equal those of that step, 0 if they are
             farther away than ever; the largest over the earlier steps; None: not known.
@@ -211,7 +217,6 @@ class StepReport:
     maximize: bool = False
     settings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     new_state: bool = False
-    gradient_again: bool = False
     other_optimizers: tuple[str, ...] = ()
     changed_by: tuple[str, ...] = ()
     trainable: int = 0
@@ -226,7 +231,11 @@ class StepReport:
     batch_spread: tuple[float, ...] = ()
     next_batch: tuple[float, ...] = ()
     targets: tuple[int, ...] = ()
-    targets_met: int = 0
+    probabilities: bool = False
+    loss_module: str = ""
+    loss_shapes: tuple[tuple[int, ...], ...] = ()
+    norm_passes: int | None = None
+    random_states: tuple[int, ...] = ()
     weights_returned: float | None = None
     dropout: float = 0.0
     rescaled: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """States of random number generators: saved, replayed and restored."""
 
 import random
+import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -38,6 +39,11 @@ class Randomness:
         if self._others is not None:
             random.setstate(self._others[0])
             np.random.set_state(self._others[1])
+
+
+def checksum(device: torch.device) -> int:
+    """Return a checksum of the present state of torch's generator of a device."""
+    return zlib.crc32(_state(device).numpy().tobytes())
 
 
 @contextmanager

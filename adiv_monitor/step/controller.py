@@ -35,6 +35,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Trace
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.rerun.eager import forced_eager, in_compiled_code
+from adiv_monitor.rerun.randomness import checksum
 from adiv_monitor.rerun.surroundings import reruns, version
 from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.assembly import Assembly
@@ -78,8 +79,8 @@ class Armed:
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
         dropout: the largest rate of the model's dropout modules.
+        random_states: see `StepReport.random_states`.
         ends_with_state: whether the optimizer holds a state after it.
-        gradient_again: whether the next step used the same gradient.
         attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
         alignment: the alignments that were read after it.
@@ -95,8 +96,8 @@ class Armed:
     hooks: "Sequence[ProbeStep | LossHook]"
     rates: Rates = NO_RATES
     dropout: float = 0.0
+    random_states: tuple[int, ...] = ()
     ends_with_state: bool = False
-    gradient_again: bool = False
     attempts: int = 0
     closure_calls: int | None = None
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
@@ -183,8 +184,8 @@ class Armed:
             maximize=rates.maximize,
             settings=rates.settings,
             new_state=self.ends_with_state and not rates.has_state,
-            gradient_again=self.gradient_again,
             dropout=self.dropout,
+            random_states=self.random_states,
             other_optimizers=tuple(self.others.writes),
             changed_by=tuple(+self.others.writes),
         )
@@ -354,6 +355,12 @@ class StepController:
     def _forward_begins(self) -> None:
         self.failures.safely(self.schedule.forward_begins)
         self._is_compiled = in_compiled_code()
+        if self._armed is not None and not self._armed.random_states:
+            self.failures.safely(self._note_random, self._armed)
+
+    def _note_random(self, armed: Armed) -> None:
+        device = next(iter(armed.selection.parameters)).device
+        armed.random_states = (*armed.random_states[:1], checksum(device))
 
     def disarm(self) -> None:
         """Remove the hooks."""
@@ -378,8 +385,6 @@ class StepController:
         """
         self.losses.step_begins()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self._taken is not None and not callable(closure):
-            self._taken.gradient_again = self._taken.step.whole.gradient_stays()
         self.failures.safely(self.read)
         armed = self._armed
         if armed is None or armed.guard.broken:
@@ -387,6 +392,8 @@ class StepController:
         armed.attempts += 1
         armed.rates = self.failures.safely(learning_rates, optimizer) or NO_RATES
         armed.dropout = self.training.dropout
+        armed.capture.norm_passes = self.failures.safely(self.training.norm_passes) or []
+        self.failures.safely(self._note_random, armed)
         if not callable(closure):
             armed.closure_calls = None
             armed.step.gradient_is_final(optimizer)
@@ -477,7 +484,8 @@ class StepController:
         self.failures.switched_off |= part.misdescribed
         taken.describe(part, self.failures, self.schedule.planned)
         # Last: losses that are taken are in no later report, even if this one fails.
-        part.report = replace(part.report, losses=self.losses.take(taken.number))
+        loss = "" if self._loss is None else self._loss.of_torch
+        part.report = replace(part.report, losses=self.losses.take(taken.number), loss_module=loss)
         for path, reason in part.misdescribed.items():
             self.failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
         self.assembly.add(part)

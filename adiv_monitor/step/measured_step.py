@@ -184,6 +184,7 @@ class MeasuredStep:
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
             "classes": [*capture.passes.classes],
+            "norm_passes": capture.norm_passes,
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
         sums, flags, attention = fetch(found.out, {} if probe is None else probe.attention())
@@ -251,10 +252,12 @@ class MeasuredStep:
         capture = self.capture
         given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
         gradients, zeroed = capture.passes.told(*given)
-        *targets, met = map(int, next(iter(flags["classes"]), [0]))
+        *targets, probable = map(int, next(iter(flags["classes"]), [0]))
         return {
             "targets": tuple(targets),
-            "targets_met": met,
+            "probabilities": bool(probable),
+            "loss_shapes": capture.passes.shapes,
+            "norm_passes": next(map(int, flags["norm_passes"]), None),
             "zeroed_passes": zeroed,
             "loss_gradients": tuple(gradients),
             "evaluated": capture.evaluated,

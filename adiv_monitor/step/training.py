@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
@@ -41,6 +42,7 @@ class Training:
     # The selection so far, with the structure of the model.
     _found: tuple[object, Selection] | None = field(default=None, init=False)
     _drops: list[_DropoutNd] = field(default_factory=list, init=False)
+    _norms: list[_NormBase] = field(default_factory=list, init=False)
 
     def trained(self) -> Sequence[Tensor]:
         """Return the parameters that are trained, or would be if they were not frozen."""
@@ -71,6 +73,7 @@ class Training:
         if self._found is None or now is None or now != self._found[0]:
             self._found = now, select(self.model, held, self.layers)
             self._drops = [m for m in self.model.modules() if isinstance(m, _DropoutNd)]
+            self._norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
         return self._found[1]
 
     @property
@@ -78,9 +81,14 @@ class Training:
         """The largest rate of the model's dropout modules; 0 without any."""
         return max((float(drop.p) for drop in self._drops), default=0.0)
 
+    def norm_passes(self) -> list[Tensor]:
+        """Return the training passes so far of the first norm that counts them; []: none does."""
+        counts = (m.num_batches_tracked for m in self._norms if m.training)
+        return [count.clone() for count in counts if count is not None][:1]
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, whose model has other parameters."""
-        return {**vars(self), "_found": None, "_drops": []}
+        return {**vars(self), "_found": None, "_drops": [], "_norms": []}
 
     def due(self, number: int) -> tuple[Selection, Turn | None]:
         """Return the selection with the parameters that are due in a turn, and the turn.

@@ -38,7 +38,6 @@ class WholeModel:
         self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
         self._cut_off: list[nn.Parameter] = []
         self._comes_late = False
-        self._gradients: list[tuple[weakref.ref[Tensor], int]] = []  # with their versions
         self._unheld: list[nn.Parameter] = []  # those with a gradient
         self._versions: dict[nn.Parameter, int] = {}  # of both
 
@@ -67,17 +66,10 @@ class WholeModel:
     def updated(self, flags: Flags) -> None:
         """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
         flags["stepped"] = [sampled(self._sample)] if self._sample else []
-        self._gradients = [(weakref.ref(p.grad), version(p.grad)) for p in self._sample
-                           if p.grad is not None]  # fmt: skip
 
     def comes_late(self, parameter: Tensor) -> None:
         """Record that a gradient comes after the step, which had none."""
         self._comes_late = True
-
-    def gradient_stays(self) -> bool:
-        """Return whether nothing has written to a gradient since the optimizer's step ended."""
-        held = [(grad(), number) for grad, number in self._gradients]
-        return bool(held) and all(g is not None and version(g) == number for g, number in held)
 
     def facts(self, sums: StepSums, flags: Mapping[str, Sequence[Array]]) -> dict[str, Any]:
         """Return for the report what this step showed, and record it in the run history.

@@ -1,6 +1,7 @@
 """The start of training: gains, identical units, the loss of a constant prediction."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,30 @@ def test_parameters_that_no_layer_holds_have_gains() -> None:
 @pytest.mark.parametrize("behind", [(), (nn.LogSoftmax(1),), (nn.Softmax(1),)])
 def test_knowing_nothing_costs_the_logarithm_of_the_classes(behind: tuple[nn.Module, ...]) -> None:
     assert chance(setup(net(*behind))) == pytest.approx(math.log(5))
+
+
+class Tied(nn.Module):
+    """Scores of words by a product with the words' own vectors, behind a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.words = nn.Linear(300, 300), nn.Parameter(torch.randn(5, 300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.body(x)) @ self.words.T
+
+
+@pytest.mark.parametrize(
+    ("of", "known"),
+    [
+        (functional.cross_entropy, math.log(5)),
+        (lambda z, y: (z.logsumexp(1) - z[torch.arange(len(z)), y]).mean(), None),
+    ],
+)
+def test_a_cross_entropy_of_a_residual_model_has_a_constant_prediction(of: Any, known: Any) -> None:
+    tied = setup(Tied(), lambda model, batch: of(model(batch[0]), batch[1]))
+    assert chance(tied) == (known and pytest.approx(known))
 
 
 class Heads(nn.Module):

@@ -12,6 +12,7 @@ from adiv_monitor.diagnosis.course import course
 from adiv_monitor.diagnosis.diagnose import running_headline
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import Running
 
 CERTAIN = {name.split()[0] for name in HITS}
 
@@ -39,7 +40,8 @@ def test_what_is_done_on_purpose_is_no_fault(name: str) -> None:
 @pytest.mark.parametrize("name", HITS)
 def test_an_audit_asks_by_its_own_probes(name: str) -> None:
     audited = replace(HITS[name], facts=FACTS)
-    of_both = {"rate-too-high", "rate-gone", "group-rates"}
+    of_both = {"rate-too-high", "rate-gone", "group-rates", "rate-zero"}
+    of_both |= {"broadcast-loss", "double-softmax", "seed-again"}
     assert not (CERTAIN - of_both) & found(audited).keys()
 
 
@@ -66,6 +68,37 @@ def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:
     first, *others = diagnose(replace(broken, first_non_finite="the loss", non_finite_since=20))
     assert (first.name, first.strength) == ("rate-too-high", "act")
     assert {f.name: f.strength for f in others}["non-finite"] == "watch"
+
+
+def test_a_rate_below_zero_is_not_gone() -> None:
+    finding, *others = diagnose(HITS["settings-off by a rate below zero"])
+    assert "lr is -0.1; such steps climb the loss. It was 0.1 at first." in finding.summary
+    assert finding.strength == "act" and "rate-gone" not in {f.name for f in others}
+
+
+def test_a_group_without_a_rate_is_named_and_to_be_watched() -> None:
+    finding = found(HITS["rate-zero of one group"])["rate-zero"]
+    assert (finding.strength, finding.layers) == ("watch", ("c",))
+    assert "of layer 'c' is zero" in finding.summary
+    assert (
+        found(replace(HITS["rate-zero of one group"], losses=STILL))["rate-zero"].strength == "act"
+    )
+
+
+def test_what_the_monitor_sees_of_the_loss_is_said_as_in_an_audit() -> None:
+    assert (
+        "MSELoss broadcasts the shapes (64, 1) and (64,)"
+        in found(HITS["broadcast-loss"])["broadcast-loss"].summary
+    )
+    assert found(HITS["double-softmax"])["double-softmax"].strength == "watch"
+    still = replace(HITS["double-softmax"], losses=STILL)
+    assert found(still)["double-softmax"].strength == "act"
+    two = Running()
+    for report in HITS["broadcast-loss"].reports[:2]:
+        two.add(report)
+    assert not two.record().probed, "two steps tell nothing"
+    two.add(HITS["broadcast-loss"].reports[2])
+    assert [*two.record().probed] == ["broadcast-loss"]
 
 
 def test_steps_are_lost_to_rounding_because_the_rate_is_gone() -> None:

@@ -61,7 +61,7 @@ def test_free_outputs_reach_the_least_squares_exactly() -> None:
 def test_the_users_model_and_random_numbers_stay_as_they_are() -> None:
     of, state = setup(), torch.get_rng_state()
     before = [p.clone() for p in of.model.parameters()]
-    for name in ("outputs-in-vain", "weighs-itself", "players-agree", "seed-again"):
+    for name in ("outputs-in-vain", "weighs-itself", "seed-again"):
         answer(name, of, of.fork())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, of.model.parameters(), before))
@@ -137,42 +137,6 @@ def test_factors_beside_the_last_layer_are_no_weights_of_terms() -> None:
 
     model = nn.Sequential(Beside())
     assert not facts("weighs-itself", setup(model=model))
-
-
-class Players(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.made = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 12))
-        self.told = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-
-
-def game(wanted: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
-    def of(model: Any, batch: Any) -> Tensor:
-        fake = model.made(torch.randn_like(batch[0]))
-        real, detached = model.told(batch[0]), model.told(fake.detach())
-        critic = functional.softplus(-real) + functional.softplus(detached)
-        return (critic + wanted(model.told(fake))).mean()
-
-    return of
-
-
-@pytest.mark.parametrize(
-    ("wanted", "hits"),
-    [
-        (functional.softplus, True),
-        (lambda x: functional.softplus(-x), False),
-        (lambda x: -functional.softplus(x), False),
-        (torch.neg, False),
-    ],
-)
-def test_a_generator_that_helps_its_critic(wanted: Any, hits: bool) -> None:
-    (fact,) = facts("players-agree", setup(model=Players(), loss=game(wanted)))
-    assert (fact.numbers["cosine"] > 0.95) is hits
-
-
-def test_two_passes_of_one_input_are_no_players() -> None:
-    assert not facts("players-agree", setup(loss=lambda m, b: loss(m, b) + loss(m, b)))
 
 
 def seeds(model: nn.Module, batch: Any) -> Tensor:

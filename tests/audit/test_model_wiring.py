@@ -102,6 +102,24 @@ def test_heads_of_their_own_tensors_are_compared_too() -> None:
     assert fact.numbers == {"outputs": 2.0}
 
 
+@pytest.mark.parametrize(
+    ("between", "count"),
+    [
+        (lambda h: h + h, 1),
+        (lambda h: torch.add(h, h), 1),
+        (lambda h: 2 * h, 0),
+        (lambda h: h + h.relu(), 0),
+        (lambda h: h + h.clone(), 0),
+    ],
+)
+def test_a_sum_of_one_tensor_is_named(between: Callable[[Tensor], Tensor], count: int) -> None:
+    assert len(asked("added-to-itself", of(between))) == count
+
+
+def test_a_loss_may_add_a_tensor_to_itself() -> None:
+    assert not asked("added-to-itself", setup(loss=lambda m, b: (x := m(b[0]).square().mean()) + x))
+
+
 class LowRank(nn.Module):
     """A layer beside a product of two factors, of which the first begins at a scale."""
 

@@ -7,6 +7,8 @@ import torch
 from audited import batches, cross_entropy, mlp, seen, sgd
 from torch import Tensor, nn
 
+from adiv_monitor.diagnosis.faults.inputs import HIDDEN
+
 
 class Breaks(nn.Module):
     """A layer with non-finite outputs in its third training call; -∞ before, as in masks."""
@@ -83,3 +85,15 @@ def test_gradients() -> None:
 
 def test_a_finite_run_has_none() -> None:
     assert seen(mlp(Masked(), Softmax())).first_non_finite is None
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_rows_are_hidden_as_a_whole_if_they_have_several_entries(columns: int) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logs = (cross_entropy(model, batch) * torch.zeros(3, columns)).log()
+        return (logs * 0).sum()
+
+    record = seen(mlp(), loss=loss)
+    assert record.first_non_finite is not None
+    assert record.first_non_finite.startswith("result of mul (test_non_finite")
+    assert record.first_non_finite.endswith(HIDDEN) is (columns > 1)

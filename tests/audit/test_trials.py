@@ -361,6 +361,28 @@ def test_one_small_batch_is_overfitted_at_the_best_rate() -> None:
     )
 
 
+@pytest.mark.parametrize(("lowest", "proves"), [(0.1, False), (0.2, True)])
+def test_a_loss_that_was_learnt_and_rose_again_is_no_proof(lowest: float, proves: bool) -> None:
+    """A term may run away at this rate, such as weights of terms that have no bound."""
+
+    class Falls(nn.Module):
+        """Its loss falls to a share of the first one, and rises again, whatever is learnt."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.steps = nn.Linear(12, 3), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            factor = lowest if 40 <= self.steps % 100 < 60 else 1.0
+            return factor + 0 * self.inner(x)
+
+    falls = setup(model=Falls(), loss=lambda model, batch: model(batch[0]).mean())
+    trial = overfit(falls, replace(ran(falls), rates={}))
+    assert trial is not None and trial.loss_without == 1
+    assert (trial.loss > 0.5) is proves
+
+
 @pytest.mark.slow
 def test_what_is_not_overfitted_gets_all_samples_and_other_rates() -> None:
     class Blind(nn.Module):

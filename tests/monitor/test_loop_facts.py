@@ -39,8 +39,9 @@ class Net(nn.Module):
 
 
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
-FACTS += ("dropout", "rescaled", "batch_spread", "targets", "targets_met", "settings")
-FACTS += ("new_state", "gradient_again")
+FACTS += ("dropout", "rescaled", "batch_spread", "targets", "settings")
+FACTS += ("new_state", "probabilities", "loss_module", "loss_shapes")
+FACTS += ("norm_passes", "random_states")
 RATES = [0.5, 0.6, 0.9]
 TARGETS = torch.arange(6) % 3
 CHANGED = ("norm", "drop", "alpha", "attention")
@@ -356,12 +357,73 @@ def test_dropout_and_factors_are_those_of_the_step() -> None:
     assert [report.rescaled for report in monitor.reports] == [("last",)] * len(RATES)
 
 
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.Identity(), nn.Sigmoid()])
+def test_what_the_loss_gets(last: nn.Module) -> None:
+    model, criterion = nn.Sequential(*two_layers(), last), nn.CrossEntropyLoss()
+    report, *_ = reports_of(model, lambda o, _: plain(model, criterion, o), 1, loss=criterion)
+    assert report.loss_module == "CrossEntropyLoss"
+    assert report.loss_shapes == ((6, 3), (6,))
+    assert report.probabilities is isinstance(last, nn.Softmax)
+
+
+def test_only_a_loss_of_torchs_own_has_a_name() -> None:
+    class Squeezes(nn.MSELoss):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x.squeeze(1), y)
+
+    model = nn.Sequential(nn.Linear(4, 1))
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        criterion(model(batch(number)), TARGETS.float()).backward()
+        optimizer.step()
+
+    criterion: nn.Module = Squeezes()
+    report, *_ = reports_of(model, step, 1, loss=criterion)
+    assert (report.loss_module, report.loss_shapes) == ("", ((6, 1), (6,)))
+    report, *_ = reports_of(model, step, 1)
+    assert (report.loss_module, report.loss_shapes) == ("", ())
+
+
+@pytest.mark.parametrize(("seeds", "drops", "repeats"), [(1, 1, 1), (0, 1, 0), (1, 0, 1)])
+def test_random_numbers_that_repeat(seeds: int, drops: int, repeats: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5 * drops), nn.Linear(8, 3))
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        if seeds:
+            torch.manual_seed(3)
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    states = [report.random_states for report in reports_of(model, step)]
+    assert len({*states}) == (1 if repeats else 4)
+    assert all(len({*of}) == 1 + drops for of in states)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_passes_that_running_statistics_took_in(norm: bool) -> None:
+    """Two micro-batches in each step, and after two steps a pass in training mode without one."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3) if norm else nn.Identity())
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        for micro in range(2):
+            loss_of(model, micro).backward()
+        optimizer.step()
+        if number == 1:
+            with torch.no_grad():
+                model(batch(9))
+
+    passes = [report.norm_passes for report in reports_of(model, step)]
+    assert passes == ([2, 4, 7, 9] if norm else [None] * 4)
+
+
 def test_the_classes_of_targets_and_the_spread_of_batches() -> None:
     model, criterion = two_layers(), nn.CrossEntropyLoss()
-    x, outputs = batch(0), two_layers()(batch(0))
+    x = batch(0)
     report, *_ = reports_of(model, lambda o, _: plain(model, criterion, o), 1, loss=criterion)
     assert report.targets == (2, 2, 2)
-    assert report.targets_met == (outputs.argmax(1) == TARGETS).sum()
     samples = (x.double() * torch.arange(1, 5).double().sqrt()).sum(1)
     assert report.batch == pytest.approx((samples.sum().item(),), rel=1e-5)
     spread = samples.std(correction=0).item() * len(x) ** 0.5
@@ -386,7 +448,7 @@ def test_what_the_optimizer_is_set_to_and_keeps() -> None:
     assert last["weight_decay"] == (0.1,) and last["eps"] == (1e-8,) and "lr" not in last
 
 
-def test_a_gradient_that_is_used_again_or_is_not_the_batches() -> None:
+def test_a_gradient_that_is_not_the_batches() -> None:
     model, other = two_layers(), two_layers()
     for p in other.parameters():
         p.data += torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
@@ -404,6 +466,5 @@ def test_a_gradient_that_is_used_again_or_is_not_the_batches() -> None:
         optimizer.step()
 
     reports = reports_of(model, step, 6)
-    assert [r.gradient_again for r in reports] == [True, False, True, False, False, False]
     shares = [max((x.foreign_share for x in r.layers.values()), default=0.0) for r in reports]
     assert shares[0] == 0 and shares[4] > 0.5

@@ -19,11 +19,11 @@ from adiv_monitor.report.plain import HIDDEN, hidden_keys, without_secrets
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 # Former names of findings → what is there instead.
-_GONE = ("module-repeated", "joined-with-itself", "self-pairs", "label-smoothing",
-         "padding-is-word", "loss-own-fall", "one-edit", "term-outweighed", "addend-outweighs",
-         "lowest-elsewhere", "targets-stay", "input-written")  # fmt: skip
+_GONE = ("module-repeated joined-with-itself self-pairs label-smoothing one-edit padding-is-word "
+         "loss-own-fall term-outweighed addend-outweighs targets-own lowest-elsewhere targets-stay "
+         "input-written players-agree gradient-again")  # fmt: skip
 _RETIRED = {
-    **dict.fromkeys(_GONE, ""),
+    **dict.fromkeys(_GONE.split(), ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
     **dict.fromkeys(("mask-ignored", "padding-read"), "; 'input-partly-ignored' is"),
     "outputs-normalised": "; 'target-scale' is",

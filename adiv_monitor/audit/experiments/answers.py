@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from adiv_monitor.audit.experiments.calls import calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import (
-    Pass,
     RepeatedLoss,
     given_inputs,
     of_few,
@@ -180,40 +179,22 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     size = size_of(batch)
     if size < FEWEST or any(x.ndim and len(x) != size for x in tensors(batch)):
         raise Untold(f"fewer than {FEWEST} samples, or the tensors of a batch are of unlike length")
-
-    def of(batch: Any) -> Pass:
-        return passed(still(setup.fork()), batch)
-
-    own = of(batch)
+    own = passed(still(setup.fork()), batch)
     of_inputs = of_targets = torch.zeros_like(own.outputs, dtype=torch.bool)
     counts = own.gradients != 0
-    shapes = []
     for number, x in enumerate(tensors(batch)):
-        differs = (x != x[:1]).reshape(len(x), -1).any(1).nonzero() if x.ndim else x
-        if not x.ndim or not len(differs):
-            continue
-        row = int(differs[0])
-        changed = of(with_tensor(batch, number, partial(_put, row=row)))
-        counts = counts | (changed.gradients != 0)
-        moved = changed.outputs != own.outputs
-        if bool(moved.any()):
+        others = [i for i, y in enumerate(x) if not torch.equal(y, x[0])] if x.ndim else []
+        if others:
+            put = itemgetter([others[0], *range(1, size)])
+            other = passed(still(setup.fork()), with_tensor(batch, number, put))
+            counts = counts | (other.gradients != 0)
+            moved = other.outputs != own.outputs
             of_inputs = of_inputs | moved
-        else:
-            of_targets = of_targets | (changed.gradients != own.gradients)
-            shapes.append(str(tuple(x.shape)))
-    its_share = ITS_SHARE * int(counts.sum()) / size
-    of_inputs = of_inputs & counts
-    if max(int(of_targets.sum()), int(of_inputs.sum())) > its_share:
-        raise Untold("inputs or targets of a sample concern the outputs of several")
-    if not (fewer := min(int(of_inputs.sum()), int(of_targets.sum()))):
-        raise Untold("the batch holds no inputs and targets apart")
-    share = float((of_inputs & of_targets).sum()) / fewer
-    return (Fact("", {"share": share}, {"of": own.shape, "to": ", ".join(shapes)}),)
-
-
-def _put(x: Tensor, row: int) -> Tensor:
-    """Return a copy whose first sample is like the one of this number."""
-    return torch.cat([x[row : row + 1], x[1:]])
+            of_targets = of_targets | ((other.gradients != own.gradients) & ~moved.any())
+    fewer, more = sorted((int((of_inputs & counts).sum()), int(of_targets.sum())))
+    if not fewer or more > ITS_SHARE * int(counts.sum()) / size:
+        raise Untold("inputs or targets of a sample concern the outputs of several, or of none")
+    yield Fact("", {"share": float((of_inputs & of_targets).sum()) / fewer})
 
 
 # Pairs

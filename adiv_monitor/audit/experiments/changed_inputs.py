@@ -216,12 +216,10 @@ class Pass(NamedTuple):
     Attributes:
         outputs: the outputs that have a gradient.
         gradients: the gradients.
-        shape: shape of the first output.
     """
 
     outputs: Tensor
     gradients: Tensor
-    shape: str
 
 
 def passed(fork: Fork, batch: Any) -> Pass:
@@ -235,14 +233,11 @@ def passed(fork: Fork, batch: Any) -> Pass:
     with hook, seeded(fork.seed), torch.enable_grad():
         loss = fork.loss(fork.model, copied(batch))
     if not seen or not loss.requires_grad:
-        return Pass(torch.empty(0), torch.empty(0), "")
+        return Pass(torch.empty(0), torch.empty(0))
     found = torch.autograd.grad(loss, seen, allow_unused=True)
     zeros = (torch.zeros_like(x) if g is None else g for x, g in zip(seen, found, strict=True))
-    return Pass(
-        torch.cat([x.detach().flatten() for x in seen]),
-        torch.cat([g.flatten() for g in zeros]),
-        str(tuple(seen[0].shape)),
-    )
+    outputs = torch.cat([x.detach().flatten() for x in seen])
+    return Pass(outputs, torch.cat([g.flatten() for g in zeros]))
 
 
 def with_tensor(batch: Any, number: int, change: Callable[[Tensor], Tensor]) -> Any:

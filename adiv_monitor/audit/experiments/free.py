@@ -4,18 +4,17 @@ They tell the loss from the model: if no outputs lower it, the fault is in the l
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.backward import compared, nodes_of
+from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import calls_of, given
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, of_few, still
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.state import last_maps
-from adiv_monitor.audit.training.batches import copied, tensors
+from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact
 
@@ -28,31 +27,22 @@ class Free:
 
     Attributes:
         outputs: the outputs, which begin as the model's own.
-        has_gradient: whether what the model's part with the layer was called with has a gradient.
         fork: the copy that runs.
     """
 
     def __init__(self, setup: Setup) -> None:
         self.outputs: list[Tensor] = []
-        self.has_gradient: list[bool] = []
-        self._is_computed = False  # a list of layers is no part that is called
         self.fork, self._next, self._batch = still(setup.fork()), 0, of_few(setup).batches[0]
         for path in last_maps(setup.fork())[0]:
-            part = self.fork.model.get_submodule(path.partition(".")[0])
-            part.register_forward_pre_hook(self._called)
             self.fork.model.get_submodule(path).register_forward_hook(self._instead)
         with seeded(setup.seed):
             self._again = RepeatedLoss(self.fork)  # a queue that it fills begins anew each time
         self.first = self.loss()
 
-    def _called(self, module: nn.Module, args: Any) -> None:
-        self._is_computed = any(x.requires_grad for x in tensors(args))
-
     def _instead(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self._next == len(self.outputs):
             own = output.detach().clone(memory_format=torch.contiguous_format)
             self.outputs.append(own.requires_grad_())
-            self.has_gradient.append(self._is_computed)
         self._next += 1
         return self.outputs[self._next - 1]
 
@@ -97,20 +87,6 @@ def in_vain(setup: Setup, trained: Fork) -> Iterable[Fact]:
     lowest = free.lowest(free.outputs)
     share = lowest / min(first, zeros)
     yield Fact("", {"share": share, "first": first, "zeros": zeros, "lowest": lowest})
-
-
-@asks("players-agree")
-def players_agree(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the cosine of a layer's gradients for equal inputs, one of them detached.
-
-    So a critic sees what a generator makes, first to tell it from the data, then to teach it.
-    """
-    free = Free(setup)
-    found = torch.autograd.grad(free.first, free.outputs, allow_unused=True)
-    of = [*zip(free.outputs, free.has_gradient, found, strict=True)]
-    for (x, x_computed, g), (y, y_computed, h) in combinations(of, 2):
-        if g is not None and h is not None and x_computed != y_computed and torch.equal(x, y):
-            yield Fact("", {"cosine": compared([g], [h])[0]})
 
 
 @asks("weighs-itself")

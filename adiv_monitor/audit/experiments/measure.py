@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from adiv_monitor.audit.experiments.backward import nodes_of
-from adiv_monitor.audit.experiments.calls import calls_of, given
+from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, given
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, noting
 from adiv_monitor.audit.experiments.state import last_maps
 from adiv_monitor.audit.training.batches import copied, first, mapped
@@ -25,7 +26,8 @@ def chance(setup: Setup) -> float | None:
 
     It is log(classes) for cross-entropy, and the mean square of the targets for squared errors. The
     last layers are the linear and convolutional ones whose outputs no other one takes. It is
-    unknown if the outputs then differ between samples: a residual model returns its inputs.
+    unknown if the outputs then differ between samples: a residual model returns its inputs. Then a
+    cross-entropy gets zeros.
     """
     plain, fork = setup.fork(), setup.fork()
     own, without = list[Tensor](), list[Tensor]()
@@ -35,14 +37,29 @@ def chance(setup: Setup) -> float | None:
     for path in last:
         fork.model.get_submodule(path).register_forward_hook(lambda m, x, y: torch.zeros_like(y))
     try:
-        with seeded(setup.seed), torch.no_grad():
-            losses = [float(fork.loss(fork.model, copied(x))) for x in setup.batches[:_BATCHES]]
+        losses = _losses(setup, fork)
     except Exception:  # not every loss takes zeros
         return None
     # Outputs that the last layers do not change are no predictions, such as a code beside them.
     made = [y for x, y in zip(own, without, strict=False) if y.ndim and not torch.equal(x, y)]
     is_constant = all(torch.allclose(y, y[:1].expand_as(y), equal_nan=True) for y in made)
-    return fmean(losses) if last and is_constant and all(map(math.isfinite, losses)) else None
+    if not (last and is_constant):
+        levelled, fork = list[str](), setup.fork()
+
+        def level(call: Call) -> Any:
+            if call.name != "cross_entropy" or not call.args:
+                return NotImplemented
+            levelled.append(call.place)
+            return call.function(torch.zeros_like(call.args[0]), *call.args[1:], **call.kwargs)
+
+        change_calls(fork, level)
+        losses = _losses(setup, fork)[: _BATCHES * len(levelled)]
+    return fmean(losses) if losses and all(map(math.isfinite, losses)) else None
+
+
+def _losses(setup: Setup, fork: Fork) -> list[float]:
+    with seeded(setup.seed), torch.no_grad():
+        return [float(fork.loss(fork.model, copied(x))) for x in setup.batches[:_BATCHES]]
 
 
 # The loss along its gradient

@@ -73,25 +73,18 @@ def running(call: Call, fork: Fork) -> Fact | None:
 def left_in_eval(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return normalisations in evaluation mode with mean exactly 0 and variance exactly 1.
 
-    They are those of a pass in training mode, or else those of a model that was given in the other.
+    They are those of a pass in training mode.
     """
     fork = setup.fork()
     with torch.no_grad():
         fork.first_loss()  # a forward pass may call eval()
-    return _unused(fork.model, 0.0) or _unused(setup.model, 1.0)
-
-
-def _unused(model: nn.Module, given: float) -> list[Fact]:
-    return [Fact(path, {"given": given})
-            for path, m in model.named_modules()
+    return [Fact(path) for path, m in fork.model.named_modules()
             if not m.training and isinstance(m, NORMS) and _is_unused(m)]  # fmt: skip
 
 
-def _is_unused(norm: nn.Module) -> bool:
-    mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
-    if mean is None or variance is None:
-        return False
-    return not bool(mean.any()) and bool((variance == 1).all())
+def _is_unused(norm: Any) -> bool:
+    mean, variance = norm.running_mean, norm.running_var
+    return mean is not None and not bool(mean.any()) and bool((variance == 1).all())
 
 
 @asks("dropout-in-eval")

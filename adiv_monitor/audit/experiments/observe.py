@@ -381,7 +381,8 @@ def _in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
 
     def see(call: Call) -> None:
         if any(map(_is_broken, tensors(call.result))):
-            rows = any(bool(x.isneginf().all(-1).any()) for x in given(call) if x.ndim)
+            several = [x for x in given(call) if x.ndim and x.shape[-1] > 1]  # one is log(0), say
+            rows = any(bool(x.isneginf().all(-1).any()) for x in several)
             found.append(f"result of {call.place}{HIDDEN * rows}")
 
     if not found:

@@ -1,4 +1,4 @@
-"""What a model is wired from: does it multiply by zero; is one module several outputs?"""
+"""What a model is wired from: factors of zero, sums of one tensor, outputs of one module."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.calls import MULTIPLIES, Call
-from adiv_monitor.audit.experiments.questions import asks, looks
+from adiv_monitor.audit.experiments.calls import ADDS, MULTIPLIES, Call
+from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
@@ -46,6 +46,14 @@ class ZeroFactor:
         zeros = [name for name, p in self._model.named_parameters() if p.grad is not None
                  and not (p.any() or p.grad.to_dense().any() or name.endswith("bias"))]  # fmt: skip
         yield from (Fact(name, {"zeros": len(zeros)}) for name in zeros if len(zeros) > 1)
+
+
+@of_each_call("added-to-itself")
+def added_to_itself(call: Call, fork: Fork) -> Fact | None:
+    """Find sums in the model whose two operands are one computed tensor."""
+    x, y = call.args[:2] if call.name in ADDS and len(call.args) > 1 else (None, None)
+    is_one = x is y and isinstance(x, Tensor) and x.requires_grad and call.path is not None
+    return Fact(call.place) if is_one else None
 
 
 @asks("outputs-tied")

@@ -43,6 +43,7 @@ _WAYS = (1.0, 3.0, 10.0, 100.0, 1000.0), (1.0, 0.3, 0.1, 0.01)  # followed while
 SAMPLES, ONE_BATCH_STEPS = 16, 100  # of the attempt to overfit
 _FEWEST_OF_ONE_BATCH = 50  # of fewer steps, nothing would follow
 _LEARNT = 0.5  # of the first loss: below it, nothing else is tried
+_LEARNT_ONCE = 0.125  # of the first loss of a small batch: a later rise is none of the model's
 _STANDS = 0.01  # of the first loss: a smaller fall between the last two quarters is none
 
 
@@ -348,7 +349,9 @@ def _of_one_batch(setup: Setup, rate: float) -> Trial:
     found = compared("overfit", losses, losses[:1] * setup.steps, setup.steps)
     fell = float(np.mean(losses[-2 * n : -n])) - found.loss if math.isfinite(found.loss) else 0.0
     falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
-    return replace(found, loss_without=losses[0], rate=rate, falls=falls)
+    lowest = min(filter(math.isfinite, losses), default=math.inf)
+    end = min(found.loss, lowest) if lowest < _LEARNT_ONCE * losses[0] else found.loss
+    return replace(found, loss=end, loss_without=losses[0], rate=rate, falls=falls)
 
 
 # Fixes of findings

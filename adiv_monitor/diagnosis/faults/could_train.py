@@ -326,27 +326,13 @@ def foreign(record: Record) -> Iterator[Finding]:
             against=())  # fmt: skip
 
 
-@loop_fault("gradient-again", "Several optimizer steps with the same gradient", shown_by=several,
-            explains=(*LONG_STEPS, "rate-too-high"))  # fmt: skip
-def again(record: Record) -> Iterator[Finding]:
-    """Find that the step after a measured one has no backward pass of its own."""
-    share = fmean(r.gradient_again for r in record.reports) if several(record) else 0.0
-    if share > 0.5:
-        yield Finding("gradient-again", strength(record),
-            f"After {percent(share)} of the measured steps, the optimizer steps once more with the "
-            "same gradient, without a new backward pass.",
-            (Evidence("share of the measured steps", share, 0.5),),
-            (Advice("call optimizer.step() once after each backward pass"),),
-            "A lower learning rate still repeats each step.")  # fmt: skip
-
-
 @fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
        shown_by=reported("learning_rates"))  # fmt: skip
 def rate_gone(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is gone long before the end, sooner if the loss does not fall."""
     rates = read.learning_rates(record)
-    if len(rates) < FEWEST_MEASURED or not any(rates.values()):
-        return  # a rate of zero is another finding
+    if len(rates) < FEWEST_MEASURED or not any(rates.values()) or min(rates.values()) < 0:
+        return  # a rate of zero, or below, is another finding
     peak, (first, *_, last) = max(rates.values()), rates
     limit = HARDLY if goes_badly(record) else GONE
     low = [step for step, rate in rates.items() if rate < limit * peak]

@@ -52,8 +52,6 @@ NEARLY = 0.95  # of the rows
 # Variance of the sums of 90 % of the batches, over that of batches that are drawn at random: 0.2 to
 # 1.5 for shuffled data; and the fewest steps that show it.
 APART, FEWEST_APART = 3.0, 8
-# Share of the targets that untrained outputs meet, and by how much more than the commonest class.
-OWN, MORE = 0.8, 0.1
 EQUAL = 1e-5  # what is left of the rows' spread in single precision
 # What does not differ → words for it, of the fact's numbers and words.
 _CONSTANT = {
@@ -288,22 +286,6 @@ def targets_change(record: Record) -> Iterator[Finding]:
             (Evidence("measured steps with other targets", len(changed), 0.0),),
             (Advice("look for code that changes or permutes labels in place, or shuffles inputs "
                     "and targets apart"),), since=changed[0])  # fmt: skip
-
-
-@loop_fault("targets-own", "Targets that are the model's own outputs", shown_by=reported("targets"))
-def own(record: Record) -> Iterator[Finding]:
-    """Find targets that an untrained model meets, though its loss is that of guesses."""
-    first = next((r for r in record.reports[:1] if r.step == 0 and any(r.targets)), None)
-    if first is None or (first.loss or 0.0) < math.log(len(first.targets)) / 2:
-        return
-    share, usual = (n / sum(first.targets) for n in (first.targets_met, max(first.targets)))
-    if share > max(OWN, usual + MORE):
-        yield Finding("targets-own", "act",
-            f"At step 0, {percent(share)} of the targets are the class with the largest output, "
-            f"though the loss is {first.loss:.3g}: they seem to be the model's own predictions.",
-            (Evidence("share of the targets that are met", share, OWN, step=0),),
-            (Advice("compare with the labels of the data: pseudo-labels are for samples without"),)
-            )  # fmt: skip
 
 
 @fault("state-carried", "Outputs that depend on the batch before")

@@ -7,7 +7,7 @@ batch: outputs that are the same for all samples, or become so; last the gradien
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import fell, is_long_enough
@@ -21,6 +21,7 @@ from adiv_monitor.diagnosis.faults.fault import (
     act_if,
     fault,
     finds,
+    reported,
     told,
 )
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD
@@ -38,6 +39,7 @@ INPUT_MATTERS = 1e-4
 ALIKE_ROWS = 1e-3  # scale_cv below which all rows count as equal
 # Share of the outputs' first variation that is left of it: the outputs are nearly the same.
 COLLAPSED = 0.2
+BESIDE = 0.05  # of the passes; a few are the rest of an epoch, or steps that a scaler skipped
 # First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
 FIRST_LOSS = 3.0
 FAR = 3.0  # times a limit is far beyond it
@@ -331,4 +333,23 @@ told(__name__, "running-statistics", "Running statistics that are no average", "
      "the last batch in the statistics of evaluation mode.",
      [Number("momentum", "momentum")],
      Advice("use a momentum of about 0.1: it is the share of the new batch"),
-     of_modules=True)  # fmt: skip
+     of_modules=True, shown_by=reported("norm_passes"))  # fmt: skip
+
+
+@finds("monitor")
+def passes_without_a_step(record: Record) -> Iterator[Finding]:
+    """Find passes in training mode, as of a validation, beside those of the steps.
+
+    Each step has as many as there are at least between two measured ones: micro-batches, views.
+    """
+    seen = [(r.step, r.norm_passes) for r in record.reports if r.norm_passes is not None]
+    between = [(t - s, n - m) for (s, m), (t, n) in pairwise(seen)]
+    each = min((passes // steps for steps, passes in between), default=0)
+    all_, without = (sum(n - each * k * s for s, n in between) for k in (0, 1))
+    if each > 0 and without > BESIDE * all_:
+        yield Finding("running-statistics", "watch",
+            f"Of {all_:,} passes in training mode, which running statistics took in, {without:,} "
+            "belong to no step, as where a validation runs in training mode.",
+            (Evidence("share of passes without a step", without / all_, BESIDE),),
+            (Advice("call model.eval() before each validation, and model.train() after it"),)
+            )  # fmt: skip

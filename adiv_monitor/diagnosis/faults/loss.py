@@ -219,13 +219,6 @@ told(__name__, "weighs-itself", "A loss that lowers itself", suffers,
      explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
 
 
-told(__name__, "players-agree", "A generator that helps its critic", "act",
-     "The loss sends the same gradient (cosine {cosine:.3g}) through the critic's outputs for "
-     "generated samples, detached or not: the generator learns what makes them look false.",
-     [Number("cosine of the two gradients", "cosine", above=-AGAINST)],
-     Advice("give the generator's term the labels of real samples, or the opposite sign"),
-     certain=True, explains=LEARNING)  # fmt: skip
-
 told(__name__, "outputs-in-vain", "A loss that no outputs lower", suffers,
      "Whatever the last layers return, the loss of a few samples does not fall below {lowest:.3g} "
      "({first:.3g} at first, {zeros:.3g} if all outputs are 0): the fault is in the loss, its "

@@ -61,9 +61,10 @@ def settings_off(record: Record) -> Iterator[Finding]:
     times = first_pull(record)  # where it is no share of the weights that Adam's step takes
     if times > DECAY_ACT and goes_badly(record):
         limits["weight_decay"] = _setting(record, "weight_decay") / times
-    limits |= {"eps": LARGE_EPSILON} if read.scale_free(record) else {}
+    limits |= {"lr": math.inf, **({"eps": LARGE_EPSILON} if read.scale_free(record) else {})}
+    settings = [{**report.settings, "lr": report.learning_rates} for report in record.reports]
     for name, limit in limits.items() if several(record) else ():
-        first, *_, last = (report.settings.get(name, ()) for report in record.reports)
+        first, *_, last = (of.get(name, ()) for of in settings)
         off = next((i for i, x in enumerate(last) if not 0 <= x < limit), None)
         if off is not None:
             changed = last[off] not in first
@@ -74,11 +75,25 @@ def settings_off(record: Record) -> Iterator[Finding]:
             yield Finding("settings-off",
                 strength(record) if never or goes_badly(record) else "note",
                 f"In param_groups[{off}], {name} is {last[off]:.3g}"
-                + pull * (name == "weight_decay") + f"; usual is 0 to {limit:.3g}."
+                + pull * (name == "weight_decay")
+                + ("; such steps climb the loss." if name == "lr" else
+                   f"; usual is 0 to {limit:.3g}.")
                 + f" It was {max(first, default=0.0):.3g} at first." * changed,
                 (Evidence(name, last[off], limit, step=record.reports[-1].step),),
                 (Advice(f"look for the code that changes {name}" if changed
                         else f"give the optimizer a usual {name}"),))  # fmt: skip
+
+
+@finds("audit")
+def large_epsilon(record: Record) -> Iterator[Finding]:
+    """Find an epsilon beside which gradients are small, so that Adam's steps shrink with them."""
+    eps = _setting(record, "eps")
+    if read.scale_free(record) and eps > LARGE_EPSILON:
+        yield Finding("settings-off", act_if(suffers(record)),
+            f"The optimizer's eps is {eps:g}: gradients are small beside it, so that steps are as "
+            "short as those of plain gradient descent at this rate.",
+            (Evidence("eps", eps, LARGE_EPSILON),),
+            (Advice("give the optimizer its usual eps, such as 1e-8"),))  # fmt: skip
 
 
 @loop_fault("state-lost", "The optimizer's state is lost between steps", shown_by=stepped,

@@ -26,7 +26,7 @@ from adiv_monitor.diagnosis.faults.fault import (
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import by_layer, learning_rates, these, worst_first
+from adiv_monitor.diagnosis.readings import by_layer, these, worst_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed, percent
 
@@ -112,12 +112,17 @@ def _several(names: tuple[str, ...]) -> str:
 
 @loop_fault("rate-zero", "A learning rate of zero", certain=True, explains=LEARNING)
 def rates_zero(record: Record) -> Iterator[Finding]:
-    """Find a learning rate that is zero in all measured steps."""
-    rates = learning_rates(record).values()
-    if len(rates) >= could_train.FEWEST_MEASURED and not any(rates):
-        yield Finding("rate-zero", "act", "The learning rate is zero in all measured steps.",
+    """Find a learning rate, of all parameter groups or of some, that is zero in all steps."""
+    reports = record.reports
+    largest = [*map(max, zip(*(r.learning_rates for r in reports), strict=False))]
+    groups = reports[-1].groups.items() if reports and any(largest) else ()
+    still = [path for path, group in groups if not largest[group]]
+    if several(record) and largest and (still or not any(largest)):
+        of = f" of {these(record, still)}" if still else ""
+        yield Finding("rate-zero", could_train.strength(record) if still else "act",
+            f"The learning rate{of} is zero in all measured steps.",
             (Evidence("learning rate", 0.0, 0.0),),
-            (Advice("give the optimizer a learning rate above zero"),))  # fmt: skip
+            (Advice("give the optimizer a rate above zero"),), layers=tuple(still))  # fmt: skip
 
 
 told(__name__, "rate-zero", "", "act",
@@ -173,10 +178,4 @@ told(__name__, "left-in-eval", "", suffers,
      [Number("normalisations in eval mode")],
      Advice("call train() on these modules before training, and look for eval() in a train() of "
             "the model's own"),
-     where=lambda fact: not fact.numbers["given"], of_modules=True)  # fmt: skip
-told(__name__, "left-in-eval", "", "watch",
-     "The model is in eval mode, with normalisations whose running mean and variance are still 0 "
-     "and 1. The audit trained it in training mode.",
-     [Number("normalisations in eval mode")],
-     Advice("call model.train() at the beginning of the training loop"),
-     where=lambda fact: fact.numbers["given"])  # fmt: skip
+     of_modules=True)  # fmt: skip

@@ -6,14 +6,14 @@ as it expects; and can the outputs, as they are, take the targets' values?
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, told
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, reported, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
-OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
+OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 # Share of couples in which the pair drawn together is nearer in the inputs than the one pushed
 # apart: labels without a relation to the inputs give 1/2. And its distance in standard errors.
 REVERSED, CERTAINLY = 0.3, 5.0
@@ -27,8 +27,7 @@ told(__name__, "future-leak", "The model sees the tokens that it should predict"
      certain=True, explains=LEARNING)  # fmt: skip
 
 told(__name__, "targets-misplaced", "Outputs and targets are of different samples", "act",
-     "The outputs of a sample are compared with the targets of other samples (outputs of shape "
-     "{of}, targets of {to}).",
+     "The outputs of a sample are compared with the targets of other samples.",
      [Number("share of the outputs that the targets concern", "share", below=TOGETHER)],
      Advice("transpose one of them before both are compared"),
      certain=True, explains=LEARNING)  # fmt: skip
@@ -38,7 +37,7 @@ told(__name__, "broadcast-loss", "Each output is compared with all targets", "ac
      "of all samples.",
      [Number("entries of the result, over those before", "times", above=1.0)],
      Advice("give outputs and targets the same shape"),
-     certain=True, explains=LEARNING)  # fmt: skip
+     certain=True, explains=LEARNING, about="loop", shown_by=reported("loss_module"))  # fmt: skip
 
 
 _NO_LOG = [Number("losses that get no log-probabilities")]
@@ -88,12 +87,13 @@ told(__name__, "softmax-over-samples", "", "act",
      where=lambda fact: "places" in fact.words)  # fmt: skip
 
 
-@fault("double-softmax", "Softmax is applied twice", explains=LEARNING)
+@fault("double-softmax", "Softmax is applied twice", explains=LEARNING, about="loop",
+       shown_by=reported("loss_module"))  # fmt: skip
 def double_softmax(record: Record) -> Iterator[Finding]:
     """Find probabilities whose softmax the loss takes again, so that it can't come near zero."""
     output = record.activated_output
     if output is not None and output.function == "softmax":
-        yield Finding("double-softmax", "act",
+        yield Finding("double-softmax", act_if(record.is_audited or suffers(record)),
             "The loss applies a second softmax to probabilities: they differ by at most 1 between "
             "classes, so the loss can't come near zero.",
             (Evidence("number of softmaxes before that of the loss", 1.0),),

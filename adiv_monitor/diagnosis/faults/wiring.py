@@ -3,7 +3,7 @@
 Is anything multiplied by zero, or are the same random numbers drawn again?
 """
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, told
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, reported, told
 from adiv_monitor.diagnosis.faults.loss import lasts
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice
@@ -13,6 +13,11 @@ from adiv_monitor.diagnosis.record import Record
 def _costs_a_gradient(record: Record) -> bool:
     return suffers(record) or not any(record.gradient_norms)
 
+
+told(__name__, "added-to-itself", "A sum of one tensor", suffers,
+     "{all_places} adds a tensor to itself, which only doubles it.", [Number("such sums")],
+     Advice("look which tensor was meant: a skip connection adds the input of its block"),
+     explains=LEARNING)  # fmt: skip
 
 told(__name__, "outputs-tied", "Outputs of one module", lasts,
      "{outputs:.0f} outputs are equal to the last bit in every sample, before and after training, "
@@ -35,8 +40,9 @@ told(__name__, "zero-factor", "", _costs_a_gradient,
 
 
 told(__name__, "seed-again", "Random numbers that repeat in each step", suffers,
-     "The loss ends with the same state of torch's random numbers whatever it was before: a seed "
-     "is set in each step, so that dropout, noise and samples are the same ones in all of them.",
+     "Steps end with the same state of torch's random numbers whatever it was before: a seed is "
+     "set in each of them, so that dropout, noise and samples are always the same ones.",
      [Number("places that set the seed")],
      Advice("set the seed once, before the training; for fixed numbers, use a torch.Generator of "
-            "their own"), certain=True)  # fmt: skip
+            "their own"),
+     certain=True, about="loop", shown_by=reported("random_states"))  # fmt: skip

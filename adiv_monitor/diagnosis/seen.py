@@ -1,0 +1,37 @@
+"""What a monitor's reports tell of questions that an audit asks copies of the model."""
+
+from collections.abc import Iterator, Sequence
+
+from adiv_monitor.diagnosis.record import ActivatedOutput, Fact, Probed
+from adiv_monitor.report import StepReport
+
+FEWEST = 3  # reports, in all of which it must be so
+ENTRYWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+
+
+def seen_in(reports: Sequence[StepReport]) -> dict[str, Probed]:
+    """Return the facts by question; fewer than three reports tell nothing."""
+    found = {"broadcast-loss": _broadcast(reports), "seed-again": _seeded(reports)}
+    enough = len(reports) >= FEWEST
+    return {name: Probed(facts) for name, of in found.items() if enough and (facts := tuple(of))}
+
+
+def softmax_before(reports: Sequence[StepReport]) -> ActivatedOutput | None:
+    """Return a softmax whose results a cross-entropy gets in all steps; None: none is known."""
+    takes = all(r.loss_module == "CrossEntropyLoss" and r.probabilities for r in reports)
+    return ActivatedOutput("softmax", None) if takes and len(reports) >= FEWEST else None
+
+
+def _broadcast(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield the shapes (N, 1) and (N), which torch's losses broadcast to (N, N)."""
+    *_, last = (StepReport(0, {}, {}, 0.0), *reports)
+    short, long = sorted(last.loss_shapes, key=len) if len(last.loss_shapes) == 2 else ((), ())
+    if last.loss_module in ENTRYWISE and long == (*short, 1) and short and short[0] > 1:
+        yield Fact(last.loss_module, {"times": short[0]}, {"of": str(long), "and": str(short)})
+
+
+def _seeded(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield that steps which draw random numbers begin and end with the same state of them."""
+    states = {r.random_states for r in reports}
+    if len(states) == 1 and len({*states.pop()}) == 2:
+        yield Fact("")
