@@ -66,7 +66,6 @@ HEAD = {"c": LAYERS["c"]}
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 TURNED = {name: reading(gradient_cosine=-0.3, update_cosine=-0.3, descent=-0.1) for name in "abc"}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
-FEW_ROWS = LAYERS | {"c": reading(rows_total=1)}
 EQUAL = {"a": reading(common_share=1.0, scale_cv=0.0), "b": reading()}
 ALL_ZERO = {"a": reading(common_share=math.nan, scale_cv=0.0, scale_mean=1.0), "b": reading()}
 IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
@@ -199,7 +198,6 @@ HITS = {
     "frozen": run(layers=HEAD, trainable=300, frozen={"a": 300, "b": 400}),
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
     "gradient-reversed by the negative of the loss": run(losses=RISING, loss_gradients=(-1.0,)),
-    "batch-too-small": run(losses=STILL, layers=LAYERS | {"c": reading(rows_total=2)}),
 }
 MEANT = {
     "losses that are not finite": run(spikes=(Spike(5, math.inf, 0.5, math.inf),)),
@@ -257,7 +255,6 @@ MEANT = {
         losses=STILL,
         layers={"a": reading(common_share=1.0, scale_cv=0.0, rows_without_gradient=63)},
     ),
-    "one sample in each step, as the loss falls": run(layers=FEW_ROWS),
     "gradients of other code before the first step": run(
         2, layers={name: reading(earlier_share=0.05) for name in "abc"}
     ),

@@ -4,7 +4,6 @@ Do inputs and labels differ, do batches, and are they shuffled? Is the target am
 moved against its image? Last: do the labels belong to the inputs at all?
 """
 
-import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
@@ -19,7 +18,6 @@ from adiv_monitor.diagnosis.faults.fault import (
     finds,
     loop_fault,
     reported,
-    several,
     stepped,
     told,
 )
@@ -47,7 +45,6 @@ EXPLAINS, BEHIND, LEARNT, PER_CLASS = 0.3, 0.25, 0.15, 20
 # gradient_cosine of the last layer, typically: in shuffled batches of a classification it is below
 # 0.4, in generators and critics up to 0.94, in sorted data above 0.99.
 ALIKE = 0.97
-TINY = 3  # samples of a step
 NEARLY = 0.95  # of the rows
 # Variance of the sums of 90 % of the batches, over that of batches that are drawn at random: 0.2 to
 # 1.5 for shuffled data; and the fewest steps that show it.
@@ -221,20 +218,6 @@ def targets_ignored(record: Record) -> Iterator[Finding]:
             (Evidence("share of the rows without a gradient", share, NEARLY),),
             (Advice("count the targets that the loss does not ignore (ignore_index, masks, "
                     "weights)"),))  # fmt: skip
-
-
-@loop_fault("batch-too-small", "Batches of very few samples",
-            shown_by=lambda record: several(record) and read.maps(record))  # fmt: skip
-def batch_too_small(record: Record) -> Iterator[Finding]:
-    """Find steps of so few rows, in the layer with the fewest, that they are mostly noise."""
-    rows = [[x.rows_total for x in r.layers.values() if x.rows_total] for r in record.reports]
-    fewest = median([*map(min, filter(None, rows))] or [math.inf])
-    if several(record) and fewest <= TINY and goes_badly(record) and is_measure(record):
-        yield Finding("batch-too-small", "watch",
-            f"A step has gradients of {fewest:.0f} samples only, which differ from step to step.",
-            (Evidence("rows of a step with a gradient", fewest, TINY),),
-            (Advice("use larger batches, or average the gradients of several (accumulation)"),
-             Advice("learning rate × 0.1")))  # fmt: skip
 
 
 @finds("monitor")
