@@ -213,6 +213,9 @@ MEANT = {
     "two passes in each step": run(norm_passes=[2, 16, 30, 44, 58, 72]),
     "the rest of an epoch": run(norm_passes=[1, 8, 15, 23, 30, 37]),
     "statistics that are frozen": run(norm_passes=[5] * 6),
+    "a group that is added later": run(
+        groups=[{}, *[ONE_GROUP["groups"]] * 5], learning_rates=[(0.1,), *[(0.1, 0.0)] * 5]
+    ),
     "a group that begins later": run(**ONE_GROUP, learning_rates=[(0.1, 0.0), *[(0.1, 0.1)] * 5]),
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),
     "attention of two keys": run(attention={"a": replace(LOOKS["a"], attention_entropy=0.1)}),

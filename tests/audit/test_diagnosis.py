@@ -276,6 +276,9 @@ def test_what_may_be_meant_is_found_too(name: str, of: Record) -> None:
 
 
 NEAR_MISSES = {
+    "settings-off": record(
+        facts=replace(FACTS, optimizer="Adam", settings={"lr": 0.1, "eps": 0.009}), losses=STILL
+    ),
     "targets-misplaced": probed("targets-misplaced", share=0.6),
     "outputs-tied": probed("outputs-tied", outputs=1.0),
     "dropout-on-outputs": probed("dropout-on-outputs", rate=0.0),

@@ -116,7 +116,7 @@ def rates_zero(record: Record) -> Iterator[Finding]:
     reports = record.reports
     largest = [*map(max, zip(*(r.learning_rates for r in reports), strict=False))]
     groups = reports[-1].groups.items() if reports and any(largest) else ()
-    still = [path for path, group in groups if not largest[group]]
+    still = [path for path, group in groups if group < len(largest) and not largest[group]]
     if several(record) and largest and (still or not any(largest)):
         of = f" of {these(record, still)}" if still else ""
         yield Finding("rate-zero", could_train.strength(record) if still else "act",

@@ -65,8 +65,8 @@ def own_rate(position: int, factor: float) -> Callable[[Run], None]:
     return plant
 
 
-def _uneven(twin: Healthy, what: str, plant: Callable[[Run], None]) -> Case:
-    return Case(f"{twin.name}: {what}", twin, ("uneven-rates",), plant)
+def _of_group(twin: Healthy, what: str, plant: Callable[[Run], None]) -> Case:
+    return Case(f"{twin.name}: {what}", twin, ("group-rates",), plant)
 
 
 def _scales(twin: Healthy, first: int, factor: float) -> Case:
@@ -85,8 +85,8 @@ CASES = [
     _scales(healthy.MLP_SGD, 0, 30),
     _scales(healthy.DEEP_RELU, 3, 10),
     _scales(healthy.CNN_SGD, 0, 30),
-    _uneven(healthy.REGRESSION, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
-    _uneven(healthy.CNN_SGD, "rate of the head × 30", own_rate(-1, 30)),
-    _uneven(healthy.MLP_ADAM, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
-    _uneven(healthy.VIT, "rate of layer 2 × 100", own_rate(1, 100)),
+    _of_group(healthy.REGRESSION, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
+    _of_group(healthy.CNN_SGD, "rate of the head × 30", own_rate(-1, 30)),
+    _of_group(healthy.MLP_ADAM, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
+    _of_group(healthy.VIT, "rate of layer 2 × 100", own_rate(1, 100)),
 ]
