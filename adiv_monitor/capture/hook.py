@@ -106,14 +106,22 @@ def _remove(handles: list[RemovableHandle]) -> None:
         _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it
 
 
+def is_captured() -> bool:
+    """Return whether a CUDA graph is captured here, which takes no copies to or from the host."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(is_used and torch.cuda.is_current_stream_capturing())
+
+
 def trains(value: object) -> bool:
     """Return whether a hook's argument belongs to a training step.
 
     Otherwise a function over the model runs, which the hook must ignore: a transform of
-    `torch.func`, a batched gradient, a trace, an export, or a run without data (fake and meta
-    tensors). All hooks pass over compiled code.
+    `torch.func`, a batched gradient, a trace, an export, the capture of a CUDA graph, or a run
+    without data (fake and meta tensors). All hooks pass over compiled code.
     """
     if torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if is_captured():
         return False
     return not is_traced() and has_data(value)
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from adiv_monitor.capture.hook import is_captured
 from adiv_monitor.report import Spike
-from adiv_monitor.step.schedule import is_captured
 
 # Losses by which the next one is judged: those that say what is usual now, those that say how far
 # losses lie from it, and how many of these are needed; and the limit in standard deviations.

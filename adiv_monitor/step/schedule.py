@@ -85,7 +85,7 @@ class Schedule:
 
     def forward_begins(self) -> None:
         """Record that the forward pass of a measured step begins."""
-        if self._times is not None and not is_captured():
+        if self._times is not None:
             self._times.forward_begins()
 
     def step_ended(self, coming: int) -> bool:
@@ -102,16 +102,15 @@ class Schedule:
     def _is_due(self, coming: int) -> bool:
         if self._times is None or self._bound is None:
             return coming % self.interval == 0 or coming in self._first
-        since, times = coming - self._last, None if is_captured() else self._times
-        if times is not None and since <= _READ and self._last > self._begun:
+        since, times = coming - self._last, self._times
+        if since <= _READ and self._last > self._begun:
             times.step_ended(measured=since == 1)
             if since == _READ:
                 self._costs += times.costs()
         if coming < self._next:
             return False
         self._last, self._next = coming, self._after(coming)
-        if times is not None:
-            times.begin()
+        times.begin()
         return True
 
     def state(self) -> dict[str, Any]:
@@ -222,9 +221,3 @@ def step_times(parameter: Tensor) -> StepTimes:
 
 def _between(start: float, end: float) -> float:
     return end - start
-
-
-def is_captured() -> bool:
-    """Return whether a CUDA graph is captured here, in which events may not be asked anything."""
-    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return bool(is_used and torch.cuda.is_current_stream_capturing())

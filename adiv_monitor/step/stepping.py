@@ -69,9 +69,12 @@ NO_RATES = Rates("", (), {})
 def learning_rates(optimizer: Optimizer) -> Rates:
     """Return the optimizer's present learning rates.
 
-    A tensor is copied on its device, since a scheduler may write to it before it is read.
+    A tensor is copied on its device, since a scheduler may write to it before it is read. The rates
+    of an optimizer that only calls others, in its list `optimizers`, are theirs.
     """
-    several = optimizer.param_groups
+    inside = getattr(optimizer, "optimizers", None)
+    those = inside if isinstance(inside, list) and all(map(runs_hooks, inside)) else [optimizer]
+    several = [group for each in those for group in each.param_groups]
     given = [group["lr"] for group in several if isinstance(group.get("lr"), Real | Tensor)]
     rates = [x.detach().clone() if isinstance(x, Tensor) else float(x) for x in given]
     return Rates(

@@ -1,57 +1,87 @@
-"""Axolotl's plugin, called as Axolotl's plugin manager calls one."""
+"""Axolotl's plugin, loaded and called as Axolotl's plugin manager does; by the real one if there.
 
-import copy
+LLaMA-Factory and ms-swift take the callback as the page on fine-tuning says, through stand-ins.
+"""
+
 import importlib
-import pickle
+import sys
+from types import ModuleType
+from typing import Any
 
+import blocks
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from adiv_monitor.axolotl import Plugin
 from adiv_monitor.huggingface import DivergenceTrainerCallback
 
-# What the manager calls with keywords, beside the callbacks before the trainer, and what it
-# takes as nothing: documented in axolotl.integrations.base.BasePlugin.
-EVENTS = {
-    "register": ("cfg",),
-    "get_input_args": (),
-    "load_datasets": ("cfg", "preprocess"),
-    "pre_model_load": ("cfg",),
-    "post_model_build": ("cfg", "model"),
-    "pre_lora_load": ("cfg", "model"),
-    "post_lora_load": ("cfg", "model"),
-    "post_model_load": ("cfg", "model"),
-    "get_trainer_cls": ("cfg",),
-    "post_trainer_create": ("cfg", "trainer"),
-    "create_optimizer": ("cfg", "trainer"),
-    "create_lr_scheduler": ("cfg", "trainer", "optimizer", "num_training_steps"),
-    "add_callbacks_post_trainer": ("cfg", "trainer"),
-    "post_train": ("cfg", "model"),
-    "post_train_unload": ("cfg",),
-}
+NAME = "adiv_monitor.axolotl.Plugin"
+PAGE = blocks.ROOT / "docs" / "fine-tuning.md"
 
 
-def loaded(name: str) -> object:
-    """Load a plugin by the name in Axolotl's YAML file, as its `load_plugin` does."""
-    module, _, of_module = name.rpartition(".")
-    return getattr(importlib.import_module(module), of_module)()
+class BasePlugin:
+    """Two of the methods that Axolotl's has; what they return is part of its interface."""
+
+    def get_adapter_capabilities(self) -> list[Any]:
+        return []
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        return []
 
 
-def test_the_trainer_gets_the_callback() -> None:
-    plugin = loaded("adiv_monitor.axolotl.Plugin")
-    assert isinstance(plugin, Plugin)
-    (callback,) = plugin.add_callbacks_pre_trainer(cfg={}, model=object())
+class Manager:
+    """What Axolotl's does with a plugin that is named in the YAML file."""
+
+    def register(self, name: str) -> None:
+        module, _, of_module = name.rpartition(".")
+        self.plugin = getattr(importlib.import_module(module), of_module)()
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        return [*self.plugin.add_callbacks_pre_trainer(cfg, model)]
+
+    def supports_adapter(self, adapter: str) -> bool:
+        return any(each.name == adapter for each in self.plugin.get_adapter_capabilities())
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """Make a module importable that is not there."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    vars(sys.modules[name]).update(content)
+
+
+@pytest.mark.parametrize("which", ["a stand-in", "Axolotl"])
+def test_the_trainer_gets_the_callback(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    monkeypatch.delitem(sys.modules, "adiv_monitor.axolotl", raising=False)
+    if which == "Axolotl":
+        manager: Any = pytest.importorskip("axolotl.integrations.base").PluginManager()
+    else:
+        stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=BasePlugin)
+        manager = Manager()
+    manager.register(NAME)
+    (callback,) = manager.add_callbacks_pre_trainer({}, object())
     assert isinstance(callback, DivergenceTrainerCallback)
+    assert not manager.supports_adapter("lora"), "other methods are those of Axolotl's own class"
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_every_other_event_does_nothing(event: str) -> None:
-    names = EVENTS[event]
-    assert getattr(Plugin(), event)(*names) is None
-    assert getattr(Plugin(), event)(**dict.fromkeys(names)) is None
+def test_without_axolotl_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "adiv_monitor.axolotl", raising=False)
+    monkeypatch.setitem(sys.modules, "axolotl.integrations.base", None)
+    with pytest.raises(ImportError, match="needs Axolotl, which loads it"):
+        importlib.import_module("adiv_monitor.axolotl")
 
 
-def test_it_can_be_copied() -> None:
-    assert isinstance(copy.deepcopy(Plugin()), Plugin)
-    assert isinstance(pickle.loads(pickle.dumps(Plugin())), Plugin)
+def test_recipes_of_llama_factory_and_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run_exp(args, callbacks)`; `callbacks_map[name](args, trainer)` for each name asked for."""
+    given: list[Any] = []
+    run = {"run_exp": lambda args=None, callbacks=None: given.append((args, callbacks))}
+    stand_in(monkeypatch, "llamafactory.train.tuner", **run)
+    of_swift: dict[str, Any] = {}
+    stand_in(monkeypatch, "swift", callbacks_map=of_swift)
+    _, factory, swift, _ = blocks.python_blocks(PAGE)
+    for recipe in (factory, swift):
+        exec(compile(recipe, PAGE.name, "exec"), {"args": {"stage": "sft"}})
+    ((args, (callback,)),) = given
+    assert args == {"stage": "sft"} and isinstance(callback, DivergenceTrainerCallback)
+    assert isinstance(of_swift["adiv"](object(), object()), DivergenceTrainerCallback)

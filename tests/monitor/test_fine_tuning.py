@@ -159,7 +159,7 @@ def test_the_recipe_of_the_page(trl: ModuleType, monkeypatch: pytest.MonkeyPatch
     log = trackio.log
     monkeypatch.setattr(trackio, "log", lambda m, step=None: (logged.append(m), log(m, step)))
     monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, use_cpu=True))  # as it says
-    recipe, loop = blocks.python_blocks(PAGE)
+    recipe, *_, loop = blocks.python_blocks(PAGE)
     assert len(recipe.splitlines()) <= 15
     names = {"model": model(), "dataset": dataset("SFT"), "tokenizer": tokenizer()}
     exec(compile(recipe, PAGE.name, "exec"), names)

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import cases
@@ -329,6 +329,36 @@ def test_a_step_in_a_cuda_graph_is_not_measured_and_not_broken() -> None:
         assert not monitor.reports
         step()
     assert monitor.latest is not None and monitor.latest.coverage == 1.0
+
+
+def test_a_graph_that_is_captured_under_a_monitor_trains_as_without_one() -> None:
+    def weights(*, monitored: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(GPU)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = torch.randn(6, 4, device=GPU), torch.randint(3, (6,), device=GPU)
+
+        def step() -> None:
+            own.zero_grad(set_to_none=False)
+            functional.cross_entropy(model(x), y).backward()
+            own.step()
+
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with Monitor(model, own, every_n_steps=1) if monitored else nullcontext():
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                step()
+            for _ in range(3):
+                graph.replay()
+        return [p.detach() for p in model.parameters()]
+
+    plain = weights(monitored=False)
+    with pytest.warns(UserWarning, match="captured in a CUDA graph"):
+        assert all(map(torch.equal, weights(monitored=True), plain))
 
 
 def test_a_measured_step_does_not_wait_for_the_device() -> None:

@@ -94,6 +94,13 @@ def test_accumulated_batches_count_as_one_step(make: Make) -> None:
     assert_same(reports, plain(accumulate=2))
 
 
+@pytest.mark.slow
+def test_a_compiled_model(make: Make) -> None:
+    """The Trainer compiles it; a measured step runs eagerly."""
+    compiled = train(make, torch_compile=True, torch_compile_backend="eager")
+    assert_same(compiled, plain())
+
+
 class Collecting(Net):
     """A Trainer that collects its losses; a function may change one of them."""
 

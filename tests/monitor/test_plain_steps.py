@@ -60,3 +60,33 @@ def test_a_step_that_is_not_measured_does_nothing_more(layers: int) -> None:
     operations, calls = calls_of_a_plain_step(layers, monitored=True)
     assert (operations, 0) == calls_of_a_plain_step(layers, monitored=False)
     assert calls == calls_of_a_plain_step(1, monitored=True)[1] <= 60
+
+
+def operations_around_a_capture(
+    monkeypatch: pytest.MonkeyPatch, *, monitored: bool
+) -> tuple[list[int], list[int]]:
+    """Return the operations of each step, of which a CUDA graph captures two; what is reported."""
+    now = "is_current_stream_capturing"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, now, lambda: False)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4)
+    found = []
+    with Monitor(model, optimizer, every_n_steps=1) if monitored else nullcontext() as monitor:
+        for captures in (False, False, True, True, False, False, False):
+            monkeypatch.setattr(torch.cuda, now, lambda captures=captures: captures)
+            with Operations() as operations:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            found.append(operations.count)
+    return found, [report.step for report in monitor.reports] if monitor else []
+
+
+def test_what_a_cuda_graph_captures_is_left_alone_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the host would end the capture; replays would move what is measured."""
+    plain, _ = operations_around_a_capture(monkeypatch, monitored=False)
+    with pytest.warns(UserWarning, match="captured in a CUDA graph, whose replays run no hooks"):
+        ours, reported = operations_around_a_capture(monkeypatch, monitored=True)
+    assert ours[2:4] == plain[2:4]
+    assert reported == [0, 3, 4], "step 1 was waiting for the next one, which was captured"

@@ -33,11 +33,17 @@ class Block(nn.Module):
 
 
 class OptimizersContainer(Optimizer):
-    """One optimizer for each part; it is an optimizer itself, so that hooks may be registered."""
+    """One optimizer for each part; it is an optimizer itself, so that hooks may be registered.
+
+    As torchtitan's, it has no learning rate of its own.
+    """
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        self.optimizers = [AdamW(part.parameters(), lr=0.01) for part in parts]
-        super().__init__([p for part in parts for p in part.parameters()], {"lr": 0.01})
+        rates = (0.01, 0.02)
+        self.optimizers = [
+            AdamW(part.parameters(), lr) for part, lr in zip(parts, rates, strict=True)
+        ]
+        super().__init__([p for part in parts for p in part.parameters()], {})
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
@@ -105,6 +111,7 @@ def assert_measured(reports: list[StepReport]) -> None:
     assert [report.step for report in reports] == [*range(STEPS)]
     for report in reports:
         assert report.coverage == 1 and not report.unsupported
+        assert report.learning_rates == (0.01, 0.02), "those of both parts"
         assert sum(path.endswith("down") for path in report.layers) == 3
         assert all((reading.update_ratio or 0) > 0 for reading in report.layers.values())
 
