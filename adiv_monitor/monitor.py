@@ -23,7 +23,7 @@ from adiv_monitor.arguments import (
     check_training,
 )
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import Hook, is_captured
+from adiv_monitor.capture.hook import Hook
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AdivError, AlarmError
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 
     from adiv_monitor.alignment.probe import Probe
 
-_CAPTURED = (
-    "a step of the optimizer is captured in a CUDA graph, whose replays run no hooks: they are "
-    "neither measured nor counted; a step that is taken without the graph is"
-)
 _attached: WeakSet["Monitor"] = WeakSet()
 
 
@@ -452,10 +448,7 @@ class Monitor:
         return self._guarded(self._step_begins, optimizer, args, kwargs)
 
     def _step_begins(self, optimizer: Optimizer, *given: Any) -> Any:
-        if is_captured():
-            self._controller.release()  # the next report would have the moves of all replays
-            self._failures.warn("captured", f"adiv_monitor: {_CAPTURED}")
-        if is_within_own_step(optimizer) or is_captured():
+        if is_within_own_step(optimizer) or self._controller.is_captured():
             return None
         return self._controller.step_begins(optimizer, *given)
 
@@ -464,7 +457,7 @@ class Monitor:
         self._guarded(self._step_ends, optimizer)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
-        if is_within_own_step(optimizer) or is_captured():
+        if is_within_own_step(optimizer) or self._controller.is_captured():
             return
         try:
             self._controller.step_ends()
