@@ -448,7 +448,10 @@ class Monitor:
         return self._guarded(self._step_begins, optimizer, args, kwargs)
 
     def _step_begins(self, optimizer: Optimizer, *given: Any) -> Any:
-        if is_within_own_step(optimizer) or self._controller.is_captured():
+        if is_within_own_step(optimizer):
+            return None
+        if self._failures.tell_of_capture():
+            self._controller.release()  # replays would move what waits for its report
             return None
         return self._controller.step_begins(optimizer, *given)
 
@@ -457,7 +460,7 @@ class Monitor:
         self._guarded(self._step_ends, optimizer)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
-        if is_within_own_step(optimizer) or self._controller.is_captured():
+        if is_within_own_step(optimizer) or self._failures.tell_of_capture():
             return
         try:
             self._controller.step_ends()

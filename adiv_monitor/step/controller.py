@@ -27,7 +27,7 @@ from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.coverage import coverage_of
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import GlobalHooks, is_captured, trains
+from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.passes import Passes
@@ -60,10 +60,6 @@ if TYPE_CHECKING:
 _MOVED = (
     "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
     "update does not start where the gradient was computed: not measured."
-)
-_CAPTURED = (
-    "a step of the optimizer is captured in a CUDA graph, whose replays run no hooks: they are "
-    "neither measured nor counted; a step that is taken without the graph is"
 )
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
@@ -293,14 +289,6 @@ class StepController:
     def leave(self) -> None:
         """Remove every hook, also that on the loss; it can be called again."""
         call_all(self.release, *([] if self._loss is None else [self._loss.remove]))
-
-    def is_captured(self) -> bool:
-        """Return whether a CUDA graph captures the step; replays would move what is not complete."""
-        captured = is_captured()
-        if captured:
-            self.release()
-            self.failures.warn("captured", f"adiv_monitor: {_CAPTURED}")
-        return captured
 
     def unstepped(self) -> str:
         """Return why the armed step was not measured although layers were called, or ""."""

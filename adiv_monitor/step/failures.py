@@ -5,9 +5,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
+from adiv_monitor.capture.hook import is_captured
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.printable import printable
 
+_CAPTURED = (
+    "a step of the optimizer is captured in a CUDA graph, whose replays run no hooks: they are "
+    "neither measured nor counted; a step that is taken without the graph is"
+)
 _logger = logging.getLogger("adiv_monitor")
 
 
@@ -74,6 +79,12 @@ class Failures:
         said = f"{what}: {type(error).__name__}: {error}"
         self.warn(subject, f"adiv_monitor: {said}{then}")
         return said
+
+    def tell_of_capture(self) -> bool:
+        """Return whether a CUDA graph captures what runs here; if so, warn."""
+        if captured := is_captured():
+            self.warn("captured", f"adiv_monitor: {_CAPTURED}")
+        return captured
 
     def warn(self, subject: str, message: str) -> None:
         """Warn, but only once about each subject."""
