@@ -191,6 +191,7 @@ class Monitor:
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._is_alone = True  # no other monitor was attached at the same time
         self._hooks: list[RemovableHandle] = []  # on the optimizer
+        self._is_captured = False  # the current step, by a CUDA graph
         selection = training.selection()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
@@ -450,7 +451,8 @@ class Monitor:
     def _step_begins(self, optimizer: Optimizer, *given: Any) -> Any:
         if is_within_own_step(optimizer):
             return None
-        if self._failures.tell_of_capture():
+        self._is_captured = self._failures.tell_of_capture()
+        if self._is_captured:
             self._controller.release()  # replays would move what waits for its report
             return None
         return self._controller.step_begins(optimizer, *given)
@@ -460,7 +462,7 @@ class Monitor:
         self._guarded(self._step_ends, optimizer)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
-        if is_within_own_step(optimizer) or self._failures.tell_of_capture():
+        if is_within_own_step(optimizer) or self._is_captured:
             return
         try:
             self._controller.step_ends()
