@@ -31,11 +31,11 @@ def check_training(training: Training) -> None:
             "loss, a function (output of the model) → loss, or None"
         )
     _check_count("max_rows", of.max_rows, or_none=True)
-    for name in ("attainable", "attention"):
+    for name in ("attainable", "attention", "spectral"):
         if not isinstance(value := getattr(of, name), bool):
             raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
-    if of.watch not in ("loss", None):
-        raise ValueError(f"Monitor(watch=…): got {of.watch!r}, expected 'loss' or None")
+    if of.watch not in ("loss", "norms", None):
+        raise ValueError(f"Monitor(watch=…): got {of.watch!r}, expected 'loss', 'norms' or None")
     _check_realised(of.realised, of.optimizer)
     if of.alignment is not None:
         from adiv_monitor.alignment.probe import Probe

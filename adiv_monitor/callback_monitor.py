@@ -26,8 +26,8 @@ class CallbackOptions(TypedDict, total=False):
     """Options that the callbacks of Lightning and of Hugging Face share.
 
     `Monitor` explains `max_overhead`, `layers_per_step`, `max_rows`,
-    `attainable`, `attention`, `realised`, `own_measures`, `watch`, `alarms`, `on_alarm`,
-    `on_error` and `seed`.
+    `attainable`, `attention`, `realised`, `own_measures`, `spectral`, `watch`, `alarms`,
+    `on_alarm`, `on_error` and `seed`.
 
     Attributes:
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
@@ -51,7 +51,8 @@ class CallbackOptions(TypedDict, total=False):
     attention: bool
     realised: bool | LossOf
     own_measures: Mapping[str, OwnMeasure] | None
-    watch: Literal["loss"] | None
+    spectral: bool
+    watch: Literal["loss", "norms"] | None
     alarms: Rules
     on_alarm: Literal["warn", "stop"]
     on_error: Literal["warn", "raise"]

@@ -112,10 +112,17 @@ class Monitor:
             convolutions without groups), without gradients, and must not draw random numbers. If it
             raises an exception the value is NaN, and a note says why. Of several ranks the reading
             is the mean, weighted by their sampled rows.
+        spectral: also measure, where `own_measures` are and as some of them, the largest singular
+            value σ₁ and the stable rank ‖·‖²/σ₁² of weights and updates (`update_sigma`,
+            `update_stable_rank`, `weight_sigma`, `weight_stable_rank`). Each takes 62 products with
+            the matrix.
         watch: "loss": where the loss is known, a spike makes the next two steps measured ones, at
             most once in an interval, and `StepReport.spikes` says which layers moved most then: a
             loss that is not finite, or eight standard deviations above those before it. With
-            several ranks no further steps are measured. None: nothing is watched.
+            several ranks no further steps are measured. "norms": also the norms of gradient and
+            update of every step, which cost about ten launches and a copy of the parameters; then
+            the layers of a spike are those whose updates jumped just before it. Not where
+            parameters are sharded. None: nothing is watched.
         alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", with a
             glob pattern over layers; "non_finite"; or functions from a layer's path and reading to
             bool. If a rule holds by more than two standard errors, the report and every sink have
@@ -164,7 +171,8 @@ class Monitor:
         loss: LossOf | None = None,
         alignment: "Probe | None" = None,
         own_measures: Mapping[str, OwnMeasure] | None = None,
-        watch: Literal["loss"] | None = "loss",
+        spectral: bool = False,
+        watch: Literal["loss", "norms"] | None = "loss",
         alarms: Rules = (),
         on_alarm: Literal["warn", "stop"] = "warn",
         sinks: Sequence[Sink] = (),
@@ -173,8 +181,8 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         optimizer = stepping(optimizer)
-        asked = max_rows, attainable, attention, realised, loss, alignment, own_measures, watch
-        training = Training(model, optimizer, layers, layers_per_step, *asked)
+        asked = max_rows, attainable, attention, realised, loss, alignment, own_measures
+        training = Training(model, optimizer, layers, layers_per_step, *asked, spectral, watch)
         check_training(training)
         check_schedule(every_n_steps, max_overhead, seed)
         check_reports(sinks, keep, alarms, on_alarm, on_error)
@@ -326,15 +334,12 @@ class Monitor:
                     partial(self._failures.safely, self._controller.end, patience),
                     partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
-                    *self._outlet.closings("" if self._is_alone else self._name(), quietly=quietly),
+                    *self._outlet.closings(
+                        "" if self._is_alone else self._training.name, quietly=quietly
+                    ),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
-
-    def _name(self) -> str:
-        """Return what tells this monitor from others in their closing lines."""
-        optimizer, model = self._training.optimizer, type(self._training.model).__name__
-        return model if optimizer is None else f"{type(optimizer).__name__} of {model}"
 
     def _add_last_losses(self) -> None:
         self._outlet.add_last_losses(self._controller.losses.take(self.step))
@@ -386,8 +391,7 @@ class Monitor:
             raise AdivError(
                 f"Monitor.end_step: got a monitor that is {self._state}"
                 f"{' and has an optimizer' if has_optimizer else ''}, expected an "
-                "attached one with optimizer=None; with an optimizer, steps are counted by "
-                "themselves"
+                "attached one with optimizer=None; an optimizer marks its steps itself"
             )
         try:
             self._controller.step_ends()

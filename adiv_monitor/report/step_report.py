@@ -124,7 +124,8 @@ class StepReport:
             where a layer's gradient is not its rows' times a known factor.
         update_norm: norm of the optimizer's update of these parameters; None without an optimizer.
         clipped_share: share of the measured steps so far whose gradient was clipped, of those of
-            which this is known; None: of none.
+            which this is known; with `watch="norms"` of all steps, of which those with the norm of
+            a measured one that was clipped count as clipped; None: of none.
         attention: readings by the path of the attention module; empty unless requested.
         realised_loss_change: loss of the probe after this step minus that before it; None unless
             requested.
@@ -191,6 +192,10 @@ class StepReport:
         rescaled: layers of whose parameters the gradients were multiplied by different factors.
         spikes: the losses of steps between the last report and this one that lie far above those
             before them.
+        gradient_norms: step → norm of the gradient that the optimizer saw, for the steps since the
+            last report up to this one, over all parameters that may be measured; empty without
+            `Monitor(watch="norms")`.
+        update_norms: the same of the optimizer's update.
     """
 
     step: int
@@ -240,6 +245,8 @@ class StepReport:
     dropout: float = 0.0
     rescaled: tuple[str, ...] = ()
     spikes: tuple[Spike, ...] = ()
+    gradient_norms: Mapping[int, float] = field(default_factory=dict, repr=False)
+    update_norms: Mapping[int, float] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         said = [f"step {self.step}", _count(len(self.layers), "layer")]

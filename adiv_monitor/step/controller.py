@@ -12,33 +12,31 @@
   `Assembly` calls `understand`: a `LayerReading` each, in the `StepReport`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.coverage import coverage_of
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Trace
-from adiv_monitor.report import AlignmentReading, StepReport, Turn
-from adiv_monitor.rerun.eager import forced_eager, in_compiled_code
+from adiv_monitor.report import StepReport
+from adiv_monitor.rerun.eager import in_compiled_code
 from adiv_monitor.rerun.randomness import checksum
-from adiv_monitor.rerun.surroundings import reruns, version
-from adiv_monitor.rerun.thread import surely
+from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.step.armed import Armed
 from adiv_monitor.step.assembly import Assembly
+from adiv_monitor.step.every_norm import EveryNorm
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.loss_watch import LossWatch
@@ -47,9 +45,8 @@ from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, Others, Rates, has_state, learning_rates
+from adiv_monitor.step.stepping import NO_RATES, Others, has_state, learning_rates
 from adiv_monitor.step.training import Training
-from adiv_monitor.step.transfer import fetch_numbers
 from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.whole_model import WholeModel
 
@@ -62,134 +59,6 @@ _MOVED = (
     "update does not start where the gradient was computed: not measured."
 )
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
-
-
-@dataclass(eq=False)
-class Armed:
-    """A step to be measured.
-
-    Attributes:
-        number: its number.
-        capture: captures its rows.
-        step: computes its sums.
-        selection: the parameters to measure; after the step, as it left them.
-        turn: the turn, if layers are measured in turn.
-        guard: records whether watching it has failed.
-        others: follows the steps of other optimizers.
-        hooks: other hooks on its forward passes.
-        rates: the optimizer's learning rates.
-        dropout: the largest rate of the model's dropout modules.
-        random_states: see `StepReport.random_states`.
-        ends_with_state: whether the optimizer holds a state after it.
-        attempts: number of optimizer steps so far: one that raises may be repeated.
-        closure_calls: number of calls during the last attempt; None: without a closure.
-        alignment: the alignments that were read after it.
-    """
-
-    number: int
-    capture: Capture
-    step: MeasuredStep
-    selection: Selection
-    turn: Turn | None
-    guard: Guard
-    others: Others
-    hooks: "Sequence[ProbeStep | LossHook]"
-    rates: Rates = NO_RATES
-    dropout: float = 0.0
-    random_states: tuple[int, ...] = ()
-    ends_with_state: bool = False
-    attempts: int = 0
-    closure_calls: int | None = None
-    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
-    _off: list[Callable[[], object]] = field(default_factory=list, init=False)  # may be repeated
-
-    def attach(self) -> None:
-        """Put the hooks on; call `release` afterwards, even if this raises."""
-        eager = forced_eager()
-        hooks: list[tuple[Callable[[], object], Callable[[], object]]] = [
-            (eager.__enter__, eager.__exit__),
-            (partial(self.others.follow, self._drop), self.others.leave),
-            *((hook.put_on, hook.remove) for hook in self.hooks),
-            (self.capture.attach, self.capture.detach),
-        ]
-        for on, off in hooks:
-            self._off.append(off)
-            on()
-
-    def release(self) -> None:
-        """Take everything off; after an interrupt, this can be called again."""
-        surely(call_all, *reversed(self._off))
-        self._off.clear()
-
-    def _drop(self) -> None:
-        self.guard.broken = True
-        self.release()
-
-    def await_batch(self) -> None:
-        """Look at the batch of the next training forward pass; see `StepReport.next_batch`."""
-        if self.capture.watching.first is not None:
-            hooks = GlobalHooks(None, self._ran)
-            self._off.append(hooks.remove)
-            hooks.put_on()
-
-    def await_gradient(self) -> None:
-        """If the step had no gradient at all, look whether the backward pass comes after it."""
-        without = self.capture.without_gradient or set()
-        late = [p for p in self.selection.parameters if p.requires_grad and id(p) in without]
-        if late and len(without) == len(self.selection.parameters):
-            hooked: Any = late[-1]
-            hook = hooked.register_post_accumulate_grad_hook(self.step.whole.comes_late)
-            self._off.append(hook.remove)
-
-    def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
-        if (
-            module is not self.capture.watching.first
-            or not more[1:]
-            or reruns()
-            or not trains(args)
-        ):
-            return
-        if module.training and torch.is_grad_enabled():
-            self.guard(self.capture.next_ran, args, more[0])
-            self.release()
-
-    def describe(self, part: RankContribution, failures: Failures, interval: int) -> None:
-        """Fill in which parameters a contribution covers, and why it does not cover others."""
-        seen, rates, off = self.capture.layers.found, self.rates, failures.switched_off
-        covered = coverage_of(
-            part.sums.paths,
-            self.selection,
-            self.capture,
-            told=part.report.unsupported,
-            off=off,
-            is_measured=not part.refused,
-        )
-        learning_rates = tuple(fetch_numbers(rates.of_groups))
-        group_of = rates.groups if len(set(learning_rates)) > 1 else {}
-        firsts = {path: id(seen[path].pieces[0].parameter) for path in part.sums.paths}
-        part.elements = covered.elements
-        part.rows_lost = (*part.rows_lost, *off)
-        part.report = replace(
-            part.report,
-            unsupported=covered.unsupported,
-            coverage=covered.share,
-            notes=(*failures.notes, *part.report.notes),
-            unmeasured=covered.unmeasured,
-            interval=interval,
-            alignment=self.alignment,
-            turn=self.turn,
-            learning_rates=learning_rates,
-            groups={path: group_of[key] for path, key in firsts.items() if key in group_of},
-            optimizer=rates.optimizer,
-            maximize=rates.maximize,
-            settings=rates.settings,
-            new_state=self.ends_with_state and not rates.has_state,
-            dropout=self.dropout,
-            random_states=self.random_states,
-            other_optimizers=tuple(self.others.writes),
-            changed_by=tuple(+self.others.writes),
-        )
-        failures.notes.clear()
 
 
 @dataclass(eq=False)
@@ -215,6 +84,7 @@ class StepController:
     report: Callable[[StepReport, bool], None]
     losses: LossLog = field(default_factory=LossLog)
     _watch: LossWatch = field(default_factory=LossWatch)
+    _norms: EveryNorm | None = None
     _alignment: "Alignment | None" = None
     _reference: dict[str, Any] | None = None  # of a run that is resumed
     _history: RunHistory = field(default_factory=RunHistory)
@@ -228,6 +98,8 @@ class StepController:
     def __post_init__(self) -> None:
         training, fail = self.training, self.failures.tell
         self.assembly = Assembly(training.max_rows, self.generator, self._complete, self._emit)
+        if training.watch == "norms":
+            self._norms = EveryNorm(training.selection())
         if (loss := training.seen_loss) is not None:
             said = partial(fail, "the loss")
             self._loss = LossHook(loss, training.model, self._sees_loss, said)
@@ -346,7 +218,7 @@ class StepController:
             probe=probe,
             unsharded=UnshardedParameters(selection, self._agree),
             whole=WholeModel(training.model, training.trained, history),
-            own=training.own_measures or {},
+            own=training.on_rows,
         )
         loss = None if self._loss is None or self._loss.stays else self._loss
         hooks = [each for each in (probe, loss) if each is not None]
@@ -386,6 +258,8 @@ class StepController:
         self.losses.step_begins()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self.failures.safely(self.read)
+        if self._norms is not None and not callable(closure):
+            self.failures.safely(self._norms.begins, self.training.selection(), optimizer)
         armed = self._armed
         if armed is None or armed.guard.broken:
             return None
@@ -425,6 +299,8 @@ class StepController:
     def step_ends(self) -> None:
         """Measure the update; without an optimizer, the gradient is complete now, and is read."""
         self.losses.step_ends()
+        if self._norms is not None:
+            self.failures.safely(self._norms.ends, self.now())
         if self.training.watch is not None and self.assembly.is_alone:
             new = self.losses.looked_at(self.now())
             if self.failures.safely(self._watch.spikes, new):
@@ -486,6 +362,10 @@ class StepController:
         # Last: losses that are taken are in no later report, even if this one fails.
         loss = "" if self._loss is None else self._loss.of_torch
         part.report = replace(part.report, losses=self.losses.take(taken.number), loss_module=loss)
+        if self._norms is not None:
+            gradients, updates = self._norms.take(taken.number)
+            part.report = replace(part.report, gradient_norms=gradients, update_norms=updates)
+            self._norms.layers = taken.parameters(part.sums.paths)
         for path, reason in part.misdescribed.items():
             self.failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
         self.assembly.add(part)
@@ -499,6 +379,8 @@ class StepController:
             self._watch.sees_all({} if self.assembly.is_alone else part.report.losses)
             part.report = replace(part.report, spikes=self._watch.take(part.report.step))
         report = understand(part, self._history)
+        if self._norms is not None:
+            report = replace(report, spikes=tuple(map(self._norms.known, report.spikes)))
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))
         return report

@@ -16,14 +16,15 @@ from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
+from adiv_monitor.step.every_norm import FASTER
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
 # Where the loss is unknown, a smaller factor on the gradient may be that of an AMP scaler.
 _SMALLEST_CLIP = 1e-3
+_AT_LIMIT = 1 - 1e-3  # of the norm that clipping leaves
 # Times the growth of the median layer's weights since the last report.
 _GREW = 1.5
-_FASTER = 2.0  # times the last update of the layer
 _ALONE = "Their readings are estimated from rows alone."
 # Reasons why the parameters' sums do not apply to the rows, so that all is estimated from rows.
 _FROM_ROWS = {
@@ -85,6 +86,10 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     after, before = norms["gradient_norm"], norms["unclipped_gradient_norm"]
     if after is not None and before is not None:
         history.clipped.append(bool(after < (1 - sums.tolerance.max()) * before))
+        others = dict(report.gradient_norms)
+        if (here := others.pop(report.step, None)) is not None and history.clipped[-1]:
+            history.limit = here
+        history.clipped += [norm > _AT_LIMIT * history.limit for norm in others.values()]
     clipped = sum(history.clipped) / len(history.clipped) if history.clipped else None
     attention, of_attention = _attention(part.attention, part.no_attention)
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}
@@ -140,7 +145,7 @@ def _moved_most(
     usual = _GREW * median(weights.values() or [1.0])
     grown = {path: factor for path, factor in weights.items() if factor > usual}
     order = sorted(grown, key=lambda path: -grown[path])
-    faster = {path for path, factor in updates.items() if factor > _FASTER}
+    faster = {path for path, factor in updates.items() if factor > FASTER}
     order += sorted(faster - grown.keys(), key=lambda path: -updates[path])
     return {path: max(updates.get(path, 0.0), grown.get(path, 0.0)) for path in order}
 

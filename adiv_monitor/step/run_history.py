@@ -45,6 +45,7 @@ class RunHistory:
             measured steps in a row.
         before: the last reading of each layer before a spike of the loss.
         clipped: of the measured steps of which it is known, whether the gradient was clipped.
+        limit: the norm that clipping left in the last measured step that was clipped.
         name_of_masters: see there; None: not known yet.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
@@ -64,6 +65,7 @@ class RunHistory:
     sound: set[str] = field(default_factory=set)
     before: dict[str, LayerReading] = field(default_factory=dict)
     clipped: list[bool] = field(default_factory=list)
+    limit: float = np.inf
     name_of_masters: str | None = None
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)

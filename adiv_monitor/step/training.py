@@ -14,6 +14,7 @@ from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure, trainable
 from adiv_monitor.report import Turn
 from adiv_monitor.step.own_measures import OwnMeasure
+from adiv_monitor.step.spectral import SPECTRAL
 
 if TYPE_CHECKING:
     from adiv_monitor.alignment.probe import Probe
@@ -38,7 +39,8 @@ class Training:
     loss: LossOf | None
     alignment: "Probe | None"
     own_measures: Mapping[str, OwnMeasure] | None
-    watch: Literal["loss"] | None
+    spectral: bool
+    watch: Literal["loss", "norms"] | None
     # The selection so far, with the structure of the model.
     _found: tuple[object, Selection] | None = field(default=None, init=False)
     _drops: list[_DropoutNd] = field(default_factory=list, init=False)
@@ -49,6 +51,17 @@ class Training:
         if self.optimizer is None:
             return list(trainable(self.model))
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def name(self) -> str:
+        """What tells it from others in a line."""
+        optimizer, model = self.optimizer, type(self.model).__name__
+        return model if optimizer is None else f"{type(optimizer).__name__} of {model}"
+
+    @property
+    def on_rows(self) -> Mapping[str, OwnMeasure]:
+        """What is measured on the rows of each layer, by name."""
+        return {**(self.own_measures or {}), **(SPECTRAL if self.spectral else {})}
 
     @property
     def seen_loss(self) -> LossOf | None:

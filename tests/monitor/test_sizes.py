@@ -10,6 +10,7 @@ from function_cases import grouped_mm
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.sinks.scalars import board_scalars
 
 SCALE, LIMIT, RATE = 2.0**12, 0.05, 0.1
 LOSS = nn.CrossEntropyLoss()
@@ -219,3 +220,13 @@ def test_rows_of_experts_are_counted_over_all_rows_and_micro_batches() -> None:
     assert reading.expert_load_max == pytest.approx((rows.max() / rows.mean()).item())
     assert reading.expert_load_cv == pytest.approx((rows.std(correction=0) / rows.mean()).item())
     assert reading.idle_expert_share == 0.25
+
+
+@pytest.mark.parametrize("depth", [3, 40])
+def test_a_dashboard_has_fewer_than_60_scalars_at_any_depth(depth: int) -> None:
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(depth)]
+    model, x = nn.Sequential(*layers), torch.randn(8, 4)
+    with Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1)) as monitor:
+        model(x).square().mean().backward()
+        monitor._training.optimizer.step()
+    assert len(board_scalars(monitor.latest, None, "few")) < 60

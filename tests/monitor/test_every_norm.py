@@ -1,0 +1,127 @@
+"""Norms of gradient and update of every step, against those of plain tensors."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adiv_monitor import Monitor
+from adiv_monitor.step.every_norm import EveryNorm
+
+LIMIT = 0.3
+
+
+def whole(tensors: list[Tensor]) -> float:
+    return torch.cat([x.flatten() for x in tensors]).norm().item()
+
+
+def trained(*, steps: int = 12, **given: Any) -> tuple[Monitor, list[float], list[float]]:
+    """Train with a clipped gradient; return monitor, and the norms that a plain loop sees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    gradients, updates = [], []
+    with Monitor(model, optimizer, every_n_steps=5, on_error="raise", **given) as monitor:
+        for step in range(steps):
+            x = torch.randn(6, 4, dtype=torch.float64) * (0.1 if step % 3 else 3)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            before = [p.detach().clone() for p in model.parameters()]
+            gradients.append(whole([p.grad for p in model.parameters()]))
+            optimizer.step()
+            pairs = zip(model.parameters(), before, strict=True)
+            updates.append(whole([p.detach() - old for p, old in pairs]))
+    return monitor, gradients, updates
+
+
+def test_norms_are_those_of_plain_tensors() -> None:
+    monitor, gradients, updates = trained(watch="norms")
+    reports = monitor.reports
+    assert [sorted(r.gradient_norms) for r in reports] == [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    for field, expected in (("gradient_norms", gradients), ("update_norms", updates)):
+        found = {s: x for report in reports for s, x in getattr(report, field).items()}
+        assert found == pytest.approx(dict(enumerate(expected[:11])), rel=1e-6)
+
+
+def test_all_steps_that_clip_are_counted() -> None:
+    monitor, gradients, _ = trained(watch="norms")
+    expected = [norm > LIMIT * 0.999 for norm in gradients[:11]]
+    assert 0 < sum(expected) < 11
+    assert monitor.reports[-1].clipped_share == pytest.approx(sum(expected) / 11)
+    of_measured = [expected[0], expected[5], expected[10]]
+    (alone, *_) = trained()
+    assert alone.reports[-1].clipped_share == pytest.approx(sum(of_measured) / 3)
+
+
+def test_the_run_is_that_without_a_monitor() -> None:
+    runs = [trained(watch=watch)[0]._training.model.state_dict() for watch in (None, "norms")]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that reach a backend."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(layers: int, watch: str | None) -> int:
+    """Return the operations of a step that is not measured."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), torch.randn(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with Monitor(model, optimizer, every_n_steps=9, watch=watch):  # type: ignore[arg-type]
+        for _ in range(3):
+            step()
+        with Operations() as counted:
+            step()
+    return counted.count
+
+
+def test_a_step_takes_as_many_operations_at_any_depth() -> None:
+    extra = {layers: operations(layers, "norms") - operations(layers, None) for layers in (2, 9)}
+    assert extra[2] == extra[9] <= 12
+
+
+def test_sharded_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 'norms' for sharded parameters"):
+        EveryNorm(SimpleNamespace(shards=[1]))  # type: ignore[arg-type]
+
+
+def test_a_layer_that_jumped_once_is_named() -> None:
+    """By the steps that are measured afterwards it is another one."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
+    model = nn.Sequential(*layers)
+    groups = [{"params": [*of.parameters()]} for of in model[::2]]
+    optimizer, x = torch.optim.SGD(groups, lr=0.05), torch.randn(512, 20)
+    labels = x[:, :4].argmax(1)
+    with Monitor(model, optimizer, every_n_steps=50, watch="norms", on_error="raise") as monitor:
+        for step in range(80):
+            chosen = torch.randint(512, (64,))
+            loss = nn.functional.cross_entropy(model(x[chosen]), labels[chosen])
+            monitor.log_loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = 500.0 if step == 70 else 0.05
+            optimizer.step()
+    (spike,) = (spike for report in monitor.reports for spike in report.spikes)
+    assert spike.step == 71
+    (first, *_), times = spike.layers, [*spike.layers.values()]
+    assert (first, times) == ("0", sorted(times, reverse=True))
+    assert math.isfinite(times[0])
+    assert times[0] > 100
