@@ -235,6 +235,7 @@ SCENARIOS: dict[str, Scenario] = {
         Attends, token_loss, lambda: {"attention": True, "loss": torch.Tensor.sum}
     ),
     "alarms": Scenario(mlp, dense_loss, lambda: {"alarms": ["3: update_ratio > 100"]}),
+    "norms": Scenario(mlp, dense_loss, lambda: {"watch": "norms", "spectral": True}),
     "own measures": Scenario(
         mlp, dense_loss, lambda: {"own_measures": {"sum": lambda rows: rows.gradient.sum()}}
     ),
