@@ -376,7 +376,8 @@ class StepController:
             self._history.checks(part.sums)
         if self.training.watch is not None:
             # Ranks would not measure the same steps, so that nothing was watched before.
-            self._watch.sees_all({} if self.assembly.is_alone else part.report.losses)
+            losses = {} if self.assembly.is_alone else part.report.losses
+            self._watch.spikes({step: [loss] for step, loss in losses.items()})
             part.report = replace(part.report, spikes=self._watch.take(part.report.step))
         report = understand(part, self._history)
         if self._norms is not None:

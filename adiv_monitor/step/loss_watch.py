@@ -4,7 +4,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +16,6 @@ from adiv_monitor.report import Spike
 _NEAR, _FAR, _LEAST, _SIGMAS = 16, 128, 32, 8.0
 _UNDONE = 0.02  # least share of the fall so far that a spike undoes: else it is of no account
 _COMING = 64  # losses that may be on their way from a device
-
-
-class Coming(NamedTuple):
-    """The loss of a step; `number` returns it, or None while it is on its way from its device."""
-
-    step: int
-    number: Callable[[], float | None]
 
 
 class LossWatch:
@@ -42,7 +34,8 @@ class LossWatch:
         self._off: deque[float] = deque(maxlen=_FAR)
         self._highest = -math.inf  # of the medians so far
         self._was_finite = True
-        self._coming: deque[Coming] = deque(maxlen=_COMING)
+        # Each with its step; the function returns None while it is on its way from its device.
+        self._coming: deque[tuple[int, Callable[[], float | None]]] = deque(maxlen=_COMING)
         self._found: list[Spike] = []
 
     def spikes(self, losses: Mapping[int, Sequence[float | Tensor]]) -> bool:
@@ -54,16 +47,11 @@ class LossWatch:
         """
         for step, several in losses.items():
             if (number := _arriving(several)) is not None:
-                self._coming.append(Coming(step, number))
+                self._coming.append((step, number))
         before = len(self._found)
-        while self._coming and (loss := self._coming[0].number()) is not None:
-            self.sees(self._coming.popleft().step, loss)
+        while self._coming and (loss := self._coming[0][1]()) is not None:
+            self.sees(self._coming.popleft()[0], loss)
         return len(self._found) > before
-
-    def sees_all(self, losses: Mapping[int, float]) -> None:
-        """Judge the losses of further steps."""
-        for step, loss in losses.items():
-            self.sees(step, loss)
 
     def sees(self, step: int, loss: float) -> None:
         """Judge the loss of a step, the next one after those before."""
