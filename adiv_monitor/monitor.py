@@ -276,8 +276,7 @@ class Monitor:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._state == "new":
-            self._unattached.follow()
+        self._unattached.follow()
 
     def attach(self) -> None:
         """Start to measure, with the next optimizer step.
@@ -300,9 +299,8 @@ class Monitor:
 
     def _attach(self) -> None:
         _attached.add(self)
-        if len(_attached) > 1:
-            for each in _attached:
-                each._is_alone = False
+        for each in _attached if len(_attached) > 1 else ():
+            each._is_alone = False
         if self._training.optimizer is not None:
             # A compiled optimizer step must not trace them.
             bodies = self._before_step, self._after_step
