@@ -67,7 +67,7 @@ class LossWatch:
             self._off.clear()
         if len(self._near) == _NEAR:
             off = self._scale(loss) - median(self._near)
-            deviation = math.sqrt(fmean(x * x for x in self._off)) if self._off else math.inf
+            deviation = math.hypot(*self._off) / math.sqrt(len(self._off) or 1)
             usual = self._usual
             self._highest = max(self._highest, usual)
             is_far = len(self._off) >= _LEAST and off > _SIGMAS * deviation

@@ -247,7 +247,7 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
     grid = figure.subplots(*shape, squeeze=False)
     for activation, axes in zip(activations, grid[0], strict=True):
         for place, method in enumerate(methods[1:]):
-            shift = 0.09 * (place - len(methods) / 2 + 1)
+            shift = 0.8 * ((place + 1) / len(methods) - 0.5)
             points = [
                 (x + shift, *mean_and_error(values), values)
                 for x, size in enumerate(sizes)

@@ -8,6 +8,7 @@ A test finds every one of them, as printed here, in `docs/paper.md` or in `resul
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 from fair_report import Accuracies, Arm, accuracies, difference
@@ -115,7 +116,7 @@ def of_fair() -> Iterator[Headline]:
 
 
 def of_gradient_only() -> Iterator[Headline]:
-    """Corrections of the gradient alone at batch size 128, and what they leave to the map's."""
+    """Corrections of the gradient alone, and what they leave to the map's."""
     found, trained = tuned(), tuned(which="train_accuracy")
     pairs = (
         *(("rate-by-layer", "standard"), ("gradient-proportional", "standard")),
@@ -123,13 +124,13 @@ def of_gradient_only() -> Iterator[Headline]:
         *(("affine-like", "gradient-proportional"), ("gradient-disproportional", "standard")),
         *(("gradient-batch", "standard"), ("affine-like", "batchnorm"), ("affine-like", "rmsnorm")),
     )
-    for activation in ("tanh", "leaky"):
+    for activation, size in product(("tanh", "leaky"), (32, 128)):
+        name = f"fair, {activation}, B = {size}"
         for method, than in pairs:
-            arm, name = Arm(method, activation, 128), f"fair, {activation}, B = 128: {method}"
-            yield f"{name} − {than}", signed(difference(found, arm, than))
-        batch = Arm("gradient-batch", activation, 128)
-        shown = signed(difference(trained, batch, "standard"))
-        yield f"fair, {activation}, B = 128: gradient-batch − standard, training", shown
+            shown = signed(difference(found, Arm(method, activation, size), than))
+            yield f"{name}: {method} − {than}", shown
+        shown = signed(difference(trained, Arm("gradient-batch", activation, size), "standard"))
+        yield f"{name}: gradient-batch − standard, training", shown
 
 
 def _early() -> Accuracies:

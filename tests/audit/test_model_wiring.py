@@ -139,6 +139,12 @@ def test_two_factors_that_begin_at_zero_are_named(scale: float, names: list[str]
     assert [fact.place for fact in found] == names
 
 
+def test_zeros_in_place_of_all_weights_are_no_factors() -> None:
+    model = LowRank(0.0)
+    nn.init.zeros_(model.layer.weight)
+    assert not asked("zero-factor", setup(model=model, steps=4))
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_norm_that_its_own_train_keeps_in_eval_mode_is_named(keeps: bool) -> None:
     class Kept(nn.Sequential):

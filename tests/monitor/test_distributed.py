@@ -545,7 +545,9 @@ def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> N
     assert monitor.latest is not None
     for own in found[2]:
         averaged, edited = own["averaged_by_hand"]
-        assert_same(averaged.to_dict(), monitor.latest.to_dict())
+        # Random numbers are those of another process.
+        expected = replace(monitor.latest, random_states=averaged.random_states)
+        assert_same(averaged.to_dict(), expected.to_dict())
         assert any("holds more than these rows" in note for note in edited.notes)
 
 

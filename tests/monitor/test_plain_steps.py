@@ -59,7 +59,7 @@ def calls_of_a_plain_step(layers: int, *, monitored: bool) -> tuple[int, int]:
 def test_a_step_that_is_not_measured_does_nothing_more(layers: int) -> None:
     operations, calls = calls_of_a_plain_step(layers, monitored=True)
     assert (operations, 0) == calls_of_a_plain_step(layers, monitored=False)
-    assert calls == calls_of_a_plain_step(1, monitored=True)[1] <= 60
+    assert calls == calls_of_a_plain_step(1, monitored=True)[1] <= 70
 
 
 def operations_around_a_capture(

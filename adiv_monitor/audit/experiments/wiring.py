@@ -43,9 +43,12 @@ class ZeroFactor:
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the places, and the parameters."""
         yield from (Fact(place) for place, is_zero in self._by_zero.items() if is_zero)
-        zeros = [name for name, p in self._model.named_parameters() if p.grad is not None
+        weights = dict(self._model.named_parameters())
+        zeros = [name for name, p in weights.items() if p.grad is not None
                  and not (p.any() or p.grad.to_dense().any() or name.endswith("bias"))]  # fmt: skip
-        yield from (Fact(name, {"zeros": len(zeros)}) for name in zeros if len(zeros) > 1)
+        # Zeros in place of all weights are no factors, but a bad start.
+        if len(zeros) > 1 and any(p.any() for p in weights.values() if p.ndim > 1):
+            yield from (Fact(name, {"zeros": len(zeros)}) for name in zeros)
 
 
 @of_each_call("added-to-itself")
