@@ -45,8 +45,8 @@ GUARDS = {
         *("__torch_function__", "_guarded", "_before", "_after", "_take", "_counts")
     },
     "capture/catch.py": {"_reached"},
-    # They pass their arguments to a guarded function.
-    "capture/hook.py": {"__call__", "<lambda>", "hook"},
+    # They pass their arguments to a guarded function; hooks are also removed with garbage.
+    "capture/hook.py": {"__call__", "<lambda>", "hook", "_remove"},
     "probe/batch.py": {"_guarded"},
     # They end a context, or read a flag.
     "alignment/passes.py": {"__exit__"},
@@ -54,7 +54,9 @@ GUARDS = {
     "rerun/eager.py": {"__exit__"},
     "rerun/surroundings.py": {"reruns"},
     "capture/loss_hook.py": {"_guarded"},
-    "step/controller.py": {"leave", "release", "closure_then_read", "_ran"},
+    "step/armed.py": {"release", "_ran"},
+    "step/controller.py": {"leave", "release", "closure_then_read", "<lambda>"},
+    "step/unattached.py": {"end", "check", "follow"},  # before and after the training
     "step/stepping.py": {"hook"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
