@@ -30,6 +30,7 @@ ELSEWHERE = {
     *("merge.py", "ranks.py", "unsharded.py", "messages.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "context.py",  # it declares functions
+    "unattached.py",  # before and after the training
 }
 FILES = sorted(
     str(file.relative_to(HOME))
@@ -44,7 +45,8 @@ GUARDS = {
     "capture/watch.py": {
         *("__torch_function__", "_guarded", "_before", "_after", "_take", "_counts")
     },
-    "capture/catch.py": {"_reached"},
+    "capture/catch.py": {"_reached", "_begins"},
+    "capture/forwards.py": {"opened"},  # it calls a function of the user's
     # They pass their arguments to a guarded function; hooks are also removed with garbage.
     "capture/hook.py": {"__call__", "<lambda>", "hook", "_remove"},
     "probe/batch.py": {"_guarded"},
@@ -56,7 +58,6 @@ GUARDS = {
     "capture/loss_hook.py": {"_guarded"},
     "step/armed.py": {"release", "_ran"},
     "step/controller.py": {"leave", "release", "closure_then_read", "<lambda>"},
-    "step/unattached.py": {"end", "check", "follow"},  # before and after the training
     "step/stepping.py": {"hook"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
