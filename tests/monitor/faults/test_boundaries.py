@@ -46,7 +46,7 @@ GUARDS = {
         *("__torch_function__", "_guarded", "_before", "_after", "_take", "_counts")
     },
     "capture/catch.py": {"_reached", "_begins"},
-    "capture/forwards.py": {"opened", "without_overrides"},  # the call of a function of torch
+    "capture/forwards.py": {"opened", "without_overrides", "<lambda>"},  # they call torch's own
     # They pass their arguments to a guarded function; hooks are also removed with garbage.
     "capture/hook.py": {"__call__", "<lambda>", "hook", "_remove"},
     "probe/batch.py": {"_guarded"},
