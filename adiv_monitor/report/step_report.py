@@ -97,9 +97,9 @@ class Spike:
     layers: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = f"At step {self.step:,} the loss is {self.loss:.3g}, after {self.usual:.3g}"
-        moved = [f"{layer} {times:.3g}" for layer, times in [*self.layers.items()][:3]]
-        return f"{said}. Times as far as before moves {', '.join(moved)}." if moved else f"{said}."
+        said = f"At step {self.step:,} the loss is {self.loss:.3g}, after {self.usual:.3g}."
+        moved = [f"'{path}' (× {times:,.0f})" for path, times in [*self.layers.items()][:3]]
+        return f"{said} Moves are larger than before in {', '.join(moved)}." if moved else said
 
 
 @dataclass(frozen=True)
