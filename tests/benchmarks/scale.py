@@ -114,20 +114,25 @@ def cost(job: Job) -> Cost:
         # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
         per_row = (4 * n + 67 * m) * R
         moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
-        # θ before the step, then the update; G, e, z and d. Ten more vectors of the layer that is
+        # θ before the step, then the update; G, e, z and d. Five more vectors of the layer that is
         # being computed, on a CPU of all small layers side by side; of a sharded layer the
         # unsharded parameter in float32, twice while it is gathered.
         held += k * (b * P / S + 16 * R * m)
         stacked += k * R * m if 4 * R * m <= vectors.STACKED else 0
-        largest = max(largest, 10 * 4 * R * m + (2 * 4 * P if S > 1 else 0))
+        largest = max(largest, 5 * 4 * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # The layer and entries of its scales; the equations; the rows.
         sent += k * (49_700 + 72 * m + 148 * kept) if N > 1 else 0
+    # The inputs' sum. The check of one layer's gradient, or of all that are due in turns: G and γ
+    # times a vector.
+    n, m, n_layers = job.layers[0]
+    checked = 1 if job.due == 1 else n_layers * job.due
+    flops += 2 * T * n + checked * 2 * m * (T + n)
     tables = job.due * job.looked_up
     moved += 13 * b * tables / S
     held += b * tables / S
     gathered += 2 * 4 * tables * (S - 1) / S
-    held += max(largest, 10 * 4 * min(stacked, vectors.STACKED))
+    held += max(largest, 5 * 4 * min(stacked, vectors.STACKED))
     return Cost(flops, moved, held, gathered, sent)
 
 

@@ -447,8 +447,9 @@ def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) 
     trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     records = logged(trainer)
     assert list(records) == [1, 5, 7]
+    of_model = ("gradient_norm", "unclipped_gradient_norm", "update_norm", "clipped_share")
     expected = {*summary_tags("scale_cv").values(), "adiv.summary/coverage", "epoch", "step"}
-    assert set(records[7]) == expected
+    assert set(records[7]) == expected | {f"adiv.sizes/{name}" for name in of_model}
 
 
 # Every end of a training
