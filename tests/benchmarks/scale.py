@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # location of the helpers for s
 from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
-from adiv_monitor.step import assembly, unsharded, vectors
+from adiv_monitor.step import assembly, unsharded
 from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, encode
 from adiv_monitor.step.rank_contribution import RankContribution
@@ -99,7 +99,7 @@ class Cost:
 
 def cost(job: Job) -> Cost:
     """Model the cost with R sampled rows, T tokens passed over, P = nm + m parameters copied."""
-    flops = moved = held = gathered = sent = largest = stacked = 0.0
+    flops = moved = held = gathered = sent = largest = 0.0
     T, N, S, b = job.tokens, job.processes, job.shards, job.element
     R = min(job.rows, T)
     share = job.rows / N
@@ -114,12 +114,11 @@ def cost(job: Job) -> Cost:
         # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
         per_row = (4 * n + 67 * m) * R
         moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
-        # θ before the step, then the update; G, e, z and d. Five more vectors of the layer that is
-        # being computed, on a CPU of all small layers side by side; of a sharded layer the
-        # unsharded parameter in float32, twice while it is gathered.
+        # θ before the step, then the update; G, e, z and d. Six more vectors of the layers of one
+        # size, of which most are; of a sharded layer the unsharded parameter in float32, twice
+        # while it is gathered.
         held += k * (b * P / S + 16 * R * m)
-        stacked += k * R * m if 4 * R * m <= vectors.STACKED else 0
-        largest = max(largest, 5 * 4 * R * m + (2 * 4 * P if S > 1 else 0))
+        largest = max(largest, 6 * 4 * k * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # The layer and entries of its scales; the equations; the rows.
         sent += k * (49_700 + 72 * m + 148 * kept) if N > 1 else 0
@@ -132,7 +131,7 @@ def cost(job: Job) -> Cost:
     moved += 13 * b * tables / S
     held += b * tables / S
     gathered += 2 * 4 * tables * (S - 1) / S
-    held += max(largest, 5 * 4 * min(stacked, vectors.STACKED))
+    held += largest
     return Cost(flops, moved, held, gathered, sent)
 
 
