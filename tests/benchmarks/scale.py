@@ -121,7 +121,7 @@ def cost(job: Job) -> Cost:
         largest = max(largest, 6 * 4 * k * R * m + (2 * 4 * P if S > 1 else 0))
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # The layer and entries of its scales; the equations; the rows.
-        sent += k * (49_700 + 72 * m + 148 * kept) if N > 1 else 0
+        sent += k * (2_540 + 88 * m + 160 * kept) if N > 1 else 0
     # The inputs' sum. The check of one layer's gradient, or of all that are due in turns: G and γ
     # times a vector.
     n, m, n_layers = job.layers[0]
