@@ -301,10 +301,10 @@ class StepController:
         self.losses.step_ends()
         if self._norms is not None:
             self.failures.safely(self._norms.ends, self.now())
-        if self.training.watch is not None and self.assembly.is_alone:
-            new = self.losses.looked_at(self.now())
-            if self.failures.safely(self._watch.spikes, new):
-                self.schedule.ask(self.now())
+        new = self.losses.looked_at(self.now())  # by nobody else, too: else the log would keep them
+        watches = self.training.watch is not None and self.assembly.is_alone
+        if watches and self.failures.safely(self._watch.spikes, new):
+            self.schedule.ask(self.now())
         armed = self._armed
         if armed is None:
             return

@@ -85,12 +85,13 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     norms = _norms(sums, report, updated=updated)
     after, before = norms["gradient_norm"], norms["unclipped_gradient_norm"]
     if after is not None and before is not None:
-        history.clipped.append(bool(after < (1 - sums.tolerance.max()) * before))
+        is_clipped = bool(after < (1 - sums.tolerance.max()) * before)
         others = dict(report.gradient_norms)
-        if (here := others.pop(report.step, None)) is not None and history.clipped[-1]:
+        if (here := others.pop(report.step, None)) is not None and is_clipped:
             history.limit = here
-        history.clipped += [norm > _AT_LIMIT * history.limit for norm in others.values()]
-    clipped = sum(history.clipped) / len(history.clipped) if history.clipped else None
+        at_limit = (norm > _AT_LIMIT * history.limit for norm in others.values())
+        history.clipped.update((is_clipped, *at_limit))
+    clipped = history.clipped[True] / history.clipped.total() if history.clipped else None
     attention, of_attention = _attention(part.attention, part.no_attention)
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}
     told = [

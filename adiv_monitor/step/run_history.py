@@ -1,5 +1,6 @@
 """What measured steps showed about a run, which later steps rely on."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -44,7 +45,7 @@ class RunHistory:
         sound: layers whose gradient was that of their rows when all were last checked, at two
             measured steps in a row.
         before: the last reading of each layer before a spike of the loss.
-        clipped: of the measured steps of which it is known, whether the gradient was clipped.
+        clipped: the number of steps whose gradient was clipped, and was not, as far as known.
         limit: the norm that clipping left in the last measured step that was clipped.
         name_of_masters: see there; None: not known yet.
         seen: layers that were measured, or found to be unmeasurable.
@@ -64,7 +65,7 @@ class RunHistory:
     checked: int = 0
     sound: set[str] = field(default_factory=set)
     before: dict[str, LayerReading] = field(default_factory=dict)
-    clipped: list[bool] = field(default_factory=list)
+    clipped: Counter[bool] = field(default_factory=Counter)
     limit: float = np.inf
     name_of_masters: str | None = None
     seen: set[str] = field(default_factory=set)

@@ -170,3 +170,8 @@ def test_monitored_runs_are_those_of_plain_ones() -> None:
         trained(bad_batch, watch=watch)._training.model.state_dict() for watch in ("loss", None)
     ]
     assert all(torch.equal(every[0][name], every[1][name]) for name in every[0])
+
+
+def test_losses_that_nobody_watches_are_let_go() -> None:
+    monitor = trained(bad_batch, watch=None)
+    assert monitor._controller.losses.looked_at(monitor.step) == {}
