@@ -42,8 +42,12 @@ _ELSEWHERE = (
     "outside the layer; or the output was changed in place as a view"
 )
 _DROPPED = (
-    "Gradients were zeroed before a step was taken (of another loss, as in a GAN, of SAM's first "
-    "pass, or of a step that an AMP scaler skipped?): their rows are not in this report."
+    "Gradients were zeroed before a step was taken (of another loss, as in a GAN, or of SAM's "
+    "first pass?): their rows are not in this report."
+)
+_OVERFLOWED = (
+    "Gradients that are not finite were zeroed before a step was taken (an AMP scaler skips such "
+    "steps): their rows are not in this report."
 )
 
 
@@ -201,11 +205,11 @@ class Capture:
         given = watching.sites, watching.others, unseen
         self._survey_note = trace.learn(*given, is_survey=is_survey)
 
-    def notes(self) -> list[str]:
-        """Return notes for the report."""
+    def notes(self, *, overflowed: bool) -> list[str]:
+        """Return notes for the report; whether gradients that were zeroed were not finite."""
         notes = [self._survey_note] if self._survey_note else []
         if any(rows.dropped for rows in self.rows.values()):
-            notes.append(_DROPPED)
+            notes.append(_OVERFLOWED if overflowed else _DROPPED)
         return notes
 
 

@@ -56,29 +56,24 @@ def attention_scale_cv(sums: AttentionSums[Array]) -> Estimate:
     return Estimate(value, error)
 
 
-def attention_logit_max(largest: Float[Array, "heads samples"]) -> Array:
-    """Largest logit, Y_ts·scale + mask, over the queries that see two keys or more."""
-    found: Array = largest.max(1)
-    return found
+def attention_looks(spread: Float[Array, "heads samples 6"]) -> dict[str, Array]:
+    """Return the measures of where the attention looks, by name, of heads: `AttentionSums.spread`.
 
+    - attention_logit_max: largest Y_ts·scale + mask, over the queries that see two keys or more.
+    - attention_query_norm, attention_key_norm: largest ‖q_t‖ and ‖k_s‖, ≥ 0, of all: no logit
+      exceeds their product by the scale.
+    - attention_entropy: mean of −Σ_s P_ts ln P_ts / ln n_t, in [0, 1], n_t the keys that query t
+      sees, two or more. 1: a query looks at all keys alike; 0: at a single one.
+    - attention_first_share: mean of P_t1, in [0, 1]: the share that the first key gets.
 
-def attention_entropy(
-    entropies: Float[Array, "heads samples"], count: Float[Array, "heads samples"]
-) -> Array:
-    """Mean of −Σ_s P_ts ln P_ts / ln n_t, in [0, 1], n_t the keys that query t sees, two or more.
-
-    1: a query looks at all keys alike; 0: at a single one.
+    All are NaN where no query sees two keys.
     """
-    found: Array = entropies.sum(1) / count.sum(1)
-    return found
-
-
-def attention_first_share(
-    firsts: Float[Array, "heads samples"], count: Float[Array, "heads samples"]
-) -> Array:
-    """Mean of P_t1, in [0, 1]: the share of the attention that the first key gets."""
-    found: Array = firsts.sum(1) / count.sum(1)
-    return found
+    names = ("logit_max", "query_norm", "key_norm", "entropy", "first_share")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count = spread[..., 5].sum(1, keepdims=True)
+        means = spread[..., 3:5].sum(1) / count
+        values = np.where(count > 0, np.concatenate([spread[..., :3].max(1), means], 1), np.nan)
+    return {f"attention_{name}": value for name, value in zip(names, values.T, strict=True)}
 
 
 def _jackknifed(sums: AttentionSums[Array], of: Callable[[Array, Array], Array]) -> Estimate:
@@ -97,7 +92,6 @@ def _jackknifed(sums: AttentionSums[Array], of: Callable[[Array, Array], Array])
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     """Return the measures of one attention that are known, of all heads together and of each."""
     samples, found = len(sums.count), dict[str, Estimate]()
-    largest = None if sums.spread is None else sums.spread[..., 0].T
     sums = combined(_heads, sums)
     if (squares := sums.G_G) is not None:
         sample = Sample(np.full(len(squares), float(samples)), squares != 0)
@@ -109,9 +103,10 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
                 found[cosine.__name__] = cosine(of_move, own, G_G, sample)
     found["attention_scale_mean"] = attention_scale_mean(sums)
     found["attention_scale_cv"] = attention_scale_cv(sums)
-    if sums.spread is not None and largest is not None:
-        _, *of_heads = np.moveaxis(sums.spread, 2, 0)
-        found |= _spread(np.concatenate([largest.max(0, keepdims=True), largest]), *of_heads)
+    if (spread := sums.spread) is not None:
+        spread[0, :, :3] = spread[1:, :, :3].max(0)  # the largest of all heads, not their sum
+        exact = np.zeros(len(spread))
+        found |= {name: Estimate(x, exact) for name, x in attention_looks(spread).items()}
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}
     return AttentionReading(
         samples_seen=samples,
@@ -123,19 +118,6 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
         },
         **values,
     )
-
-
-def _spread(largest: Array, entropies: Array, firsts: Array, count: Array) -> dict[str, Estimate]:
-    """Return the measures of `spread`; NaN where no query sees two keys."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = {
-            "attention_logit_max": attention_logit_max(largest),
-            "attention_entropy": attention_entropy(entropies, count),
-            "attention_first_share": attention_first_share(firsts, count),
-        }
-    is_known = count.sum(1) > 0
-    exact = np.zeros(len(count))
-    return {name: Estimate(np.where(is_known, x, np.nan), exact) for name, x in found.items()}
 
 
 def _heads(sums: Float[Array, "samples heads *more"]) -> Float[Array, "layers samples *more"]:

@@ -333,6 +333,14 @@ def zero_share(zeros: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estim
     return Estimate(value / width, error / width)
 
 
+def silent_share(silent: PerLayer, width: PerLayer, sample: Sample) -> Estimate:
+    """Share of the units n with g_rn = 0 in all sampled rows, in [0, 1]: these never fired.
+
+    Its error is that of `scale_max_of_rows`: in rows that were not sampled some may have.
+    """
+    return scale_max_of_rows((silent / width)[:, None] * sample.active, sample)
+
+
 def weight_update_ratio(u_u: PerLayer, theta_theta: PerLayer) -> PerLayer:
     """‖ΔΘ‖ / ‖Θ‖, ≥ 0, Θ before the step; NaN where all weights are zero."""
     return _root(u_u, theta_theta)

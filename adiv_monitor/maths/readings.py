@@ -204,6 +204,8 @@ def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     found.put(index, {"idle_share": measures.idle_share(sample, layers["active"])})
     found.put(index, {"gradient_cosine": measures.gradient_cosine(e_G, e_e, G_G, sample)})
     found.put(index, _of_rms(x, G_G))
+    silent = measures.silent_share(layers["silent"], layers["width"], sample)
+    found.put(index, {"silent_share": silent}, layers["ranks"] < 2)
     found.put(index, {"gradient_norm": _certain(np.sqrt(layers["gamma_gamma"]))})
     found.put(index, {"common_share": _common_share(x)}, layers["has_common"])
     attainable = _certain(layers["attainable"])

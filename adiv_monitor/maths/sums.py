@@ -66,7 +66,7 @@ LAYERS = np.dtype(
         *_columns("?", "partial", "knows_scales", "has_common", "has_attainable"),
         *_columns("<i8", "ranks", "total", "groups", "moved"),
         *_columns("<f8", "precision", "rule_error", "terms", "factor"),
-        *_columns("<f8", *OF_PARAMETERS, "width"),
+        *_columns("<f8", *OF_PARAMETERS, "width", "silent"),
         *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
         *_columns("<f8", "rows_bound", "entries_bound", "other_share"),
@@ -90,6 +90,7 @@ TABLES = {
     "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
     "loads": ["number", "rows"],
+    "own": ["number", "rows", "value"],
 }
 _PLACES = {"entries": ["layer", "row"]}  # of other lines
 KINDS = {"layers": LAYERS} | {
@@ -123,6 +124,7 @@ class About:
         features: number of features of a row, where a row is a vector that the weight multiplies.
         bias_alone: no weight is trained.
         undefined: measures that are not defined for such a layer.
+        own: names of the measures of the user's own.
     """
 
     kind: str
@@ -130,6 +132,7 @@ class About:
     features: int | None = None
     bias_alone: bool = False
     undefined: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +156,8 @@ class StepSums:
             - theta_theta, size, reached, changed: of the parameters before the step, ‖θ‖², their
               number, that of those with a gradient that is not zero, and of those among them that
               the step changed. once_gamma, once_w: parts of γγ and ww, so that each parameter
-              counts for one layer alone. width: number of entries of z_r.
+              counts for one layer alone. width: number of entries of z_r; silent: of those that
+              have no gradient in any of the sampled rows.
             - factor: c in γ = c·GᵀΦ; NaN if unknown. gradient_factor: the same without the
               averaging over ranks by the backward passes.
             - reason: why γ is not the gradient of the rows, so that only the rows are used; "": it
@@ -184,6 +188,8 @@ class StepSums:
             weight or the bias, whose equations are numbered; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.
         loads: the number of an expert, and that of its rows, of all rows; one for each rank.
+        own: the number of a measure of the user's own, that of the rows it got, and its value; one
+            for each rank.
     """
 
     paths: tuple[str, ...]
@@ -194,6 +200,7 @@ class StepSums:
     equations: Table
     moves: Table
     loads: Table
+    own: Table
 
     @property
     def tables(self) -> dict[str, Table]:

@@ -30,19 +30,13 @@ class AttentionReading:
     attention_scale_mean: float | None = None
     attention_scale_cv: float | None = None
     attention_logit_max: float | None = None
+    attention_query_norm: float | None = None
+    attention_key_norm: float | None = None
     attention_entropy: float | None = None
     attention_first_share: float | None = None
     standard_error: Mapping[str, float] = field(default_factory=dict)
     heads: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
     heads_standard_error: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        per_head = (*self.heads.values(), *self.heads_standard_error.values())
-        if len(counts := {len(values) for values in per_head}) > 1:
-            several = " and ".join(map(str, sorted(counts)))
-            raise ValueError(
-                f"got measures of {several} heads, expected the same number of heads in each"
-            )
 
     def measures(self) -> dict[str, float]:
         """Return the measures that were taken, by name; NaN where there is no direction."""

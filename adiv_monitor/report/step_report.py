@@ -84,7 +84,8 @@ class Spike:
         loss: this loss.
         usual: the median of the 16 losses before it.
         sigmas: how far it lies above that, in standard deviations of the 128 before it, on a
-            logarithmic scale where losses are above zero; infinite if it is not finite.
+            logarithmic scale where losses are above zero; infinite if it is not finite. Of k losses
+            in a row, the lowest times √k.
         layers: layer → how many times as far as before it moves, if more than twice, the worst
             first: its update in this report over that in the last one before the spike. Layers
             whose weights have grown in between come first, with how much they have.

@@ -301,10 +301,10 @@ class StepController:
         self.losses.step_ends()
         if self._norms is not None:
             self.failures.safely(self._norms.ends, self.now())
-        new = self.losses.looked_at(self.now())  # by nobody else, too: else the log would keep them
-        watches = self.training.watch is not None and self.assembly.is_alone
-        if watches and self.failures.safely(self._watch.spikes, new):
-            self.schedule.ask(self.now())
+        if self.training.watch is not None and self.assembly.is_alone:
+            new = self.losses.looked_at(self.now())
+            if self.failures.safely(self._watch.spikes, new):
+                self.schedule.ask(self.now())
         armed = self._armed
         if armed is None:
             return
@@ -363,7 +363,7 @@ class StepController:
         loss = "" if self._loss is None else self._loss.of_torch
         part.report = replace(part.report, losses=self.losses.take(taken.number), loss_module=loss)
         if self._norms is not None:
-            gradients, updates = self._norms.take(taken.number)
+            gradients, updates = self._norms.take()
             part.report = replace(part.report, gradient_norms=gradients, update_norms=updates)
             self._norms.layers = taken.parameters(part.sums.paths)
         for path, reason in part.misdescribed.items():

@@ -66,11 +66,9 @@ class EveryNorm:
             self._whole.append((step, each.norm(dim=1)))
             self._gradients = None
 
-    def take(self, last: int) -> tuple[dict[int, float], dict[int, float]]:
-        """Remove and return the norms of the whole in steps up to `last`."""
-        found = [self._whole.popleft() for _ in range(len(self._whole))]
-        self._whole.extend(entry for entry in found if entry[0] > last)
-        of = [entry for entry in found if entry[0] <= last]
+    def take(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Remove and return the norms of the whole, by step."""
+        of = [self._whole.popleft() for _ in range(len(self._whole))]
         norms = fetch_tensors([both for _, both in of])
         gradients, updates = (
             {s: float(x[i]) for (s, _), x in zip(of, norms, strict=True)} for i in range(2)

@@ -46,7 +46,8 @@ class FinalGradient:
 
     Attributes:
         generator: the monitor's own random numbers.
-        keeps: whether rows are kept until the step is taken, for measures of the user's own.
+        own: names of the measures of the user's own: for these, rows are kept until the step is
+            taken.
         out: takes the numbers for the host.
         reached: paths of the layers that a gradient reached.
         measured: by path, the layers that have begun.
@@ -57,7 +58,7 @@ class FinalGradient:
     """
 
     generator: np.random.Generator
-    keeps: bool = False
+    own: tuple[str, ...] = ()
     out: Outgoing = field(default_factory=Outgoing)
     reached: list[str] = field(default_factory=list)
     measured: dict[str, LayerInProgress] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class FinalGradient:
         e = features.move(*change) if parts else None
         self.out.begin(
             layer.path,
-            _about(layer, features),
+            _about(layer, features, self.own),
             precision=max([call.precision for call in calls]),
             reason=_why_from_rows(features, shared=rows.is_shared),
             total=sum([call.rows.total for call in calls]),
@@ -147,7 +148,7 @@ class FinalGradient:
             self.out.add("loads", [layer.path], {"rows": torch.stack(loads).sum(0)}, number=number)
         z = joined([call.z for call in calls])
         self.measured[layer.path] = LayerInProgress(layer, features, G, z, change, e)
-        if self.keeps and not parts and (own := kept(layer, features, G, z)) is not None:
+        if self.own and not parts and (own := kept(layer, features, G, z)) is not None:
             self.kept[layer.path] = own
         rows.release()
 
@@ -188,7 +189,7 @@ def _joined_rows(of_calls: Sequence[F], gradients: Sequence[Tensor | None]) -> t
     return features, G
 
 
-def _about(layer: Layer, features: Features) -> About:
+def _about(layer: Layer, features: Features, own: tuple[str, ...]) -> About:
     phi = features.phi if isinstance(features, DenseFeatures) else None
     return About(
         kind=layer.kind,
@@ -196,6 +197,7 @@ def _about(layer: Layer, features: Features) -> About:
         features=None if phi is None else phi.shape[-1],
         bias_alone=layer.weight is None,
         undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
+        own=own,
     )
 
 

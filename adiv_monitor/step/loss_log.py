@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from itertools import takewhile
 from numbers import Real
 from typing import TypeVar
 
@@ -58,7 +59,7 @@ class LossLog:
     def __init__(self) -> None:
         # Each with its step, and whether the training loop said it.
         self._held: deque[tuple[int, bool, Value]] = deque(maxlen=_MOST)
-        self._new: deque[tuple[int, bool, Value]] = deque(maxlen=_MOST)  # those not looked at yet
+        self._looked = -1  # the last step whose losses were looked at
         self._closed: set[bool] | None = None  # of which kind no more count; None: outside a step
 
     def add(self, step: int, loss: object, *, is_said: bool) -> None:
@@ -73,7 +74,6 @@ class LossLog:
         if self._closed is not None:
             self._closed.add(is_said)
         self._held.append((step, is_said, value))
-        self._new.append((step, is_said, value))
 
     def step_begins(self) -> None:
         """Count only one more value, as the optimizer's step begins: it may evaluate a closure."""
@@ -93,9 +93,9 @@ class LossLog:
 
     def looked_at(self, last: int) -> dict[int, list[Value]]:
         """Return the losses that count of steps up to `last`, each once; they stay in the log."""
-        new = [self._new.popleft() for _ in range(len(self._new))]
-        self._new.extend(entry for entry in new if entry[0] > last)
-        return _counted(entry for entry in new if entry[0] <= last)
+        since, self._looked = self._looked, last
+        new = takewhile(lambda entry: entry[0] > since, reversed(self._held))
+        return _counted([entry for entry in new if entry[0] <= last][::-1])
 
 
 def _counted(entries: Iterable[tuple[int, bool, _V]]) -> dict[int, list[_V]]:

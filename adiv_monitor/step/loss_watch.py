@@ -11,9 +11,10 @@ from torch import Tensor
 from adiv_monitor.capture.hook import is_captured
 from adiv_monitor.report import Spike
 
-# Losses by which the next one is judged: those that say what is usual now, those that say how far
-# losses lie from it, and how many of these are needed; and the limit in standard deviations.
-_NEAR, _FAR, _LEAST, _SIGMAS = 16, 128, 32, 8.0
+# Losses by which the next ones are judged: those that say what is usual now, those that say how far
+# losses lie from it, and how many of these are needed; how many in a row are judged together; and
+# the limit in standard deviations.
+_NEAR, _FAR, _LEAST, _ROW, _SIGMAS = 16, 128, 32, 4, 8.0
 _UNDONE = 0.02  # least share of the fall so far that a spike undoes: else it is of no account
 _COMING = 64  # losses that may be on their way from a device
 
@@ -21,19 +22,21 @@ _COMING = 64  # losses that may be on their way from a device
 class LossWatch:
     """Watches for spikes.
 
-    A loss x is a spike if it is not finite, or if log x − m > 8 s: m is the median of the last 16
-    logarithms, s the root mean square of the same difference of the last 128 losses, of at least
-    32. What falls steadily, and losses of which a few are always large, are no spikes: on a
-    logarithmic scale these are few deviations away. Once a loss is not above zero, losses stand in
-    place of their logarithms.
+    A loss is a spike if it is not finite, or the first of k in a row, at most 4, of which each has
+    log x − log m > 8 s/√k: m is the median of the 16 losses before them, s the root mean square of
+    the same difference, of single losses, over the 128 before, of at least 32. What falls steadily,
+    and losses of which a few are always large, are no spikes: on a logarithmic scale these are few
+    deviations away. In the 16 steps after a spike, only a loss that is not finite is one. Once a
+    loss is not above zero, losses stand in place of their logarithms.
     """
 
     def __init__(self) -> None:
         self._scale: Callable[[float], float] = math.log
-        self._near: deque[float] = deque(maxlen=_NEAR)
+        self._near: deque[tuple[int, float]] = deque(maxlen=_NEAR + _ROW)
         self._off: deque[float] = deque(maxlen=_FAR)
         self._highest = -math.inf  # of the medians so far
         self._was_finite = True
+        self._quiet = -1  # until this step there is no other spike
         # Each with its step; the function returns None while it is on its way from its device.
         self._coming: deque[tuple[int, Callable[[], float | None]]] = deque(maxlen=_COMING)
         self._found: list[Spike] = []
@@ -57,7 +60,9 @@ class LossWatch:
         """Judge the loss of a step, the next one after those before."""
         if not math.isfinite(loss):
             if self._was_finite:
-                self._found.append(Spike(step, loss, self._usual, math.inf))
+                before = [x for _, x in self._near][-_NEAR:]
+                usual = median(before) if before else math.nan
+                self._found.append(Spike(step, loss, usual, math.inf))
             self._was_finite = False
             return
         self._was_finite = True
@@ -65,27 +70,29 @@ class LossWatch:
             self._scale = float
             self._near.clear()
             self._off.clear()
-        if len(self._near) == _NEAR:
-            off = self._scale(loss) - median(self._near)
-            deviation = math.hypot(*self._off) / math.sqrt(len(self._off) or 1)
-            usual = self._usual
-            self._highest = max(self._highest, usual)
-            is_far = len(self._off) >= _LEAST and off > _SIGMAS * deviation
-            if is_far and loss - usual > _UNDONE * (self._highest - usual):
+        self._near.append((step, loss))
+        near, offs = [*self._near], [*self._off]
+        for count in range(1, min(_ROW, len(near) - _NEAR) + 1):
+            usual = median([x for _, x in near[-_NEAR - count : -count]])
+            lowest = min([x for _, x in near[-count:]])
+            off = self._scale(lowest) - self._scale(usual)
+            if count == 1:
+                self._highest = max(self._highest, usual)
+                self._off.append(off)
+            before = offs[: len(offs) + 1 - count]
+            if off <= 0 or len(before) < _LEAST or step <= self._quiet:
+                break
+            deviation = math.hypot(*before) / math.sqrt(len(before) * count)
+            is_far = off > _SIGMAS * deviation
+            if is_far and lowest - usual > _UNDONE * (self._highest - usual):
                 sigmas = off / deviation if deviation else math.inf
-                self._found.append(Spike(step, loss, usual, sigmas))
-            self._off.append(off)
-        self._near.append(self._scale(loss))
+                self._found.append(Spike(*near[-count], usual, sigmas))
+                self._quiet = step + _NEAR
 
-    @property
-    def _usual(self) -> float:
-        middle = median(self._near) if self._near else math.nan
-        return math.exp(middle) if self._scale is math.log else middle
-
-    def take(self, before: int) -> tuple[Spike, ...]:
-        """Remove and return the spikes of steps before this one."""
-        found = tuple(spike for spike in self._found if spike.step < before)
-        self._found = [spike for spike in self._found if spike.step >= before]
+    def take(self, last: int) -> tuple[Spike, ...]:
+        """Remove and return the spikes of steps up to this one."""
+        found = tuple(spike for spike in self._found if spike.step <= last)
+        self._found = [spike for spike in self._found if spike.step > last]
         return found
 
 

@@ -84,7 +84,7 @@ class MeasuredStep:
         self._reset()
 
     def _reset(self) -> None:
-        self._layers = FinalGradient(self.generator, bool(self.own))
+        self._layers = FinalGradient(self.generator, tuple(self.own))
 
     @torch.no_grad()
     def gradient_is_final(self, optimizer: Optimizer | None) -> None:
@@ -204,7 +204,11 @@ class MeasuredStep:
             add_parameters(sums, dots, found.pieces, steps.keys)
         noted = (note.format(listed(paths)) for note, paths in found.noted.items())
         facts: dict[str, Any] = {
-            "notes": (*capture.notes(), *noted, *([] if probe is None else probe.notes)),
+            "notes": (
+                *capture.notes(overflowed=not np.isfinite(flags["zeroed"]).all()),
+                *noted,
+                *([] if probe is None else probe.notes),
+            ),
             **self.whole.facts(sums, flags),
             **({} if refused else self._facts(flags)),
         }
@@ -216,12 +220,6 @@ class MeasuredStep:
             wrong,
             rows_lost=tuple(path for path in found.reached if path not in sums.paths),
         )
-        if not refused:
-            values = iter(flags.get("own", ()))
-            part.own = {
-                path: {name: float(next(values)) for name in self.own}
-                for path in (found.kept if "own" in flags else ())
-            }
         if probe is not None and not refused:
             part.attention = {path: merge(calls) for path, calls in attention.items()}
             part.no_attention = dict(probe.refused)
@@ -315,8 +313,8 @@ class MeasuredStep:
     def _measure_own(self) -> None:
         """Compute the measures of the user's own."""
         found, steps = self._layers, self._steps
-        values: list[Tensor] = []
-        for of in found.kept.values():
+        for path, of in found.kept.items():
+            values: list[Tensor] = []
             assert steps is not None
             taken = of[0].change(steps.taken)[0]
             assert taken is not None
@@ -326,8 +324,9 @@ class MeasuredStep:
                 values.append(value)
                 if error is not None:
                     why = f"{type(error).__name__}: {error}".partition("\n")[0]
-                    found.noted[_OWN.format(name, why)].append(of[0].path)
-        found.out.flags["own"] = values
+                    found.noted[_OWN.format(name, why)].append(path)
+            known = {"number": np.arange(len(values)), "rows": len(of[2])}
+            found.out.add("own", [path], {"value": torch.stack(values)}, **known)
 
     def _finish(self) -> None:
         """Finish the sums of all layers, and release their rows."""

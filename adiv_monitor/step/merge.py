@@ -17,7 +17,6 @@ from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import OF_PARAMETERS, TABLES, Array, StepSums, Table, blank, in_order
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
-from adiv_monitor.step.own_measures import merged
 from adiv_monitor.step.rank_contribution import RankContribution
 
 # Columns of the table of layers that add up; NaN if one rank does not know its part.
@@ -101,13 +100,6 @@ def merge_ranks(
         rows_lost=tuple(lost),
         attention={path: merge(own) for path, own in of_ranks.items()},
         no_attention=no_attention,
-        own=merged(
-            {i: part.own for i, part in enumerate(several)},
-            {
-                i: dict(zip(x.sums.paths, x.sums.seen.tolist(), strict=True))
-                for i, x in enumerate(several)
-            },
-        ),
     )
     return whole, ranks
 
@@ -159,6 +151,7 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
         equations=_added(tables["equations"][counted["equations"]], counts.sum(0)),
         moves=in_order(tables["moves"][counted["moves"]]),
         loads=in_order(tables["loads"][counted["loads"]]),
+        own=in_order(tables["own"][counted["own"]]),
     )
     sums = sums.with_rows(kept[np.argsort(rows["layer"][kept], kind="stable")])
     return replace(sums, entries=in_order(sums.entries))

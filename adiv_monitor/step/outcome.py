@@ -1,7 +1,7 @@
 """Readings from the numbers on the host, with notes for the reader."""
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -17,12 +17,15 @@ from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
 from adiv_monitor.step.every_norm import FASTER
+from adiv_monitor.step.own_measures import values_of
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
 # Where the loss is unknown, a smaller factor on the gradient may be that of an AMP scaler.
 _SMALLEST_CLIP = 1e-3
 _AT_LIMIT = 1 - 1e-3  # of the norm that clipping leaves
+# The last readings of a layer that are kept: a spike may be found in the fourth step after it.
+_KEPT = 6
 # Times the growth of the median layer's weights since the last report.
 _GREW = 1.5
 _ALONE = "Their readings are estimated from rows alone."
@@ -111,14 +114,15 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
             notes.append(sentence.format(listed([paths[i] for i in np.flatnonzero(which)])))
     # The sum of gradients that were zeroed one by one, as of single samples, is none of the last.
     zeroed = 0 if "more" in reasons else report.zeroed_passes
-    layers = _readings(sums, measured, broken, part.own)
-    moved = _moved_most(history.before, layers) if report.spikes else {}
-    if not report.spikes:
-        history.before |= layers
+    layers = _readings(sums, measured, broken)
+    for path, reading in layers.items():
+        history.readings.setdefault(path, deque(maxlen=_KEPT)).append((report.step, reading))
     return replace(
         report,
         layers=layers,
-        spikes=tuple(replace(spike, layers=moved) for spike in report.spikes),
+        spikes=tuple(
+            replace(s, layers=_moved_most(s.step, history, layers)) for s in report.spikes
+        ),
         notes=(*notes, *of_attention),
         attention=attention,
         zeroed_passes=zeroed,
@@ -129,18 +133,20 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
 
 
 def _moved_most(
-    before: Mapping[str, LayerReading], now: Mapping[str, LayerReading]
+    step: int, history: RunHistory, now: Mapping[str, LayerReading]
 ) -> dict[str, float]:
-    """Return how many times as far as before layers move, if more than twice, the worst first.
+    """Return how many times as far as before a step layers move, if more than twice.
 
-    Layers whose weights grew far more than those of the others were changed in between: they come
-    first, whatever their updates.
+    The worst come first, before them layers whose weights grew far more than those of the others:
+    they were changed in between, whatever their updates.
     """
 
     def factors(measure: str) -> dict[str, float]:
         pairs = {p: (getattr(now[p], measure), getattr(before[p], measure)) for p in both}
         return {p: a / b for p, (a, b) in pairs.items() if a is not None and b and a / b >= 0}
 
+    every = history.readings.items()
+    before = {path: x for path, several in every for at, x in several if at < step}
     both = [path for path in now if path in before]
     updates, weights = factors("update_norm"), factors("weight_norm")
     usual = _GREW * median(weights.values() or [1.0])
@@ -218,10 +224,7 @@ def _non_finite(sums: StepSums) -> dict[str, Mask]:
 
 
 def _readings(
-    sums: StepSums,
-    found: Measured,
-    broken: Mapping[str, Mask],
-    asked: Mapping[str, Mapping[str, float]],
+    sums: StepSums, found: Measured, broken: Mapping[str, Mask]
 ) -> dict[str, LayerReading]:
     """Return the readings of all layers, with the measures of the user's own, by path."""
     if not sums.paths:
@@ -252,7 +255,7 @@ def _readings(
             standard_error={n: errors[n] for n in own if errors[n]},
             scale_quantiles=spread.get("scale", ()),
             row_cosine_quantiles=spread.get("row_cosine", ()),
-            own=asked.get(path, {}),
+            own=values_of(sums, i),
             **own,
         )
     return readings

@@ -1,6 +1,6 @@
 """Measures of the user's own, of the rows of a layer right after the step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import DenseFeatures, Features
+from adiv_monitor.maths.sums import StepSums
 
 
 class OwnRows(NamedTuple):
@@ -66,18 +67,12 @@ def measured(
         return torch.tensor(torch.nan, dtype=torch.float64, device=phi.device), error
 
 
-def merged(
-    ranks: Mapping[int, Mapping[str, Mapping[str, float]]],
-    rows: Mapping[int, Mapping[str, int]],
-) -> dict[str, dict[str, float]]:
-    """Return the mean over ranks of each layer's measures, weighted by the ranks' sampled rows."""
-    found: dict[str, dict[str, float]] = {}
-    weights: dict[str, int] = {}
-    for rank, own in ranks.items():
-        for path, values in own.items():
-            count, before = rows[rank].get(path, 0), weights.get(path, 0)
-            old = found.setdefault(path, dict.fromkeys(values, 0.0))
-            whole = max(1, count + before)
-            found[path] = {n: (before * old[n] + count * x) / whole for n, x in values.items()}
-            weights[path] = before + count
-    return found
+def values_of(sums: StepSums, layer: int) -> dict[str, float]:
+    """Return a layer's measures: the mean over ranks, weighted by the rows that each one got."""
+    lines, names = sums.of("own", layer), sums.about[layer].own
+    several = {name: lines[lines["number"] == i] for i, name in enumerate(names)}
+    return {
+        name: float(of["rows"] @ of["value"] / of["rows"].sum())
+        for name, of in several.items()
+        if len(of)
+    }

@@ -29,7 +29,6 @@ class RankContribution:
         elements: number of elements of the trained parameters whose turn it is.
         attention: records of attentions by path.
         no_attention: path → why there is no record.
-        own: measures of the user's own, by path and name.
     """
 
     report: StepReport
@@ -40,7 +39,6 @@ class RankContribution:
     elements: int = 0
     attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
-    own: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @np.errstate(all="ignore")  # terms of non-finite numbers are not needed

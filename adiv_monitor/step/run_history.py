@@ -1,6 +1,6 @@
 """What measured steps showed about a run, which later steps rely on."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from weakref import ref
 
@@ -44,7 +44,7 @@ class RunHistory:
         checked: measured steps since all gradients were checked.
         sound: layers whose gradient was that of their rows when all were last checked, at two
             measured steps in a row.
-        before: the last reading of each layer before a spike of the loss.
+        readings: by layer, its last readings, each with its step.
         clipped: the number of steps whose gradient was clipped, and was not, as far as known.
         limit: the norm that clipping left in the last measured step that was clipped.
         name_of_masters: see there; None: not known yet.
@@ -64,7 +64,7 @@ class RunHistory:
     telling: str | None = None
     checked: int = 0
     sound: set[str] = field(default_factory=set)
-    before: dict[str, LayerReading] = field(default_factory=dict)
+    readings: dict[str, deque[tuple[int, LayerReading]]] = field(default_factory=dict)
     clipped: Counter[bool] = field(default_factory=Counter)
     limit: float = np.inf
     name_of_masters: str | None = None

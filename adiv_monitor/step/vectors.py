@@ -196,12 +196,13 @@ class Block:
         by_name = dict(zip(names_of(pairs_of(named)), products, strict=True))
         active = by_name["G_G"].sign()
         paths = [x.layer.path for x in self.layers]
-        out.add("layers", paths, {}, width=V.shape[-1])
+        is_zero = self._of["G"] == 0
+        out.add("layers", paths, {"silent": is_zero.all(1).sum(1)}, width=V.shape[-1])
         z, squares = self._of["z"], self._of["z"].square()
         entries = {
             "largest": torch.linalg.vector_norm(z, torch.inf, dim=2),
             "fourth": dots(squares, squares),
-            "zeros": (self._of["G"] == 0).sum(2),
+            "zeros": is_zero.sum(2),
         }
         for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}

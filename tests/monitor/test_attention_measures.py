@@ -186,7 +186,8 @@ def test_calls_of_one_attention_are_taken_together(monkeypatch: pytest.MonkeyPat
 
 
 def read_of(q: Tensor, k: Tensor, sees: Tensor) -> dict[str, float]:
-    """Return the largest logit and the means over queries, one query after the other."""
+    """Return the largest logit and norms, and the means over queries, one after the other."""
+    norms = (max(of.flatten(0, 2).norm(dim=1).tolist()) for of in (q, k))
     entropies, firsts, largest = [], [], -math.inf
     for n, h, t in itertools.product(*map(range, q.shape[:3])):
         keys = [s for s in range(k.shape[2]) if sees.expand(len(q), 1, -1, -1)[n, 0, t, s]]
@@ -199,10 +200,13 @@ def read_of(q: Tensor, k: Tensor, sees: Tensor) -> dict[str, float]:
         entropies.append(-sum(p * math.log(p) for p in P) / math.log(len(P)))
         firsts.append(P[0] if keys[0] == 0 else 0.0)
     means = (sum(x) / len(x) for x in (entropies, firsts))
-    return dict(zip(("attention_logit_max", *SPREAD), (largest, *means), strict=True))
+    return dict(zip(SPREAD, (largest, *norms, *means), strict=True))
 
 
-SPREAD = ("attention_entropy", "attention_first_share")
+SPREAD = (
+    *("attention_logit_max", "attention_query_norm", "attention_key_norm"),
+    *("attention_entropy", "attention_first_share"),
+)
 
 
 @pytest.mark.parametrize("name", BUILD)
@@ -265,7 +269,7 @@ def test_without_a_loss_the_scale_alone_is_known(plain: StepReport) -> None:
     report = monitored(built("torch, causal"), loss=None)
     [reading], [known] = report.attention.values(), plain.attention.values()
     scales = {"attention_scale_mean", "attention_scale_cv"}
-    assert set(reading.measures()) == {*scales, *SPREAD, "attention_logit_max"}
+    assert set(reading.measures()) == {*scales, *SPREAD}
     # A query that sees one key asks nothing of its score, and counts only where g is not known.
     assert reading.attention_scale_mean == pytest.approx(known.attention_scale_mean, rel=0.3)
     (note,) = report.notes

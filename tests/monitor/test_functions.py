@@ -33,7 +33,7 @@ OF_MOVES = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
     *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
     *("bias_share", "activation_rms", "update_ratio", "common_share"),
-    *("activation_max", "activation_kurtosis", "zero_share"),
+    *("activation_max", "activation_kurtosis", "zero_share", "silent_share"),
     *("scale_p05", "scale_p50", "scale_p95"),
 }
 OF_SCALES = {

@@ -153,7 +153,8 @@ def random_sums(groups: int, known: str) -> StepSums:
     about = (About("linear"),) * count
     paths = tuple(map(str, range(count)))
     return StepSums(
-        paths, about, layers, rows, entries, blank("equations", 0), moves, blank("loads", 0)
+        *(paths, about, layers, rows, entries, blank("equations", 0), moves),
+        *(blank("loads", 0), blank("own", 0)),
     )
 
 

@@ -1,5 +1,7 @@
 """Measures of the user's own get the rows of a layer, and the weights around the step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from setups import mlp, one_step, same
@@ -7,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.step.own_measures import OwnRows, merged
+from adiv_monitor.maths.sums import NO_SUMS, About, StepSums, blank
+from adiv_monitor.step.own_measures import OwnRows, values_of
 
 
 def wasted(rows: OwnRows) -> Tensor:
@@ -84,5 +87,8 @@ def test_what_is_no_measure_is_refused(given: object) -> None:
 
 
 def test_several_ranks_have_the_mean_over_their_rows() -> None:
-    own = {0: {"a": {"x": 1.0}}, 1: {"a": {"x": 4.0}, "b": {"x": 2.0}}}
-    assert merged(own, {0: {"a": 10}, 1: {"a": 20, "b": 5}}) == {"a": {"x": 3.0}, "b": {"x": 2.0}}
+    lines = blank("own", 4)  # x and y of the first layer by two ranks, x of the second by one
+    lines["layer"], lines["number"], lines["rows"] = [0, 0, 0, 1], [0, 1, 0, 0], [10, 10, 20, 5]
+    lines["value"] = [1.0, 7.0, 4.0, 2.0]
+    sums: StepSums = replace(NO_SUMS, about=(About("linear", own=("x", "y")),) * 3, own=lines)
+    assert [values_of(sums, i) for i in range(3)] == [{"x": 3.0, "y": 7.0}, {"x": 2.0}, {}]

@@ -120,6 +120,7 @@ def test_sizes_of_activations_are_those_of_plain_tensors(step: Step) -> None:
             "activation_max": z.abs().max(),
             "activation_kurtosis": z.pow(4).mean() / z.square().mean() ** 2,
             "zero_share": (G == 0).double().mean(),
+            "silent_share": (G == 0).all(0).double().mean(),
         }
         for name, value in expected.items():
             assert getattr(reading, name) == pytest.approx(value.item(), rel=1e-6), (path, name)
