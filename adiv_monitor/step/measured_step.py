@@ -325,8 +325,8 @@ class MeasuredStep:
                 if error is not None:
                     why = f"{type(error).__name__}: {error}".partition("\n")[0]
                     found.noted[_OWN.format(name, why)].append(path)
-            known = {"number": np.arange(len(values)), "rows": len(of[2])}
-            found.out.add("own", [path], {"value": torch.stack(values)}, **known)
+            number, told = np.arange(len(values)), {"value": torch.stack(values)}
+            found.out.add("own", [path], told, number=number, rows=len(of[2]))
 
     def _finish(self) -> None:
         """Finish the sums of all layers, and release their rows."""
