@@ -22,6 +22,9 @@ NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
 NO_CAUSE = "Does not train; cause not found: "
+# What healthy runs have, too: behind exact causes of the same strength, and before symptoms.
+TRAITS = ("frozen", "input-mean", "input-scale", "row-spread", "dead-units", "saturated-units")
+HUGE = 0.5  # of the loss: what a learning rate must take away to come before a fault in structure
 LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monitor.log_loss(…)`)"
 
 
@@ -75,8 +78,8 @@ def _first_cause(findings: Sequence[Finding], record: Record) -> Finding | None:
     """Return the first cause to act on that no other one explains; None: there is none.
 
     In an audit, a finding to watch that explains the first one to act on is its cause, unless its
-    own fixes can be tried, a trial has shown that the learning rate is the cause, or what it
-    explains comes last anyway.
+    own fixes can be tried, another learning rate takes most of the loss away, or what it explains
+    comes last anyway.
     """
     act = [finding for finding in findings if finding.strength == "act"]
     causes = [finding for finding in act if is_cause(finding)]
@@ -85,7 +88,9 @@ def _first_cause(findings: Sequence[Finding], record: Record) -> Finding | None:
     first = next(iter([*causes, *act]), None)
     if first is None or not record.is_audited or fault_of(first).about == "last":
         return first if causes else None
-    by_rate = first.name.startswith("rate-") and any(t.helps for t in record.rates.values())
+    by_rate = first.name.startswith("rate-") and any(
+        t.helps and not t.gain < HUGE * abs(t.loss_without) for t in record.rates.values()
+    )
     watched = [f for f in findings if f.strength == "watch" and not (by_rate or follows(f))
                and first.name in fault_of(f).explains
                and not any(advice.fix for advice in f.advice)]  # fmt: skip
@@ -106,7 +111,7 @@ def is_cause(finding: Finding) -> bool:
 
 
 def diagnose(record: Record) -> tuple[Finding, ...]:
-    """Return all findings, strongest first, and of equal strength causes before symptoms.
+    """Return all findings, strongest first; of equal strength causes, then traits, then symptoms.
 
     If a learning rate was tried and pays, statements of rules that it would not help are removed.
     """
@@ -118,7 +123,13 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
         kept = [tuple(a for a in f.advice if a.fix != "reinitialise") for f in findings]
         findings = [replace(f, advice=a) for f, a in zip(findings, kept, strict=True)]
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
-    return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
+    return tuple(sorted(said, key=_rank))
+
+
+def _rank(finding: Finding) -> tuple[int, int]:
+    is_symptom = fault_of(finding).about in ("symptom", "last")
+    of = 2 * is_symptom + (finding.name in TRAITS) if finding.strength == "watch" else 0
+    return STRENGTHS.index(finding.strength), of
 
 
 def finding_title(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adiv_monitor.diagnosis.course import difference
-from adiv_monitor.diagnosis.diagnose import fault_of, follows, running_headline
+from adiv_monitor.diagnosis.diagnose import TRAITS, fault_of, follows, running_headline
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Finding, Strength
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.plain import to_json, to_plain
@@ -20,7 +20,6 @@ SCHEMA = 3  # of `Diagnosis.to_dict`; see docs/report-schema.md
 # Traits, which healthy runs have, too, may be only if the loss does not fall.
 OF_STEPS = ("rates", "units", "states")
 SETTINGS = ("group-rates",)  # but for these, which the user has chosen
-TRAITS = ("frozen", "input-mean", "input-scale", "row-spread")
 _READ = (2, SCHEMA)  # 2 held one field more, `what_if`
 
 

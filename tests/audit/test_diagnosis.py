@@ -92,6 +92,10 @@ def explained(reference: float, model: float, per_class: float = 40.0) -> Record
     return probed("behind-reference", WELL, reference=reference, model=model, **numbers)
 
 
+def outgrown(before: float) -> Record:
+    return probed("penalty-dominates", WELL, before=before, after=30.0, falls=9.0)
+
+
 def penalised(learnt: float) -> Record:
     numbers = {"with": learnt, "penalty after": 0.5, "penalty": 30.0}
     return probed("penalty-dominates", without=2.0, others=1.0, **numbers)
@@ -179,7 +183,7 @@ HITS = {
     "weighs-itself": probed("weighs-itself", share=0.01, first=2.0, lowest=0.02),
     "outputs-in-vain": probed("outputs-in-vain", share=0.97, first=2.0, zeros=2.1, lowest=1.94),
     "seed-again": probed("seed-again"),
-    "zero-slope": probed("zero-slope", words={"kind": "clip"}, share=0.9),
+    "zero-slope": replace(probed("zero-slope"), wiring=ZERO),
     "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL, wiring=ZERO),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
                      weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
@@ -226,7 +230,6 @@ MILDER = [
     ("seed-again watch", probed("seed-again", WELL)),
     ("outputs-in-vain watch",
      probed("outputs-in-vain", WELL, share=0.97, first=2.0, zeros=2.1, lowest=1.94)),
-    ("target-leak watch", probed("target-leak", share=1.0, feature=7.0, samples=64.0)),
     ("target-is-input watch", probed("target-is-input", places=2.0)),
     ("targets-out-of-range act", probed("targets-out-of-range", WELL, {"farthest": "9"}, share=1)),
     ("targets-out-of-range watch",
@@ -240,12 +243,13 @@ MILDER = [
     ("zero-gradient act", probed("zero-gradient")),
     ("zero-gradient watch", record(wiring=ZERO)),
     ("zero-gradient watch", record({"a": reading(idle_share=1.0, scale_mean=17.0)}, wiring=ZERO)),
-    ("zero-slope watch", probed("zero-slope", words={"kind": "step"})),
+    ("zero-slope watch", probed("zero-slope")),
     ("decay-fights watch", penalty(2.0)),
     ("decay-fights act", replace(penalty(2.0), losses=STILL)),
     ("group-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"})),
+    ("penalty-dominates watch", outgrown(20.0)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),
@@ -318,13 +322,12 @@ NEAR_MISSES = {
     "terms-opposed": opposed(-0.9),
     "weighs-itself": probed("weighs-itself", share=0.5, first=2.0, lowest=1.0),
     "outputs-in-vain": probed("outputs-in-vain", share=0.3, first=2.0, zeros=2.1, lowest=0.6),
-    "zero-slope": probed("zero-slope", words={"kind": "clip"}, share=0.1),
+    "zero-slope": record(),
     "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9)),
     "class-weights": probed("class-weights", slope=0.45, correlation=1.0),
     "padding-counts": probed("padding-counts", share=0.04),
     "penalty-dominates": penalised(0.25),
     "state-carried": probed("state-carried", words={"of": "sample", "goes on": "yes"}, outputs=1),
-    "target-leak": probed("target-leak", share=0.999, feature=1.0, samples=64.0),
     "targets-moved": probed("targets-moved", words={"order": "wrong"}, own=0.3, best=0.5),
     "behind-reference": explained(0.66, 0.2),
     "labels-unrelated": explained(0.01, 0.02, per_class=5.0),
@@ -664,7 +667,7 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("input-partly-ignored watch",
      replace(HITS["input-partly-ignored"], probed={
          **HITS["input-partly-ignored"].probed,
-         **probed("zero-slope", words={"kind": "step"}).probed})),
+         **probed("zero-slope").probed})),
     ("class-untaught no",  # since gradients cancel
      replace(HITS["class-untaught"], probed={
          **probed("class-untaught", words={"of": "samples", "first": "1"}, unread=3.0,
@@ -770,6 +773,21 @@ def test_targets_that_are_of_the_outputs_samples_are_not_transposed() -> None:
                    own=0.0, best=0.6)  # fmt: skip
     assert "targets-moved" in found(moved)
     assert "targets-moved" not in found(together(moved, probed("targets-misplaced", share=1.0)))
+
+
+@pytest.mark.parametrize(("lower", "first"), [(1.8, "unreached"), (0.5, "rate-too-high")])
+def test_structure_comes_before_a_rate_that_gains_little(lower: float, first: str) -> None:
+    of = record(
+        losses=STILL, rates=trials(own=2.31, x01=lower), wiring=Wiring(unused=("a.weight",))
+    )
+    cause, other, *_ = diagnose(of)
+    assert cause.name == first and {cause.name, other.name} == {"unreached", "rate-too-high"}
+
+
+def test_traits_of_healthy_runs_come_behind_exact_causes() -> None:
+    inputs = {"0": replace(INPUTS, mean=1.2)}
+    of = record({"a": reading(common_share=0.6, descent=1e-9, scale_mean=17.0)}, inputs=inputs)
+    assert [f.name for f in diagnose(of)][:2] == ["vanishing", "input-mean"]
 
 
 def test_what_is_frozen_comes_behind_what_names_a_place() -> None:

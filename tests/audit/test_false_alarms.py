@@ -147,25 +147,6 @@ def bags() -> Case:
     return Bags(), batches, loss
 
 
-class Hyper(nn.Module):
-    """A network whose weights another network computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = mlp(4, 32, 49)
-
-    def forward(self, condition: Tensor, x: Tensor) -> Tensor:
-        w = 0.5 * self.weights(condition)
-        hidden = torch.bmm(w[:, :32].view(-1, 8, 4), x[..., None])[..., 0] + w[:, 32:40]
-        return (hidden.relu() * w[:, 40:48]).sum(1, keepdim=True) + w[:, 48:]
-
-
-def computed_weights() -> Case:
-    conditions, x = torch.randn(2, 2560, 4)
-    parts = (conditions, x, torch.tanh((conditions * x).sum(1, keepdim=True)))
-    return Hyper(), list(zip(*(part.split(32) for part in parts), strict=True)), squared
-
-
 CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "standardised in forward": (standardised_in_forward, ("input-scale", "input-mean")),
     "batch normalisation first": (batch_norm_first, ("input-scale", "input-mean")),
@@ -174,10 +155,9 @@ CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "a frozen reference": (frozen_reference, ("frozen",)),
     "gates that begin at zero": (zero_gates, ("vanishing",)),
     "bags of instances": (bags, ("softmax-over-samples",)),
-    "computed weights": (computed_weights, ("zero-slope",)),
 }
 
-RATES = {"gates that begin at zero": 1e-3, "computed weights": 5e-4}
+RATES = {"gates that begin at zero": 1e-3}
 
 
 def audited(case: Case, steps: int = 24, rate: float = 3e-3) -> AuditReport:

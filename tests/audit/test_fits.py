@@ -182,7 +182,6 @@ def test_a_ratio_of_a_result_and_itself_teaches_nothing(cut: bool) -> None:
         return -(logits - before).exp().mean()
 
     assert bool(facts("zero-gradient", setup(loss=of))) is not cut
-    assert not facts("zero-slope", setup(loss=of)), "a difference clips nothing"
 
 
 @pytest.mark.parametrize("across", [True, False])

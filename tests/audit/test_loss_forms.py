@@ -249,6 +249,22 @@ def test_classes_of_the_wrong_sign_and_distances() -> None:
     assert strengths("loss-reversed", distances) == ["watch"]
 
 
+@pytest.mark.parametrize(
+    ("of", "is_wrong"),
+    [
+        (lambda z, y: functional.cosine_similarity(z, y).mean(), True),
+        (lambda z, y: 1 - functional.cosine_similarity(z, y).mean(), False),
+        (lambda z, y: functional.mse_loss(z + 2, 3 * y), False),
+    ],
+)
+def test_a_likeness_to_numbers_that_is_minimised_is_named(of: OfPair, is_wrong: bool) -> None:
+    numbers = with_loss(of, lambda x, y: x[:, :3].contiguous())
+    found = asked("loss-reversed", numbers, trained=True)
+    assert strengths("loss-reversed", found) == ["act"] * is_wrong
+    signs = with_loss(lambda z, y: (z * y).mean(), lambda x, y: x[:, :3].sign())
+    assert asked("loss-reversed", signs, trained=True) == (), "a critic may call the real ones -1"
+
+
 # Labels that a loss keeps for itself
 
 

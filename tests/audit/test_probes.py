@@ -645,6 +645,20 @@ def test_a_small_network_tells_a_fault_of_the_model_from_one_of_the_data() -> No
     assert "labels-unrelated" in judged(replace(healthy, batches=epochs, steps=48))
 
 
+@pytest.mark.parametrize("missing", [0.0, 0.1])
+def test_labels_that_are_rare_or_beside_missing_values_belong_to_their_inputs(
+    missing: float,
+) -> None:
+    """A constant prediction is right in nine of ten, and numbers for missing values are far off."""
+    drawn = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 64, 12, generator=drawn)
+    y = (x[..., 0] > 1.28).long() if not missing else (x[..., 0] > 0).long()
+    x = x.where(torch.rand(x.shape, generator=drawn) >= missing, -999.0)
+    of = setup(batches=tuple(zip(x, y, strict=True)), model=Faint())
+    assert "labels-unrelated" not in judged(of)
+    assert "labels-unrelated" in judged(replace(of, batches=apart(of.batches)))
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.03)
 

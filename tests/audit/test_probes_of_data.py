@@ -271,6 +271,17 @@ def test_a_penalty_that_keeps_all_else_from_learning_is_named() -> None:
     assert strengths("penalty-dominates", fact, losses=STILL) == ["act"]
 
 
+@pytest.mark.parametrize(("weight", "grows"), [(3.0, True), (0.01, False)])
+def test_a_spread_that_is_rewarded_for_its_own_sake_is_named(weight: float, grows: bool) -> None:
+    def prized(model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        return functional.mse_loss(outputs, batch[0][:, :3]) - weight * outputs.std()
+
+    facts = told("penalty-dominates", setup(loss=prized, optimizer=adam), trained=True).facts
+    said = [finding.summary for finding in found("penalty-dominates", *facts)]
+    assert ["reward something for its own sake" in each for each in said] == [True] * grows
+
+
 @pytest.mark.parametrize("taught_alone", [True, False])
 def test_a_term_that_alone_teaches_some_parameters_is_no_penalty(taught_alone: bool) -> None:
     """Such as that of a codebook."""
@@ -300,44 +311,6 @@ def test_a_small_penalty_and_two_tasks_are_left_alone() -> None:
 
 
 # Data
-
-
-def test_a_feature_that_is_the_target_is_named() -> None:
-    def leaked(column: Any) -> list[Finding]:
-        made = tuple((torch.cat([x, column(y.float())[:, None]], 1), y) for x, y in batches())
-        (fact,) = told("target-leak", setup(model=nn.Linear(13, 3), batches=made)).facts
-        return found("target-leak", fact)
-
-    (finding,) = leaked(lambda y: 3 - 0.5 * y)
-    assert "Feature 12 of" in finding.summary
-    assert not leaked(lambda y: (y == 1).float()), "tells one class of three"
-
-
-@pytest.mark.parametrize(("noise", "is_leak"), [(0.0, True), (1e-3, False)])
-def test_a_window_that_holds_its_target_is_told_from_one_that_is_close(
-    noise: float, is_leak: bool
-) -> None:
-    """Of slow sequences, the last value explains nearly all of the next one."""
-    steps = torch.randn(4, 16, 7, generator=torch.Generator().manual_seed(0)).cumsum(2)
-    made = tuple((x[:, :, None], x[:, 4:5] * 2 + noise * x[:, :1].cos()) for x in steps)
-
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        return functional.mse_loss(model(batch[0]), batch[1])
-
-    facts = told("target-leak", setup(model=Last(), loss=of, batches=made)).facts
-    assert [fact.place for fact in facts] == ["place 4 of input 'x'"] * is_leak
-    assert len(found("target-leak", *facts)) == is_leak
-
-
-class Last(nn.Module):
-    """A map of the last place of sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.map(x[:, -1])
 
 
 def test_samples_that_repeat_within_a_batch_are_named() -> None:

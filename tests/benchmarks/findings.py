@@ -608,11 +608,6 @@ def with_penalty(weight: float) -> Setup:
     return replace(with_adam(HEALTHY.setup().model), loss=penalised)
 
 
-def leaked() -> tuple[Any, ...]:
-    """The first pixel, which is always black, holds the label."""
-    return tuple((torch.cat([y[:, None] / 3, x[:, 1:]], 1), y) for x, y in HEALTHY.setup().batches)
-
-
 def by_pixels(transposed: bool) -> Setup:
     """Which pixels of a noisy digit are bright."""
     chance = torch.Generator().manual_seed(0)
@@ -890,13 +885,6 @@ PICTURES: dict[str, Picture] = {
         (loss_rules, ("LEARNT", "LEARNABLE")),
         lambda: with_penalty(0.001),
     ),
-    "target-leak": Picture(
-        "the first of 64 features is the label",
-        lambda: replace(HEALTHY.setup(), batches=leaked()),
-        {"share of the target's variance that one feature explains":
-            of_fact("target-leak", "share")},
-        (data, ("DETERMINED",)),
-    ),
     "targets-moved": Picture(
         "a convolutional net learns which pixels are bright; the targets' rows and columns are "
         "exchanged",
@@ -1014,7 +1002,7 @@ PICTURES: dict[str, Picture] = {
         "a classifier whose outputs are rounded, with the squared error",
         with_setup(loss=of_shares(torch.round)),
         {"largest gradient norm": lambda r: max(r.gradient_norms)},
-        (loss_rules, ("STUCK",)),
+        None,
         with_setup(loss=of_shares(torch.sigmoid)),
     ),
     "zero-gradient": Picture(

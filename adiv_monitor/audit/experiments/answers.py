@@ -1,9 +1,9 @@
 """The loss of other outputs than the model's, such as the targets themselves."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -71,10 +71,15 @@ def _preferred(
 
 
 def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
-    """Return targets of zeros and ones, or classes as such, in the output's shape; else None."""
+    """Return numbers, zeros and ones, or classes as such, in the output's shape; else None.
+
+    What has two other values, such as signs, may be meant as a weight of the outputs.
+    """
     if x.is_complex() or output.ndim < 1 or not x.numel():
         return None
-    if x.numel() == output.numel() and {*torch.unique(x).tolist()} == {0, 1}:
+    values = torch.unique(x)
+    is_number = x.is_floating_point() and len(values) > 2
+    if x.numel() == output.numel() and (is_number or {*values.tolist()} == {0, 1}):
         return x.reshape(output.shape).to(output)
     classes = output.shape[1] if output.ndim > 1 else 0
     is_class = not x.is_floating_point() and x.dtype is not torch.bool and classes > 1
@@ -112,6 +117,8 @@ def logits_as_probabilities(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _beyond(of: Answered, target: Tensor) -> Losses | None:
     """Return the loss of the targets, and of twice the targets, as outputs; None: not lower."""
+    if not _is_binary(target):
+        return None
     at, beyond = of.loss(target), of.loss(2 * target)
     # Of logits of both signs, a loss that divides by their sum may be of any size.
     scale = min(abs(of.first), abs(of.loss(1 - target)))
@@ -129,9 +136,10 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Replace the outputs by the targets, of 0 and 1, and by their opposite.
 
     This is done as probabilities, p and 1 − p, and as logits, ±8, because a loss of probabilities
-    may not tell logits apart. Distances, which are never negative, may be meant to contradict. A
-    surrogate, as in policy gradients, has the right gradient
-    whatever its value is: nothing is found unless the training makes the outputs agree less.
+    may not tell logits apart. In place of numbers stand those of
+    other samples. Distances, which are never negative, may be meant to contradict. A surrogate, as
+    in policy gradients, has the right gradient whatever its value is: nothing is found unless the
+    training makes the outputs agree less.
     """
     found = _preferred(setup, _contrary)
     if found is None:
@@ -147,16 +155,22 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 
 def _contrary(of: Answered, target: Tensor) -> Losses | None:
-    """Return the losses of right and of wrong logits; None: that of the right ones is lower."""
-    logits = LOGIT * (2 * target - 1)
-    pairs = [(of.loss(x), of.loss(y)) for x, y in ((target, 1 - target), (logits, -logits))]
+    """Return the losses of right and of wrong outputs; None: that of the right ones is lower."""
+    logits, others = LOGIT * (2 * target - 1), target.roll(1, 0)
+    answers = ((target, 1 - target), (logits, -logits)) if _is_binary(target) else (
+        (target, others),)  # fmt: skip
+    pairs = [(of.loss(x), of.loss(y)) for x, y in answers]
     is_reversed = all(right - wrong > LOWER * abs(of.first) for right, wrong in pairs)
     return pairs[-1] if is_reversed else None
 
 
 def _agreement(outputs: Tensor, target: Tensor) -> float:
-    """Return by how much the outputs are higher where the target is 1 than where it is 0."""
-    return float(outputs[target == 1].mean() - outputs[target == 0].mean())
+    """Return the covariance of outputs and targets."""
+    return float((outputs * (target - target.mean())).mean())
+
+
+def _is_binary(target: Tensor) -> bool:
+    return bool(((target == 0) | (target == 1)).all())
 
 
 # Outputs and targets of different samples
@@ -266,7 +280,7 @@ BATCHES = 8  # fewest different batches
 SAMPLES = 100  # fewest samples that are held out
 EXPLAINS = 0.3  # of the labels: what a small network must explain
 MOST_SAMPLES, MOST_FEATURES, HIDDEN = 2048, 512, 256
-PENALTY = 0.1  # times the number of samples
+PENALTY, FAR = 0.1, 5.0  # times the number of samples; spreads that an entry counts at most
 LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss"),
@@ -324,9 +338,9 @@ def _inputs(fork: Fork, batch: Any, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return what the first loss of one label for each sample gets: predicted and true labels.
+    """Return what the first loss of one label for each sample gets: scores and true labels.
 
-    They are integers if the labels are classes, and in float64 if they are values.
+    Of classes, these are (samples, classes) and integers; values are in float64.
     """
     size = size_of(batch)
     for call in calls_of(fork, lambda call: call.name in LOSSES, batch):
@@ -334,7 +348,7 @@ def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor]:
         if target.numel() != size:
             continue
         if given.ndim == 2 and len(given) == size and not target.is_floating_point():
-            return given.argmax(1), target.flatten().long()
+            return given, target.flatten().long()
         if given.numel() == size:
             return given.flatten().double(), target.flatten().double()
     raise Untold(_UNKNOWN)
@@ -352,37 +366,46 @@ def _features(x: Tensor) -> Tensor:
 def _predicted(x: Tensor, labels: Tensor, unseen: Tensor, seed: int) -> Tensor:
     """Return what a network predicts whose hidden layer is drawn.
 
-    Its last layer is fitted by least squares, with a penalty.
+    Its last layer is fitted by least squares, with a penalty. Numbers that stand for missing values
+    are brought near.
     """
-    mean, std = x.mean(0), x.std(0).where(x.std(0) > 0, 1.0)
+    low, mean, high = x.quantile(torch.tensor([0.16, 0.5, 0.84]), 0)
+    std = (high - low) / 2
+    std = std.where(std > 0, x.std(0)).where(x.std(0) > 0, 1.0)  # of entries that are mostly zero
     with seeded(seed):
         weight = torch.randn(x.shape[1], HIDDEN) / math.sqrt(x.shape[1])
         bias = torch.randn(HIDDEN)
     inside, outside = (
         torch.cat([torch.ones(len(z), 1), z, torch.tanh(z @ weight + bias)], 1).double()
-        for z in ((x - mean) / std, (unseen - mean) / std)
+        for z in (((y - mean) / std).clamp(-FAR, FAR) for y in (x, unseen))
     )
     is_values, classes = labels.is_floating_point(), torch.unique(labels)
     one_hot = (labels[:, None] == classes).double()
     wanted = (labels - labels.mean())[:, None] if is_values else one_hot
     ridge = PENALTY * len(x) * torch.eye(inside.shape[1], dtype=torch.double)
     found: Tensor = outside @ torch.linalg.solve(inside.T @ inside + ridge, inside.T @ wanted)
-    return found[:, 0] if is_values else classes[found.argmax(1)]
+    return found[:, 0] if is_values else classes[_chosen(found)]
+
+
+def _chosen(scores: Tensor) -> Tensor:
+    """Return the class whose score is furthest above its mean: a rare one, too, is predicted."""
+    return (scores - scores.mean(0)).argmax(1)
 
 
 def skill(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
     """Return how much of labels is explained, and two standard errors where nothing is.
 
-    It is the share of the errors of a constant prediction that are avoided; of numbers, the square
-    of the correlation.
+    It is the share of the errors of a constant prediction that are avoided, where all classes count
+    alike; of numbers, the square of the correlation.
     """
     if labels.is_floating_point():
         correlation = torch.corrcoef(torch.stack([predicted.double(), labels]))[0, 1]
         return float(correlation.square().nan_to_num()), 4 / len(labels)
-    most = max(Counter(labels.tolist()).values()) / len(labels)
-    right = float((predicted == labels).double().mean())
-    error = 2 * math.sqrt(most * (1 - most) / len(labels))
-    return (right - most) / (1 - most), error / (1 - most)
+    classes, counts = torch.unique(labels, return_counts=True)
+    chance, right = 1 / len(classes), (predicted == labels).double()
+    recalled = fmean(float(right[labels == c].mean()) for c in classes)
+    error = 2 * math.sqrt(chance * (1 - chance) * float((1 / counts).sum())) / len(classes)
+    return (recalled - chance) / (1 - chance), error / (1 - chance)
 
 
 def _own_share(fork: Fork, batches: Sequence[Any], enough: float) -> float:
@@ -392,5 +415,6 @@ def _own_share(fork: Fork, batches: Sequence[Any], enough: float) -> float:
         if not shares or shares[0] < enough:
             fork.model.train(training)
             pairs = zip(*(_compared(fork, batch) for batch in batches), strict=True)
-            shares.append(skill(*map(torch.cat, pairs))[0])
+            scores, labels = map(torch.cat, pairs)
+            shares.append(skill(_chosen(scores) if scores.ndim > 1 else scores, labels)[0])
     return max(shares)

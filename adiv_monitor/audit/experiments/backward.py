@@ -9,14 +9,12 @@ from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import (
     ADDS,
-    MULTIPLIES,
-    PRODUCTS,
     Call,
     change_calls,
     given,
     see_calls,
 )
-from adiv_monitor.audit.experiments.questions import asks
+from adiv_monitor.audit.experiments.questions import Look, asks, looks
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import held
@@ -157,59 +155,27 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 # Functions of zero slope
 
-FEWEST = 8  # entries of a clip; the ends of a range fit two entries of any function
 STEPS = ("round", "floor", "ceil", "trunc", "fix", "sign", "sgn", "heaviside")
 
 
-Ends = tuple[float, float]
+@looks("zero-slope")
+class ZeroSlope(Look):
+    """Tells steps, which have no slope anywhere, whose argument no gradient reaches otherwise."""
 
+    def __init__(self, fork: Fork) -> None:
+        self._seen: list[tuple[str, Tensor, Tensor]] = []  # place, argument, result
 
-@asks("zero-slope")
-def zero_slope(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return steps, which have no slope anywhere, and clips of what the last layer returns.
-
-    A step counts if no gradient reaches its argument, on another way either. Of a clip, the entries
-    count that the loss would pull back into its range: their share, among those with a gradient at
-    its result, with the weights after training.
-    """
-    seen: list[tuple[str, Tensor, Tensor, Ends | None]] = []  # argument, result, range of a clip
-
-    def see(call: Call) -> None:
-        computed, made = [x for x in given(call) if x.requires_grad], call.result
-        is_product = len(computed) > 1 and call.name in (*PRODUCTS, *MULTIPLIES)
-        if (is_product and call.path is not None) or any(x.is_leaf for x in computed):
-            # A layer, whose weights another network may compute: clips before it are hidden ones.
-            seen[:] = [known for known in seen if known[-1] is None]
-        x = next((x for x in computed if x.shape == getattr(made, "shape", None)), made)
-        if x is made or not made.requires_grad or {x.layout, made.layout} != {torch.strided}:
-            return
-        cancels = sum(x.shape == y.shape and torch.equal(x, y) for y in given(call)) > 1
-        ends = None if cancels or call.name in (*STEPS, *MULTIPLIES) else _ends(x, made)
-        if ends or call.name in STEPS:
+    def see(self, call: Call) -> None:
+        """Note a step."""
+        x, made = next((x for x in given(call) if x.requires_grad), None), call.result
+        if call.name in STEPS and x is not None and x is not made and made.requires_grad:
             x.retain_grad()
             made.retain_grad()
-            seen.append((call.place, x, made, ends))
+            self._seen.append((call.place, x, made))
 
-    with torch.enable_grad():
-        see_calls(setup.fork_like(trained), see).backward()  # type: ignore[no-untyped-call]
-    for place, x, made, ends in seen:
-        if (g := made.grad) is None or not g.any():
-            continue
-        if ends:
-            stuck = ((x < ends[0]) & (g < 0)) | ((x > ends[1]) & (g > 0))
-            share = float(stuck.sum() / g.ne(0).sum())
-            yield Fact(place, {"share": share}, {"kind": "clip"})
-        elif x.grad is None or not x.grad.any():
-            yield Fact(place, {}, {"kind": "step"})
-
-
-def _ends(x: Tensor, made: Tensor) -> Ends | None:
-    """Return the ends of the range to which entries are cut; None: more than that is done."""
-    if made.numel() < FEWEST or x.is_complex() or made.is_complex():
-        return None
-    low, high = (float(end) for end in torch.aminmax(made.detach()))
-    if low == high:  # all entries are outside, on the same side
-        is_outside = bool((x < low).all() or (x > high).all()) and bool((x != x.flatten()[0]).any())
-        return (low, high) if is_outside else None
-    is_cut = torch.equal(made.detach(), x.detach().clamp(low, high))
-    return (low, high) if is_cut and not torch.equal(made, x) else None
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return the steps at whose result a gradient arrives."""
+        for place, x, made in self._seen:
+            arrives, passes = (y.grad is not None and bool(y.grad.any()) for y in (made, x))
+            if arrives and not passes:
+                yield Fact(place)

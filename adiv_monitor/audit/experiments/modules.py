@@ -169,7 +169,11 @@ def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     if size_of(setup.batches[0]) < FEWEST:
         raise Untold(f"the batch has fewer than {FEWEST} samples")
-    (first, start), (last, end) = _passed(setup.fork()), _passed(setup.fork_like(trained))
+    (first, begun, square), (last, left, after) = map(
+        _passed, (setup.fork(), setup.fork_like(trained))
+    )
+    # Outputs that all shrink to 0 vary as much as before beside what is left of them.
+    start, end = (x / y if y else 0.0 for x, y in ((begun, square), (left, max(square, after))))
     if end >= LEFT * start or first <= last:
         return ()
     loss = max(_passed(setup.fork(), sign)[0] for sign in (1, -1))
@@ -177,7 +181,7 @@ def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact("", {"before": start, "after": end, "loss": loss}),) if is_lowest else ()
 
 
-def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
+def _passed(fork: Fork, sign: int = 0) -> tuple[float, float, float]:
     """Run a fork's loss with the samples' own outputs (0), or the first one's times a sign.
 
     These are the outputs of the modules that no other module calls, if they depend on trained
@@ -185,7 +189,7 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
     same ones, so two views of a sample do not differ either.
 
     Returns:
-        The loss, and the variance over the samples of the last such outputs over their mean square.
+        The loss, and the variance over the samples, and mean square, of the last such outputs.
     """
     size = size_of(fork.batches[0])
     running: list[nn.Module] = []
@@ -209,8 +213,8 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
         loss = float(fork.first_loss().detach())
     if not outputs:
         raise Untold("no trained module that the loss calls returns outputs of the samples")
-    square = float(outputs[-1].square().mean())
-    return loss, float(outputs[-1].var(0, correction=0).mean()) / square if square else 0.0
+    made = outputs[-1]
+    return loss, float(made.var(0, correction=0).mean()), float(made.square().mean())
 
 
 # Where functions are flat: their slope is below 2 % of its maximum. The numbers solve

@@ -40,7 +40,7 @@ class Look(Protocol):
 ASKS: dict[str, Ask] = {}  # with passes of their own
 # Those that need all samples.
 OF_DATA = (
-    *("same-batch", "unshuffled", "constant-data", "target-leak", "targets-moved"),
+    *("same-batch", "unshuffled", "constant-data", "targets-moved"),
     *("labels-unrelated", "class-untaught", "behind-reference"),
 )
 LOOKS: dict[str, type[Any]] = {}  # of `Look`

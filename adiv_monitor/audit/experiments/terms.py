@@ -22,6 +22,7 @@ from adiv_monitor.diagnosis.record import Fact
 STEPS = 60  # most steps of the copy without the penalty; the run may have more
 # A copy is trained only if the other terms rise by less than this share if inputs are exchanged.
 LITTLE = 0.1
+RISES = 1.2  # times the other terms at first, though the loss falls
 _SAME = 1e-5  # relative rounding of a term in which samples come in another order
 _SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 _SCALINGS = ("Mul", "Div", "Neg", "Mean", "Sum", "Squeeze", "View", "Clone")
@@ -80,7 +81,8 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
     samples, such as one of the outputs' size, or a divergence from a prior: it does not depend on
     which input belongs to which target. At least one of the other terms does: by how much it rises
     with exchanged inputs is what the model has learned of them. All penalties are taken as one.
-    Terms that alone teach some parameters, such as a codebook, are no penalty.
+    Terms that alone teach some parameters, such as a codebook, are no penalty. Where the others
+    rise though the loss falls, a penalty is a prize.
     """
     if len(own := _terms(setup.fork(), exchanged=False)) < 2:
         return ()
@@ -95,7 +97,11 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
         return sum(x for i, x in enumerate(terms) if i not in penalties)
 
     learnt, left = sum(moved) - sum(after), others(after)
-    if not 0 < len(penalties) < len(own) or not learnt < LITTLE * abs(left):
+    if not 0 < len(penalties) < len(own):
+        return ()
+    if sum(after) < sum(own) and 0 < RISES * others(own) < left:
+        return (Fact("", {"before": others(own), "after": left, "falls": sum(own) - sum(after)}),)
+    if not learnt < LITTLE * abs(left):
         return ()
     pairs = zip(backward(setup.fork()), backward(_without(setup.fork(), penalties)), strict=True)
     if any(g.any() and not h.any() for g, h in pairs):

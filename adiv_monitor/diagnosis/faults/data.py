@@ -1,7 +1,7 @@
 """Can anything be learnt from the data?
 
-Do inputs and labels differ, do batches, and are they shuffled? Is the target among the features, or
-moved against its image? Last: do the labels belong to the inputs at all?
+Do inputs and labels differ, do batches, and are they shuffled? Is the target moved
+against its image? Last: do the labels belong to the inputs at all?
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,6 @@ from adiv_monitor.report.wording import percent
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
 # it must be less.
 UNSHUFFLED, SORTED, DEVIATIONS = 0.7, 0.3, 6.0
-# Share of the target's variance that one feature explains; what is left may be rounding.
-DETERMINED = 0.9999
 # Share of moved targets that is explained; and that of the targets as they are, over it.
 # Less, if a model may be meant to move them itself.
 FITS, BETTER, CLEARLY = 0.15, 0.5, 0.25
@@ -144,13 +142,6 @@ told(__name__, "unshuffled", "The data are not shuffled",
      Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),
      not_advised="Larger batches of sorted data are sorted too.", against=(),
      certain=True)  # fmt: skip
-
-
-told(__name__, "target-leak", "A feature that is the target", "watch",
-     "Feature {feature:.0f} of {place} determines the target of all {samples:.0f} samples: the "
-     "model can copy it.",
-     [Number("share of the target that a feature explains", "share", above=DETERMINED)],
-     Advice("leave the target out of the inputs"))  # fmt: skip
 
 
 def _are_misplaced(record: Record) -> bool:

@@ -99,7 +99,7 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
         # Where units or steps are flat, no input gets through: that is another finding. An argument
         # of the model that is not used may be meant for others.
         flat = any(dead_units(record)) or any(saturated_units(record))
-        flat |= any(fact.words["kind"] == "step" for fact in record.found_by("zero-slope"))
+        flat |= bool(record.found_by("zero-slope"))
         unused = all("whole" in fact.words for fact in facts)
         harms = suffers(record) or record.wiring.input_matters < INPUT_MATTERS
         yield Finding("input-partly-ignored", act_if(harms and not flat and not unused),
