@@ -92,6 +92,10 @@ def explained(reference: float, model: float, per_class: float = 40.0) -> Record
     return probed("behind-reference", WELL, reference=reference, model=model, **numbers)
 
 
+def counted(most: float) -> Record:
+    return probed("row-spread", WELL, most=most, middle=3.0)
+
+
 def outgrown(before: float) -> Record:
     return probed("penalty-dominates", WELL, before=before, after=30.0, falls=9.0)
 
@@ -250,6 +254,7 @@ MILDER = [
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"})),
     ("penalty-dominates watch", outgrown(20.0)),
+    ("row-spread act", replace(counted(20.0), losses=STILL)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),
@@ -694,6 +699,8 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("vanishing act", alone(ATTENDS | {"v": QUIET}, losses=STILL)),
     ("vanishing act", alone(ATTENDS | {"v": reading(scale_mean=34.0)}, losses=STILL)),
     ("vanishing no", alone(TOKENS, losses=STILL)),  # a table in front hears
+    ("row-spread no", counted(20.0)),
+    ("row-spread no", replace(counted(4.0), losses=STILL)),
     ("dead-units act", by_reports(*[IDLE] * 6)),
     ("dead-units no", by_reports(*[IDLE] * 3, *[LAYERS] * 3)),
 ]  # fmt: skip
@@ -782,6 +789,13 @@ def test_structure_comes_before_a_rate_that_gains_little(lower: float, first: st
     )
     cause, other, *_ = diagnose(of)
     assert cause.name == first and {cause.name, other.name} == {"unreached", "rate-too-high"}
+
+
+@pytest.mark.parametrize(("layers", "first"), [(12, "skip"), (3, "layer normalisation")])
+def test_deep_networks_are_told_of_skip_connections_first(layers: int, first: str) -> None:
+    deep = {f"{i}": reading(scale_mean=65.0 + i) for i in range(layers - 1)}
+    of = alone({"first": reading(descent=1e-9, scale_mean=17.0), **deep}, losses=STILL)
+    assert first in found(of)["vanishing"].advice[0].text
 
 
 def test_traits_of_healthy_runs_come_behind_exact_causes() -> None:

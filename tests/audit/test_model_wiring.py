@@ -150,6 +150,15 @@ def test_a_norm_that_its_own_train_keeps_in_eval_mode_is_named(keeps: bool) -> N
     assert [fact.place for fact in found] == ["1"] * keeps
 
 
+@pytest.mark.parametrize(("divides", "most"), [(False, 32.0), (True, None)])
+def test_rows_that_a_matrix_sums_are_counted(divides: bool, most: float | None) -> None:
+    """As the neighbours of a node, with or without a division by their number."""
+    by = torch.ones(32, 32).tril()
+    by = by / by.sum(1, keepdim=True) if divides else by
+    found = [fact.numbers["most"] for fact in asked("row-spread", of(lambda x: by @ x))]
+    assert found == [most] * (most is not None)
+
+
 def test_nodes_of_a_graph_are_no_samples() -> None:
     def of_nodes(model: nn.Module, batch: Any) -> Tensor:
         x, y = batch[:2]

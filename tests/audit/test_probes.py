@@ -39,7 +39,7 @@ from adiv_monitor.diagnosis.record import Fact, Probed, Record
 STEPS = 16
 QUESTIONS = {*ASKS, *LOOKS}
 SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
-TOLD = {*QUESTIONS, "labels-unrelated"}
+TOLD = QUESTIONS - {"row-spread"}  # which readings tell, too
 # Planted in test_wiring_probes.py and test_model_wiring.py, with healthy relatives of each.
 IN_OTHER_TESTS = {
     *("attention-axis", "zero-gradient"),
@@ -48,7 +48,7 @@ IN_OTHER_TESTS = {
     *("dropout-in-eval", "running-statistics", "logits-as-probabilities", "loss-reversed"),
     *("targets-misplaced", "pairs-reversed"),
     *("target-attached", "decay-fights"),
-    "zero-factor",
+    *("zero-factor", "row-spread"),
     *("outputs-in-vain", "weighs-itself", "seed-again", "added-to-itself"),
     *("outputs-tied", "dropout-on-outputs", "label-is-blank"),
 }

@@ -1036,7 +1036,7 @@ PICTURES: dict[str, Picture] = {
         faulty(inputs=partial(unequal, sigma=1.0)),
         {"length_cv of inputs": of_input("length_cv"),
          "scale_cv of the first layer": first("scale_cv")},
-        (inputs, ("LENGTH_CV_WATCH", "LENGTH_CV_ACT")),
+        (inputs, ("LENGTH_CV_WATCH", "LENGTH_CV_ACT", "MANY")),
     ),
     "projection-fights": Picture(
         "weights are clipped to ±0.01 before each forward pass",
@@ -1088,7 +1088,7 @@ PICTURES: dict[str, Picture] = {
         "ten sigmoid layers; the healthy net has two ReLU layers",
         with_model(lambda _: deep(nn.Sigmoid, 10)),
         {"gradient of the first over the last layer": gradient_ratio},
-        (initialisation, ("VANISHED",)),
+        (initialisation, ("VANISHED", "DEEP")),
     ),
     "exploding": Picture(
         "ten ReLU layers with weights 5 times as large; the healthy net has two ReLU layers",

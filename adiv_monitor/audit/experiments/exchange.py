@@ -23,7 +23,7 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     with_tensor,
 )
 from adiv_monitor.audit.experiments.data import relates
-from adiv_monitor.audit.experiments.questions import Untold, asks
+from adiv_monitor.audit.experiments.questions import Untold, asks, of_each_call
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact
@@ -161,6 +161,22 @@ def _is_of_graph(call: Call, size: int) -> bool:
     factors = given(call)[:-1] if call.name in BY_MATRIX else []
     by_matrix = any(x.shape == (size, size) and not x.requires_grad for x in factors)
     return call.name in BY_INDEX or by_matrix
+
+
+@of_each_call("row-spread")
+def summed(call: Call, fork: Fork) -> Fact | None:
+    """Return how many rows a matrix of zeros and ones, such as an adjacency, sums into one.
+
+    That is the most of any row, and of the median one. Means and normalised sums have other
+    entries.
+    """
+    by = next(iter(given(call)), None) if call.name in BY_MATRIX and call.path is not None else None
+    if by is None or by.requires_grad or by.ndim < 2 or by.shape[-1] != by.shape[-2]:
+        return None
+    entries = by.detach().to_dense()
+    most, middle = float(entries.sum(-1).max()), float(entries.sum(-1).median())
+    is_count = bool(((entries == 0) | (entries == 1)).all())
+    return Fact(call.place, {"most": most, "middle": middle}) if is_count else None
 
 
 def _share(own: list[Tensor], others: list[Tensor], size: int) -> float:

@@ -169,11 +169,7 @@ def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     if size_of(setup.batches[0]) < FEWEST:
         raise Untold(f"the batch has fewer than {FEWEST} samples")
-    (first, begun, square), (last, left, after) = map(
-        _passed, (setup.fork(), setup.fork_like(trained))
-    )
-    # Outputs that all shrink to 0 vary as much as before beside what is left of them.
-    start, end = (x / y if y else 0.0 for x, y in ((begun, square), (left, max(square, after))))
+    (first, start), (last, end) = _passed(setup.fork()), _passed(setup.fork_like(trained))
     if end >= LEFT * start or first <= last:
         return ()
     loss = max(_passed(setup.fork(), sign)[0] for sign in (1, -1))
@@ -181,7 +177,7 @@ def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact("", {"before": start, "after": end, "loss": loss}),) if is_lowest else ()
 
 
-def _passed(fork: Fork, sign: int = 0) -> tuple[float, float, float]:
+def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
     """Run a fork's loss with the samples' own outputs (0), or the first one's times a sign.
 
     These are the outputs of the modules that no other module calls, if they depend on trained
@@ -189,7 +185,7 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float, float]:
     same ones, so two views of a sample do not differ either.
 
     Returns:
-        The loss, and the variance over the samples, and mean square, of the last such outputs.
+        The loss, and the variance over the samples of the last such outputs over their mean square.
     """
     size = size_of(fork.batches[0])
     running: list[nn.Module] = []
@@ -213,8 +209,8 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float, float]:
         loss = float(fork.first_loss().detach())
     if not outputs:
         raise Untold("no trained module that the loss calls returns outputs of the samples")
-    made = outputs[-1]
-    return loss, float(made.var(0, correction=0).mean()), float(made.square().mean())
+    square = float(outputs[-1].square().mean())
+    return loss, float(outputs[-1].var(0, correction=0).mean()) / square if square else 0.0
 
 
 # Where functions are flat: their slope is below 2 % of its maximum. The numbers solve

@@ -64,6 +64,8 @@ _AGAIN, _LAYER_NORM, _BATCH_NORM = (Advice(text, fix, everywhere=True) for text,
     ("initialise all weights again, scaled by their fan-in", "reinitialise"),
     ("add layer normalisation in front of all layers", "layer-norm"),
     ("add batch normalisation in front of all layers", "batch-norm")))  # fmt: skip
+_SKIP = Advice("add skip connections: each block's input to its output", everywhere=True)
+DEEP = 10  # layers, from which on trained networks have skip connections
 DROPS = 0.9  # rate of a dropout that lets next to nothing pass
 
 
@@ -251,11 +253,11 @@ def vanishing(record: Record) -> Iterator[Finding]:
     A gradient of exactly zero does not count: it has not vanished on a long path, but met dead
     units or a cut, which other rules find.
     """
-    ratios = gradient_ratios(record)
+    ratios, deep = gradient_ratios(record), len(read.maps(record)) >= DEEP
     if 0 < max(ratios.values(), default=0.0) < VANISHED:
         yield _on_the_way(record, ratios, VANISHED, Finding(
-            "vanishing", act_if(suffers(record)), advice=(_LAYER_NORM, _BATCH_NORM, _AGAIN,
-            Advice("use ReLU-like activation functions, or add residual connections")),
+            "vanishing", act_if(suffers(record)), advice=(*[_SKIP] * deep, _LAYER_NORM, _BATCH_NORM,
+            _AGAIN, Advice("use ReLU-like activation functions"), *[_SKIP] * (not deep)),
             not_advised="With a higher learning rate, the last layers move too far before the "
             "first ones move.", against=HIGHER_RATES))  # fmt: skip
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
 from adiv_monitor.diagnosis.faults.data import active_rows
-from adiv_monitor.diagnosis.faults.fault import LEARNING, act_if, fault
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.rates import clip_norm, overshoot, suffers
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
@@ -41,6 +41,7 @@ MOSTLY_MEAN = 0.9
 LARGE_TARGETS = 30.0
 # std / mean over samples of ‖x‖².
 LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
+MANY = 8  # rows that are summed into one
 # An audited run whose first loss is this many times that of a constant prediction begins worse than
 # a model with the same answer to all inputs.
 FAR_ABOVE_CHANCE = 2.0
@@ -273,3 +274,13 @@ def row_spread(record: Record) -> Iterator[Finding]:
              Advice("look at the longest samples: they may be outliers")),
             "Neither one constant scale nor another learning rate makes the rows more alike.",
             layers=first, since=spread.since, against=RATES)  # fmt: skip
+
+
+# Some graph networks, such as GIN, sum on purpose: it is told where the run suffers.
+told(__name__, "row-spread", "", "act",
+     "{place} sums up to {most:.0f} rows into one (the median: {middle:.0f}) and does not divide "
+     "by their number, so that the length of a result follows it.",
+     [Number("rows that are summed into one", "most", above=MANY)],
+     Advice("divide by the number of neighbours, or by the root of both nodes' degrees, with each "
+            "node its own neighbour (self-loops)"),
+     unless=lambda record: not suffers(record))  # fmt: skip
