@@ -20,7 +20,8 @@ its default.
 Known before: ResNet-18 dispatched 5,342 in a measured step and 321 in a plain one (without the 28
 additions to BatchNorm's counters and to shared gradients), other models 121 to 126 per layer.
 Goals: ResNet-18 at most 2,000; MobileNetV3-small, ConvNeXt-T and GPT at most 40 per layer; one
-copy to the host per report.
+copy to the host per report. In bfloat16 by autocast: GPT-2 small at most 750 beyond a plain step,
+ViT-B/16 600, ResNet-50 1,100 (with small batches here, on which their number does not depend).
 
     python tests/benchmarks/launches.py [--models resnet18 gpt] [--where [N]] [--write FILE]
 """
@@ -29,12 +30,14 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from models import TASKS, Task, Trainer
+from models import LARGE, Task, Trainer, images, text
+from models import TASKS as SMALL
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,12 +50,21 @@ from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.features import rows
 from adiv_monitor.step import vectors
 
+TASKS = SMALL | {
+    "gpt2": replace(LARGE["gpt2"], title="GPT-2 small", batch=lambda: text(50257, 1, 128)),
+    "resnet50": replace(LARGE["resnet50"], title="ResNet-50", batch=lambda: images(2, 3, 224, 224)),
+    "vit-b": replace(LARGE["vit-b"], title="ViT-B/16", batch=lambda: images(2, 3, 224, 224)),
+}
+
 # Bounds set beforehand: kernels of the whole measured step, or the monitor's own per layer.
 EXPECTED = {
     "resnet18": "≤ 2,000",
     "mobilenet": "≤ 40 per layer",
     "convnext": "≤ 40 per layer",
     "gpt": "≤ 40 per layer",
+    "gpt2": "≤ 750 beyond plain",
+    "resnet50": "≤ 1,100 beyond plain",
+    "vit-b": "≤ 600 beyond plain",
 }
 
 CHECKED, UNCHECKED = 1, 5  # steps before one in which the gradients are checked, and are not
