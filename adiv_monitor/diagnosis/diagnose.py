@@ -24,7 +24,9 @@ _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good t
 NO_CAUSE = "Does not train; cause not found: "
 # What healthy runs have, too: behind exact causes of the same strength, and before symptoms.
 TRAITS = ("frozen", "input-mean", "input-scale", "row-spread", "dead-units", "saturated-units")
-HUGE = 0.5  # of the loss: what a learning rate must take away to come before a fault in structure
+# Of the loss: what a lower learning rate must take away to come before a fault in structure. One
+# that is too low is told by layers that hardly move, too.
+MUCH = 0.3
 LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monitor.log_loss(…)`)"
 
 
@@ -78,7 +80,7 @@ def _first_cause(findings: Sequence[Finding], record: Record) -> Finding | None:
     """Return the first cause to act on that no other one explains; None: there is none.
 
     In an audit, a finding to watch that explains the first one to act on is its cause, unless its
-    own fixes can be tried, another learning rate takes most of the loss away, or what it explains
+    own fixes can be tried, another learning rate takes much of the loss away, or what it explains
     comes last anyway.
     """
     act = [finding for finding in findings if finding.strength == "act"]
@@ -88,8 +90,10 @@ def _first_cause(findings: Sequence[Finding], record: Record) -> Finding | None:
     first = next(iter([*causes, *act]), None)
     if first is None or not record.is_audited or fault_of(first).about == "last":
         return first if causes else None
+    least = MUCH * (first.name == "rate-too-high")
     by_rate = first.name.startswith("rate-") and any(
-        t.helps and not t.gain < HUGE * abs(t.loss_without) for t in record.rates.values()
+        trial.helps and not trial.gain < least * abs(trial.loss_without)
+        for trial in record.rates.values()
     )
     watched = [f for f in findings if f.strength == "watch" and not (by_rate or follows(f))
                and first.name in fault_of(f).explains

@@ -96,8 +96,8 @@ def counted(most: float) -> Record:
     return probed("row-spread", WELL, most=most, middle=3.0)
 
 
-def outgrown(before: float) -> Record:
-    return probed("penalty-dominates", WELL, before=before, after=30.0, falls=9.0)
+def outgrown(after: float) -> Record:
+    return probed("penalty-dominates", WELL, before=0.5, after=after, falls=9.0)
 
 
 def penalised(learnt: float) -> Record:
@@ -253,7 +253,7 @@ MILDER = [
     ("group-rates watch", grouped(10.0)),
     ("attention-axis act",
      probed("attention-axis", words={"product": "matmul", "axis": "2", "over": "3"})),
-    ("penalty-dominates watch", outgrown(20.0)),
+    ("penalty-dominates watch", outgrown(9.0)),
     ("row-spread act", replace(counted(20.0), losses=STILL)),
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
@@ -699,6 +699,7 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("vanishing act", alone(ATTENDS | {"v": QUIET}, losses=STILL)),
     ("vanishing act", alone(ATTENDS | {"v": reading(scale_mean=34.0)}, losses=STILL)),
     ("vanishing no", alone(TOKENS, losses=STILL)),  # a table in front hears
+    ("penalty-dominates no", outgrown(2.0)),  # below a constant prediction's loss
     ("row-spread no", counted(20.0)),
     ("row-spread no", replace(counted(4.0), losses=STILL)),
     ("dead-units act", by_reports(*[IDLE] * 6)),
@@ -782,7 +783,7 @@ def test_targets_that_are_of_the_outputs_samples_are_not_transposed() -> None:
     assert "targets-moved" not in found(together(moved, probed("targets-misplaced", share=1.0)))
 
 
-@pytest.mark.parametrize(("lower", "first"), [(1.8, "unreached"), (0.5, "rate-too-high")])
+@pytest.mark.parametrize(("lower", "first"), [(1.8, "unreached"), (1.5, "rate-too-high")])
 def test_structure_comes_before_a_rate_that_gains_little(lower: float, first: str) -> None:
     of = record(
         losses=STILL, rates=trials(own=2.31, x01=lower), wiring=Wiring(unused=("a.weight",))

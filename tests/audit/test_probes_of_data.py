@@ -271,7 +271,7 @@ def test_a_penalty_that_keeps_all_else_from_learning_is_named() -> None:
     assert strengths("penalty-dominates", fact, losses=STILL) == ["act"]
 
 
-@pytest.mark.parametrize(("weight", "grows"), [(3.0, True), (0.01, False)])
+@pytest.mark.parametrize(("weight", "grows"), [(10.0, True), (0.01, False)])
 def test_a_spread_that_is_rewarded_for_its_own_sake_is_named(weight: float, grows: bool) -> None:
     def prized(model: nn.Module, batch: Any) -> Tensor:
         outputs = model(batch[0])

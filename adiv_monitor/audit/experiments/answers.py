@@ -128,7 +128,7 @@ def _beyond(of: Answered, target: Tensor) -> Losses | None:
 
 # Targets that outputs had better contradict
 
-LOGIT = 8.0
+LOGIT, LINEAR = 8.0, 1e-3  # the latter: rounding of a loss that is linear in the outputs
 
 
 @asks("loss-reversed")
@@ -136,10 +136,10 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Replace the outputs by the targets, of 0 and 1, and by their opposite.
 
     This is done as probabilities, p and 1 − p, and as logits, ±8, because a loss of probabilities
-    may not tell logits apart. In place of numbers stand those of
-    other samples. Distances, which are never negative, may be meant to contradict. A surrogate, as
-    in policy gradients, has the right gradient whatever its value is: nothing is found unless the
-    training makes the outputs agree less.
+    may not tell logits apart. In place of numbers stand those of other samples, unless the loss is
+    linear in the outputs. Distances, which are never negative, may be meant to contradict. A
+    surrogate, as in policy gradients, has the right gradient whatever its value is: nothing is
+    found unless the training makes the outputs agree less.
     """
     found = _preferred(setup, _contrary)
     if found is None:
@@ -156,9 +156,13 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
 def _contrary(of: Answered, target: Tensor) -> Losses | None:
     """Return the losses of right and of wrong outputs; None: that of the right ones is lower."""
-    logits, others = LOGIT * (2 * target - 1), target.roll(1, 0)
-    answers = ((target, 1 - target), (logits, -logits)) if _is_binary(target) else (
-        (target, others),)  # fmt: skip
+    logits = LOGIT * (2 * target - 1)
+    answers = [(target, 1 - target), (logits, -logits)]
+    if not _is_binary(target):
+        answers = [(target, target.roll(1, 0))]
+        twice, once, none = (of.loss(times * target) for times in (2, 1, 0))
+        if math.isclose(twice + none, 2 * once, rel_tol=LINEAR):
+            return None  # such a target weighs the outputs
     pairs = [(of.loss(x), of.loss(y)) for x, y in answers]
     is_reversed = all(right - wrong > LOWER * abs(of.first) for right, wrong in pairs)
     return pairs[-1] if is_reversed else None

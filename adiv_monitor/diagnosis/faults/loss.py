@@ -145,7 +145,9 @@ told(__name__, "penalty-dominates", "", "watch",
      "something for its own sake, such as a spread, a norm or an entropy.",
      [Number("terms that compare, after training", "after")],
      Advice("check the sign and the weight of each term that is no error"),
-     where=lambda fact: "after" in fact.numbers)  # fmt: skip
+     where=lambda fact: "after" in fact.numbers,
+     unless=lambda record: not any(fact.numbers["after"] > (record.chance or math.inf)
+                                   for fact in record.found_by("penalty-dominates")))  # fmt: skip
 
 
 @fault("unbounded-loss", "A loss without a lower bound", explains=(*LEARNING, *LONG_STEPS))

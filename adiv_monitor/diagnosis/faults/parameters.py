@@ -102,7 +102,7 @@ def unreached(record: Record) -> Iterator[Finding]:
     if unused:
         yield Finding("unreached", "watch", f"The loss does not depend on {_several(unused)}.",
             (Evidence("parameters that the loss does not depend on", len(unused), 0),),
-            (Advice("use the outputs of these modules in forward(), or remove the modules"),),
+            (Advice("use the outputs of these modules, in the loss too, or remove the modules"),),
             layers=unused)  # fmt: skip
 
 
