@@ -25,7 +25,7 @@ NO_CAUSE = "Does not train; cause not found: "
 # What healthy runs have, too: behind exact causes of the same strength, and before symptoms.
 TRAITS = ("frozen", "input-mean", "input-scale", "row-spread", "dead-units", "saturated-units")
 # Of the loss: what a lower learning rate must take away to come before a fault in structure. One
-# that is too low is told by layers that hardly move, too.
+# that is too low shows in layers that hardly move, too.
 MUCH = 0.3
 LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monitor.log_loss(…)`)"
 
