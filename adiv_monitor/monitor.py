@@ -342,7 +342,7 @@ class Monitor:
         return self._training.name
 
     def _add_last_losses(self) -> None:
-        self._outlet.add_last_losses(self._controller.losses.take(self.step))
+        self._outlet.add_last_losses(self._controller.losses.take(self.step)[0])
 
     def _take_off(self) -> None:
         """Remove every hook that is set; it can be called again if it was interrupted."""

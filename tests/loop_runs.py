@@ -59,15 +59,12 @@ def rates(*values: float) -> list[tuple[float, ...]]:
 
 
 LONG = LAYERS | {"c": reading(update_ratio=2.0)}
-ONES = (1.0,) * 4
+ONES, QUARTERS = (1.0,) * 4, (0.25,) * 4
 NOT_ZEROED = {name: reading(earlier_share=0.9) for name in "abc"}
 DEAD = {name: reading(idle_share=1.0, gradient_factor=math.nan) for name in "ab"}
 HEAD = {"c": LAYERS["c"]}
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
-TURNED = {name: reading(gradient_cosine=-0.3, update_cosine=-0.3, descent=-0.1) for name in "abc"}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
-EQUAL = {"a": reading(common_share=1.0, scale_cv=0.0), "b": reading()}
-ALL_ZERO = {"a": reading(common_share=math.nan, scale_cv=0.0, scale_mean=1.0), "b": reading()}
 IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
 MASKED = LAYERS | {"c": reading(idle_share=0.85)}  # as for masked language models
 FLAT = {name: reading(descent=0.0, idle_share=1.0, update_ratio=math.nan) for name in "abc"}
@@ -76,13 +73,12 @@ CLIPPED_AWAY = {
     name: reading(descent=1e-18, update_ratio=1e-11, gradient_factor=1e-9) for name in "abc"
 }
 DIFFERENT = [(float(i),) for i in range(6)]
-FOREIGN = {name: reading(foreign_share=0.97, gradient_cosine=-0.05) for name in "abc"}
 ADDED = {name: reading(foreign_share=0.7) for name in "abc"}
 INVERSE = [(0.95 ** (-7 * i),) for i in range(6)]  # times `WELL`, a constant
 ONE_GROUP = {"groups": {"a": 0, "b": 0, "c": 1}}
+FADING = {"learning_rates": [(0.1 * 0.02**i, 0.1, 0.1) for i in range(6)]}
 GROUPS = {"learning_rates": (0.1, 0.1, 10.0), "groups": {"a": 0, "b": 1, "c": 2}}
 SPREAD = {"batch": [(float((-1) ** i * 30),) for i in range(9)], "batch_spread": (10.0,)}
-ONE_CLASS, HALF = (0, 0, 64, 0), (32, 32, 0, 0)
 LOOKS = {
     "a": AttentionReading(
         8, 8, attention_entropy=0.01, attention_first_share=0.1, attention_logit_max=300.0
@@ -98,7 +94,7 @@ AVERAGED = {name: reading(projection_cosine=-0.97) for name in "abc"}
 OF_WORKERS = {name: reading(projection_cosine=-0.2) for name in "abc"}
 HITS = {
     "gradient-reversed by an optimizer that maximizes": run(
-        losses=RISING, maximize=True, targets=(32, 32)
+        losses=RISING, maximize=True, loss_module="CrossEntropyLoss"
     ),
     "loss-multiplied by what a scaler divides alone": run(
         losses=STILL, layers=UNSCALED, loss_gradients=(1.0,)
@@ -128,18 +124,18 @@ HITS = {
     "loss-multiplied by its inverse": run(
         losses=WELL, loss_gradients=INVERSE, loss_of=WELL[::7], layers=LAYERS
     ),
-    "gradient-foreign": run(losses=RISING, layers=FOREIGN),
     "state-lost": run(new_state=True),
+    "state-lost now and then": run(15, new_state=[i in (4, 8, 12) for i in range(15)]),
+    "losses-unused": run(unused_losses=5, loss_gradients=(1.0,)),
+    "accumulation-cut": run(loss_counts={4: 5, 6: 2}, loss_gradients=QUARTERS),
+    "accumulation-cut for few batches": run(loss_counts={4: 50, 6: 1}, loss_gradients=QUARTERS),
+    "rate-falls-back": run(learning_rates=(0.01,), rate_falls=[0, 0, 1, 1, 2, 3]),
     "settings-off": run(settings=[{"momentum": (0.9 + 0.05 * i,)} for i in range(6)]),
     "settings-off by a decay that outweighs all": run(
         losses=STILL, settings={"weight_decay": (0.0, 1.0)}, learning_rates=(0.1, 0.1)
     ),
     "group-rates": run(losses=STILL, layers=LAYERS | {"c": reading(update_ratio=2.0)}, **GROUPS),
     "batches-apart": run(9, STILL, every=4, **SPREAD),
-    "class-untaught": run(targets=HALF),
-    "class-untaught but for one": run(targets=ONE_CLASS),
-    "constant-data": run(losses=STILL, layers=EQUAL),
-    "constant-data that are all zero": run(losses=STILL, layers=ALL_ZERO),
     "not-zeroed": run(layers=NOT_ZEROED),
     "not-zeroed before units die": run(
         9, STILL, layers=[LAYERS, *[NOT_ZEROED] * 3, LAYERS, *[LAYERS | DEAD] * 4]
@@ -156,6 +152,7 @@ HITS = {
     "unreached": run(cut_off={"a": 400, "b": 20}),
     "zeroed-early": run(removed={"a": 600, "b": 300}, layers={}),
     "zeroed-early by micro-batches": run(zeroed_passes=7),
+    "zeroed-early as an epoch begins": run(zeroed_passes=[0, *[3] * 5], loss_gradients=(0.25,) * 7),
     "left-in-eval": run(evaluated=("drop",)),
     "left-in-eval since the first evaluation": run(evaluated=[(), (), *[("drop",)] * 4]),
     "same-batch": run(batch=(3.5, 7.0), next_batch=(3.5, 7.0)),
@@ -181,22 +178,19 @@ HITS = {
     "rounded-away": run(losses=STILL, layers=dict.fromkeys("abc", reading(unchanged_share=0.6))),
     "loss-spike": run(spikes=(Spike(5, 9.0, 0.5, 20.0, {"b": 40.0}),)),
     "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
+    "rate-gone of one group": run(**FADING),
     "rate-gone where the loss stands": run(
         losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
     ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
-    "targets-change": run(
-        batch=[(float(i % 2),) for i in range(6)], targets=[(i, 8 - i) for i in range(6)]
-    ),
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
     ),
-    "gradient-reversed": run(losses=(*UP[:30], *(math.nan,) * 10), layers=TURNED),
-    "gradient-reversed of one layer": run(losses=STILL, layers=LAYERS | {"b": TURNED["b"]}),
     "other-optimizer": run(changed_by=[(), *[("Adam",)] * 5], layers=UNDONE),
     "frozen": run(layers=HEAD, trainable=300, frozen={"a": 300, "b": 400}),
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
+    "gradients-summed as the loss falls": run(loss_gradients=ONES),
     "gradient-reversed by the negative of the loss": run(losses=RISING, loss_gradients=(-1.0,)),
 }
 MEANT = {
@@ -245,6 +239,28 @@ MEANT = {
     "a loss that is multiplied, by Adam": run(loss_gradients=(1024.0,), optimizer="AdamW"),
     "a penalty in the loss, as it falls": run(layers=ADDED),
     "a state that is empty at first": run(new_state=[True, *[False] * 5]),
+    "a state that is loaded twice": run(new_state=[False, True, False, True, False, False]),
+    "a validation with gradients, once": run(
+        unused_losses=[30, *[0] * 5], loss_gradients=(1.0,)
+    ),
+    "two losses for a table in each step": run(unused_losses=2, loss_gradients=(1.0,)),
+    "the last step of an epoch after few batches": run(
+        loss_counts={4: 5, 2: 1}, loss_gradients=QUARTERS
+    ),
+    "as many batches as fit": run(loss_counts={4: 5, 5: 2, 6: 2}, loss_gradients=QUARTERS),
+    "two losses in one backward pass, at times three": run(
+        loss_counts={2: 5, 3: 2}, loss_gradients=(1.0,)
+    ),
+    "a generator's step after some of its critic's": run(
+        loss_counts={2: 5, 3: 2}, loss_gradients=(1.0, 1.0), other_optimizers=("Adam",)
+    ),
+    "a warm-up and a step down": run(learning_rates=(0.01,), rate_falls=1),
+    "groups that decay alike": run(
+        learning_rates=[(0.1 * 0.1**i, 0.001 * 0.1**i) for i in range(6)]
+    ),
+    "a group that fades at the end": run(
+        learning_rates=[(0.1 if i < 5 else 0.0, 0.1) for i in range(6)]
+    ),
     "momentum that cycles": run(
         settings=[{"momentum": (0.85 + 0.1 * (i % 2),)} for i in range(6)]
     ),
@@ -252,8 +268,6 @@ MEANT = {
     "a head with a higher rate": run(layers=LAYERS | {"c": reading(update_ratio=0.2)}, **GROUPS),
     "batches that differ, as the loss falls": run(9, every=4, **SPREAD),
     "batches drawn at random": run(9, STILL, every=4, **(SPREAD | {"batch_spread": (30.0,)})),
-    "a rare class": run(targets=(30, 30, 4, 0, 20)),
-    "one layer whose input is constant": run(layers=[LAYERS | EQUAL, LAYERS] * 3),
     "one row with a gradient": run(
         losses=STILL,
         layers={"a": reading(common_share=1.0, scale_cv=0.0, rows_without_gradient=63)},
@@ -282,6 +296,7 @@ MEANT = {
     "idle experts": run(cut_off=[{"a": 400}, {"b": 400}, {}, {"a": 400}, {}, {"b": 400}]),
     "a part without a gradient": run(removed={"a": 400}),
     "one step zeroed, as by an AMP scaler": run(zeroed_passes=[1, 0, 0, 0, 0, 0]),
+    "zeroed in half of the steps": run(zeroed_passes=[1, 0, 1, 0, 1, 0]),
     "evaluated once": run(evaluated=[("drop",), (), (), (), (), ()]),
     "evaluated at the end": run(evaluated=[(), (), (), *[("drop",)] * 3]),
     "the same first batch of each epoch": run(batch=(3.5,), next_batch=(4.5,)),
@@ -312,14 +327,10 @@ MEANT = {
     "a step uphill by momentum": run(
         layers={name: reading(parameter_cosine=-0.1, update_cosine=-0.1) for name in "abc"}
     ),
-    "sums of earlier gradients that point uphill": run(
-        layers=[LAYERS, LAYERS, *[TURNED] * 2, LAYERS, LAYERS]
-    ),
     "another optimizer for other weights": run(other_optimizers=("Adam",), layers=UNDONE),
     "another optimizer that takes over": run(changed_by=[(), ("Adam",), *[()] * 4]),
     "a mean of micro-batches": run(losses=RISING, layers=LONG, loss_gradients=(0.25,) * 4),
-    "a sum of micro-batches that trains": run(layers=LONG, loss_gradients=ONES),
-    "a sum of micro-batches in short steps": run(losses=RISING, loss_gradients=ONES),
+    "three terms of a critic": run(loss_gradients=ONES[:3], other_optimizers=("Adam",)),
     "a sum of micro-batches for Adam": run(
         losses=RISING, layers=LONG, loss_gradients=ONES, optimizer="Adam"
     ),

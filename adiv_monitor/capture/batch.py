@@ -1,4 +1,4 @@
-"""What a batch is like: sums that tell whether it comes again, and the classes of its targets."""
+"""What a batch is like: sums that tell whether it comes again, and what its loss gets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,29 +44,21 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def classes_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return how often each class is a target, and a flag.
-
-    It is 1 if the outputs are probabilities: none is below 0, and those of each sample sum to 1.
+def are_probabilities(given: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return whether no output is below 0, and those of each sample sum to 1.
 
     Args:
-        given: the arguments of a loss. Of (samples, classes) outputs with a class as the target of
-            each sample, the first samples count; nothing is returned for others, nor for many
-            classes.
+        given: the arguments of a loss. The first samples of its first argument count, if that is of
+            the shape (samples, classes); nothing is returned for others.
     """
-    if len(given) != 2 or not all(map(_counts, given)):
+    if not given or not _counts(given[0]) or given[0].ndim != 2 or not given[0].numel():
         return ()
-    outputs, targets = given
-    is_class = targets.dtype == torch.int64 and targets.shape == outputs.shape[:1]
-    if outputs.ndim != 2 or not is_class or not 0 < outputs.shape[1] <= _MOST_CLASSES:
-        return ()
-    outputs, targets = outputs[:_MOST_SAMPLES], targets[:_MOST_SAMPLES]
-    of_classes = targets[:, None] == torch.arange(outputs.shape[1], device=targets.device)
+    outputs = given[0][:_MOST_SAMPLES]
     off = torch.maximum((outputs.sum(1) - 1).abs().amax(), -outputs.amin())
-    return (torch.cat((of_classes.sum(0), (off < _ROUNDING)[None])),)
+    return (off < _ROUNDING,)
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits
-_MOST_SAMPLES, _MOST_CLASSES = 4096, 100
+_MOST_SAMPLES = 4096
 _REALS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _NUMBERS = {*_REALS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.batch import classes_of
+from adiv_monitor.capture.batch import are_probabilities
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import has_data, on_gradient
 from adiv_monitor.rerun.nested import tensors_in
@@ -41,7 +41,7 @@ class Passes:
         meant: whether zeroed passes are meant: inputs are differentiated, as for adversarial ones.
         accumulated: the graph tasks that accumulated gradients.
         zeroed: the passes whose gradients were zeroed, layer by layer.
-        classes: `classes_of` what the first loss was given.
+        probable: whether what the first loss was given `are_probabilities`.
         shapes: the shapes of the tensors that it was given.
     """
 
@@ -49,7 +49,7 @@ class Passes:
         self.meant = False
         self.steps = steps
         self.accumulated: list[int] = []
-        self.classes: tuple[Tensor, ...] = ()
+        self.probable: tuple[Tensor, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
         self._guard = guard or Guard()
         self._hooks: list[RemovableHandle] = []
@@ -61,7 +61,6 @@ class Passes:
         """Remove every hook; those in graphs that are already built become inactive."""
         self._active = False
         call_all(*[hook.remove for hook in self._hooks])
-        self._hooks.clear()
 
     def follow(self, loss: Tensor, given: Sequence[Any] = ()) -> None:
         """Record the gradient with which backward passes enter a loss of one element.
@@ -75,7 +74,7 @@ class Passes:
         arrive = partial(self._guard, self._enters, len(self._hooks))
         with torch._C.DisableTorchFunction():
             self._hooks.append(on_gradient(loss, arrive))
-            self.classes = self.classes or classes_of(given)
+            self.probable = self.probable or are_probabilities(given)
             self.shapes = self.shapes or tuple(tuple(x.shape) for x in tensors_in(*given))
 
     def _enters(self, number: int, gradient: Tensor | None) -> None:
@@ -94,6 +93,11 @@ class Passes:
     def losses(self) -> list[Tensor]:
         """For each pass, the gradient at the loss; the sum over the losses that it has."""
         return [reduce(torch.add, self._entered[task].values()) for task in self._counted()]
+
+    @property
+    def unused(self) -> int:
+        """The number of losses with a graph that no backward pass has entered."""
+        return len({*range(len(self._hooks))}.difference(*self._entered.values()))
 
     @property
     def norms(self) -> list[Tensor]:

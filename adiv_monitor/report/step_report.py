@@ -125,8 +125,7 @@ class StepReport:
             where a layer's gradient is not its rows' times a known factor.
         update_norm: norm of the optimizer's update of these parameters; None without an optimizer.
         clipped_share: share of the measured steps so far whose gradient was clipped, of those of
-            which this is known; with `watch="norms"` of all steps, of which those with the norm of
-            a measured one that was clipped count as clipped; None: of none.
+            which this is known; None: of none.
         attention: readings by the path of the attention module; empty unless requested.
         realised_loss_change: loss of the probe after this step minus that before it; None unless
             requested.
@@ -146,7 +145,8 @@ class StepReport:
         maximize: whether the optimizer raises the loss, by `maximize=True` in all its groups.
         settings: the optimizer's other settings by name, such as "momentum", "beta1" and
             "weight_decay", one number for each parameter group, as used by the step.
-        new_state: whether the optimizer had no state as this step began, though it has one after.
+        new_state: whether the optimizer's state was made anew in this step, or between the last
+            measured one and this.
         other_optimizers: class names of other optimizers that stepped between this optimizer's last
             step and this one.
         changed_by: class names of those of them that changed parameters of the measured layers.
@@ -167,6 +167,12 @@ class StepReport:
             `loss.backward()`, 1/k for the mean over k micro-batches, the scale of an AMP scaler; of
             several losses in one pass the sum. Empty if no loss of one element is known, by
             `Monitor(loss=…)`, that the passes go through.
+        unused_losses: number of losses that this step computes with a graph and that no backward
+            pass enters; 0 where the loss is no module.
+        loss_counts: number of losses that a step computes with a graph → how many steps since the
+            last report computed so many, of the module that `Monitor(loss=…)` got.
+        rate_falls: how often so far the first group's learning rate fell below a half within one
+            step after it had risen in several, as where a warm-up begins again.
         evaluated: paths of dropouts and of normalisations with running statistics, if they are in
             eval mode since the whole model was in eval mode in this step's forward pass.
         batch: weighted sums of the tensors that enter the first measured module in this step, in
@@ -175,11 +181,8 @@ class StepReport:
             they are drawn at random: √n times its deviation between the n samples.
         next_batch: `batch` of the next step: equal if the same batch came again; empty if it is
             not known.
-        targets: how often each class is the target of a sample, by the arguments with which the
-            step's first loss is called; empty: not known (`Monitor(loss=…)` with a module, outputs
-            of shape (samples, classes), at most 100 classes).
-        probabilities: whether the outputs of these samples are probabilities, as from a softmax:
-            none is below 0, and those of each sample sum to 1.
+        probabilities: whether the step's first loss is called with outputs that are probabilities,
+            as from a softmax: none is below 0, and those of each sample sum to 1.
         loss_module: the class name of the loss, if it is a module of torch's own; else "".
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
@@ -232,11 +235,13 @@ class StepReport:
     removed: Mapping[str, int] = field(default_factory=dict)
     zeroed_passes: int = 0
     loss_gradients: tuple[float, ...] = ()
+    unused_losses: int = 0
+    loss_counts: Mapping[int, int] = field(default_factory=dict)
+    rate_falls: int = 0
     evaluated: tuple[str, ...] = ()
     batch: tuple[float, ...] = ()
     batch_spread: tuple[float, ...] = ()
     next_batch: tuple[float, ...] = ()
-    targets: tuple[int, ...] = ()
     probabilities: bool = False
     loss_module: str = ""
     loss_shapes: tuple[tuple[int, ...], ...] = ()

@@ -1,6 +1,6 @@
 """A step to be measured, with its hooks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.report import AlignmentReading, Turn
+from adiv_monitor.report import Turn
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.surroundings import reruns
 from adiv_monitor.rerun.thread import surely
@@ -42,12 +42,9 @@ class Armed:
         others: follows the steps of other optimizers.
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
-        dropout: the largest rate of the model's dropout modules.
-        random_states: see `StepReport.random_states`.
-        ends_with_state: whether the optimizer holds a state after it.
+        told: further facts for the report, by field.
         attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
-        alignment: the alignments that were read after it.
     """
 
     number: int
@@ -59,12 +56,9 @@ class Armed:
     others: Others
     hooks: "Sequence[ProbeStep | LossHook]"
     rates: Rates = NO_RATES
-    dropout: float = 0.0
-    random_states: tuple[int, ...] = ()
-    ends_with_state: bool = False
     attempts: int = 0
     closure_calls: int | None = None
-    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
     _off: list[Callable[[], object]] = field(default_factory=list, init=False)  # may be repeated
 
     def attach(self) -> None:
@@ -145,16 +139,11 @@ class Armed:
             notes=(*failures.notes, *part.report.notes),
             unmeasured=covered.unmeasured,
             interval=interval,
-            alignment=self.alignment,
             turn=self.turn,
             learning_rates=learning_rates,
             groups={path: group_of[key] for path, key in firsts.items() if key in group_of},
-            optimizer=rates.optimizer,
-            maximize=rates.maximize,
-            settings=rates.settings,
-            new_state=self.ends_with_state and not rates.has_state,
-            dropout=self.dropout,
-            random_states=self.random_states,
+            **rates.told,
+            **self.told,
             other_optimizers=tuple(self.others.writes),
             changed_by=tuple(+self.others.writes),
         )

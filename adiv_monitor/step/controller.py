@@ -45,7 +45,7 @@ from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, Others, has_state, learning_rates
+from adiv_monitor.step.stepping import NO_RATES, Others, RateFalls, learning_rates, state_of
 from adiv_monitor.step.training import Training
 from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.whole_model import WholeModel
@@ -84,6 +84,7 @@ class StepController:
     report: Callable[[StepReport, bool], None]
     losses: LossLog = field(default_factory=LossLog)
     _watch: LossWatch = field(default_factory=LossWatch)
+    _falls: RateFalls = field(default_factory=RateFalls)
     _norms: EveryNorm | None = None
     _alignment: "Alignment | None" = None
     _reference: dict[str, Any] | None = None  # of a run that is resumed
@@ -157,6 +158,7 @@ class StepController:
         taken, self._taken = self._taken, None
         call_all(self.disarm, *([] if taken is None else [taken.release]))
         self._history.flats.clear()
+        self._history.state = None
 
     def leave(self) -> None:
         """Remove every hook, also that on the loss; it can be called again."""
@@ -227,12 +229,13 @@ class StepController:
     def _forward_begins(self) -> None:
         self.failures.safely(self.schedule.forward_begins)
         self._is_compiled = in_compiled_code()
-        if self._armed is not None and not self._armed.random_states:
+        if self._armed is not None and "random_states" not in self._armed.told:
             self.failures.safely(self._note_random, self._armed)
 
     def _note_random(self, armed: Armed) -> None:
         device = next(iter(armed.selection.parameters)).device
-        armed.random_states = (*armed.random_states[:1], checksum(device))
+        before = armed.told.get("random_states", ())[:1]
+        armed.told["random_states"] = (*before, checksum(device))
 
     def disarm(self) -> None:
         """Remove the hooks."""
@@ -258,6 +261,7 @@ class StepController:
         self.losses.step_begins()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self.failures.safely(self.read)
+        self.failures.safely(self._falls.sees, optimizer)
         if self._norms is not None and not callable(closure):
             self.failures.safely(self._norms.begins, self.training.selection(), optimizer)
         armed = self._armed
@@ -265,7 +269,7 @@ class StepController:
             return None
         armed.attempts += 1
         armed.rates = self.failures.safely(learning_rates, optimizer) or NO_RATES
-        armed.dropout = self.training.dropout
+        armed.told |= {"dropout": self.training.dropout, "rate_falls": self._falls.count}
         armed.capture.norm_passes = self.failures.safely(self.training.norm_passes) or []
         self.failures.safely(self._note_random, armed)
         if not callable(closure):
@@ -330,9 +334,10 @@ class StepController:
             armed.step.discard(why)
         elif optimizer is not None:
             armed.step.updated()
-            armed.ends_with_state = has_state(optimizer)
+            is_new = self._history.renews(armed.rates.state, state_of(optimizer))
+            armed.told["new_state"] = is_new
         if self._alignment is not None:
-            armed.alignment = self.failures.safely(self._alignment.read) or {}
+            armed.told["alignment"] = self.failures.safely(self._alignment.read) or {}
         held = self.training.trained()
         if not armed.selection.knows(held):
             notes.append(
@@ -361,7 +366,8 @@ class StepController:
         taken.describe(part, self.failures, self.schedule.planned)
         # Last: losses that are taken are in no later report, even if this one fails.
         loss = "" if self._loss is None else self._loss.of_torch
-        part.report = replace(part.report, losses=self.losses.take(taken.number), loss_module=loss)
+        losses, counts = self.losses.take(taken.number)
+        part.report = replace(part.report, losses=losses, loss_counts=counts, loss_module=loss)
         if self._norms is not None:
             gradients, updates = self._norms.take()
             part.report = replace(part.report, gradient_norms=gradients, update_norms=updates)

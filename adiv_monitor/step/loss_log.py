@@ -1,6 +1,6 @@
 """The loss of every step, kept on its device until the next report."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from itertools import takewhile
 from numbers import Real
@@ -83,13 +83,17 @@ class LossLog:
         """Count all values again, after the optimizer's step."""
         self._closed = None
 
-    def take(self, last: int) -> dict[int, float]:
-        """Remove and return the losses by step, sorted, of the steps up to `last`."""
+    def take(self, last: int) -> tuple[dict[int, float], dict[int, int]]:
+        """Remove and return the losses by step, sorted, of the steps up to `last`.
+
+        And see `StepReport.loss_counts` of these steps.
+        """
         held = [entry for entry in self._held if entry[0] <= last]
+        counts = Counter(Counter(step for step, is_said, _ in held if not is_said).values())
         self._held = deque([entry for entry in self._held if entry[0] > last], _MOST)
         numbers = fetch_numbers([value for _, _, value in held])
         counted = _counted((*of[:2], number) for of, number in zip(held, numbers, strict=True))
-        return {step: sum(several) / len(several) for step, several in counted.items()}
+        return {step: sum(several) / len(several) for step, several in counted.items()}, counts
 
     def looked_at(self, last: int) -> dict[int, list[Value]]:
         """Return the losses that count of steps up to `last`, each once; they stay in the log."""

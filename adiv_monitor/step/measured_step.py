@@ -183,7 +183,7 @@ class MeasuredStep:
             "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
-            "classes": [*capture.passes.classes],
+            "probable": [*capture.passes.probable],
             "norm_passes": capture.norm_passes,
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
@@ -250,14 +250,13 @@ class MeasuredStep:
         capture = self.capture
         given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
         gradients, zeroed = capture.passes.told(*given)
-        *targets, probable = map(int, next(iter(flags["classes"]), [0]))
         return {
-            "targets": tuple(targets),
-            "probabilities": bool(probable),
+            "probabilities": _is_set(flags, "probable"),
             "loss_shapes": capture.passes.shapes,
             "norm_passes": next(map(int, flags["norm_passes"]), None),
             "zeroed_passes": zeroed,
             "loss_gradients": tuple(gradients),
+            "unused_losses": capture.passes.unused,
             "evaluated": capture.evaluated,
             "batch": tuple(float(of[0]) for of in flags["batch"]),
             "batch_spread": tuple(float(of[1]) for of in flags["batch"]),

@@ -23,7 +23,6 @@ from adiv_monitor.step.run_history import RunHistory
 
 # Where the loss is unknown, a smaller factor on the gradient may be that of an AMP scaler.
 _SMALLEST_CLIP = 1e-3
-_AT_LIMIT = 1 - 1e-3  # of the norm that clipping leaves
 # The last readings of a layer that are kept: a spike may be found in the fourth step after it.
 _KEPT = 6
 # Times the growth of the median layer's weights since the last report.
@@ -88,12 +87,7 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     norms = _norms(sums, report, updated=updated)
     after, before = norms["gradient_norm"], norms["unclipped_gradient_norm"]
     if after is not None and before is not None:
-        is_clipped = bool(after < (1 - sums.tolerance.max()) * before)
-        others = dict(report.gradient_norms)
-        if (here := others.pop(report.step, None)) is not None and is_clipped:
-            history.limit = here
-        at_limit = (norm > _AT_LIMIT * history.limit for norm in others.values())
-        history.clipped.update((is_clipped, *at_limit))
+        history.clipped[bool(after < (1 - sums.tolerance.max()) * before)] += 1
     clipped = history.clipped[True] / history.clipped.total() if history.clipped else None
     attention, of_attention = _attention(part.attention, part.no_attention)
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}

@@ -46,7 +46,6 @@ class RunHistory:
             measured steps in a row.
         readings: by layer, its last readings, each with its step.
         clipped: the number of steps whose gradient was clipped, and was not, as far as known.
-        limit: the norm that clipping left in the last measured step that was clipped.
         name_of_masters: see there; None: not known yet.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
@@ -54,6 +53,7 @@ class RunHistory:
             page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
         weights: some weights of earlier steps.
+        state: the state of the optimizer as the last measured step ended, see `state_of`.
         untrained: by id, the parameters that the optimizer did not step in the last step, as it
             does not hold them or they had no gradient, with version and norm as it began.
     """
@@ -66,7 +66,6 @@ class RunHistory:
     sound: set[str] = field(default_factory=set)
     readings: dict[str, deque[tuple[int, LayerReading]]] = field(default_factory=dict)
     clipped: Counter[bool] = field(default_factory=Counter)
-    limit: float = np.inf
     name_of_masters: str | None = None
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
@@ -74,6 +73,7 @@ class RunHistory:
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
     untrained: dict[int, tuple[ref[Tensor], int, float]] = field(default_factory=dict)
+    state: object = None
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
         """Record what a step showed; a change is expected from then on, even if seen only once."""
@@ -82,6 +82,12 @@ class RunHistory:
             self.learnt = True
         self.gradient_changes |= gradient_changed
         self.weights_change |= weights_changed
+
+    def renews(self, began: object, ended: object) -> bool:
+        """Return whether the optimizer's state was made in this step, or since the last one."""
+        before, self.state = self.state, ended
+        is_other = before is not None and before is not began
+        return ended is not None and (began is None or is_other)
 
     def masters(self, optimizer: Optimizer) -> dict[int, Tensor]:
         """Return the copies of higher precision that the optimizer steps, by id of the weight."""

@@ -24,6 +24,7 @@ from adiv_monitor.step.failures import Failures
 
 # After this many steps of other optimizers, without one of its own, an armed step is dropped.
 _TOO_MANY = 3
+_RISES = 3  # of a learning rate before it falls back: a schedule of steps has none
 
 
 def stepping(optimizer: Optimizer | None) -> Optimizer | None:
@@ -46,24 +47,20 @@ class Rates(NamedTuple):
     """The learning rates of a step.
 
     Attributes:
-        optimizer: class name of the optimizer; "" without one.
         of_groups: `lr` of each parameter group; empty if a group has none.
         groups: id of a parameter → number of its group; empty if there is one group only.
-        maximize: whether all groups have `maximize=True`.
-        settings: see `StepReport.settings`.
-        has_state: whether the optimizer holds a tensor in its state, as the step begins.
+        told: what the report says of the optimizer besides.
+        state: `state_of` the optimizer, as the step begins.
     """
 
-    optimizer: str
     of_groups: Sequence[float | Tensor]
     groups: Mapping[int, int]
-    maximize: bool = False
-    settings: Mapping[str, tuple[float, ...]] = MappingProxyType({})
-    has_state: bool = False
+    told: Mapping[str, Any] = MappingProxyType({})
+    state: object = None
 
 
 _NO_SETTINGS = {"params", "lr", "initial_lr", "max_lr", "min_lr"}
-NO_RATES = Rates("", (), {})
+NO_RATES = Rates((), {})
 
 
 def learning_rates(optimizer: Optimizer) -> Rates:
@@ -77,25 +74,45 @@ def learning_rates(optimizer: Optimizer) -> Rates:
     several = [group for each in those for group in each.param_groups]
     given = [group["lr"] for group in several if isinstance(group.get("lr"), Real | Tensor)]
     rates = [x.detach().clone() if isinstance(x, Tensor) else float(x) for x in given]
+    is_uphill = all(group.get("maximize") is True for group in several)
+    told = {"maximize": is_uphill, "settings": _settings(several)}
     return Rates(
-        type(optimizer).__name__,
         rates if len(rates) == len(several) else (),
         {
             id(p): i
             for i, group in enumerate(several if several[1:] else ())
             for p in group["params"]
         },
-        all(group.get("maximize") is True for group in several),
-        _settings(several),
-        has_state(optimizer),
+        {"optimizer": type(optimizer).__name__, **told},
+        state_of(optimizer),
     )
 
 
-def has_state(optimizer: Optimizer | None) -> bool:
-    """Return whether there is an optimizer that holds a tensor in its state."""
-    states = () if optimizer is None else optimizer.state.values()
-    held = (value for of in states for value in of.values())
-    return any(isinstance(value, Tensor) for value in held)
+class RateFalls:
+    """Counts how often the first group's rate falls below a half in one step, after some rises.
+
+    A schedule that begins anew with its warm-up does so; cosines and cycles fall step by step.
+
+    Attributes:
+        count: the number of such steps so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = self._rises = 0
+        self._last = 0.0
+
+    def sees(self, optimizer: Optimizer) -> None:
+        """Look at the rate of a step; one that is a tensor is not read."""
+        if isinstance(rate := optimizer.param_groups[0].get("lr"), float):
+            self.count += rate < self._last / 2 and self._rises >= _RISES
+            self._rises = 0 if rate < self._last else self._rises + (rate > self._last)
+            self._last = rate
+
+
+def state_of(optimizer: Optimizer) -> object:
+    """Return the dictionary of the first parameter's state that holds a tensor; None: none does."""
+    several = optimizer.state.values()
+    return next((of for of in several if any(isinstance(x, Tensor) for x in of.values())), None)
 
 
 def masters(optimizer: Optimizer, name: str) -> dict[int, Tensor]:

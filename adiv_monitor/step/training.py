@@ -43,8 +43,6 @@ class Training:
     watch: Literal["loss", "norms"] | None
     # The selection so far, with the structure of the model.
     _found: tuple[object, Selection] | None = field(default=None, init=False)
-    _drops: list[_DropoutNd] = field(default_factory=list, init=False)
-    _norms: list[_NormBase] = field(default_factory=list, init=False)
 
     def trained(self) -> Sequence[Tensor]:
         """Return the parameters that are trained, or would be if they were not frozen."""
@@ -85,23 +83,23 @@ class Training:
         now = structure(self.model, held or {})
         if self._found is None or now is None or now != self._found[0]:
             self._found = now, select(self.model, held, self.layers)
-            self._drops = [m for m in self.model.modules() if isinstance(m, _DropoutNd)]
-            self._norms = [m for m in self.model.modules() if isinstance(m, _NormBase)]
         return self._found[1]
 
     @property
     def dropout(self) -> float:
         """The largest rate of the model's dropout modules; 0 without any."""
-        return max((float(drop.p) for drop in self._drops), default=0.0)
+        drops = (m.p for m in self.model.modules() if isinstance(m, _DropoutNd))
+        return float(max(drops, default=0))
 
     def norm_passes(self) -> list[Tensor]:
         """Return the training passes so far of the first norm that counts them; []: none does."""
-        counts = (m.num_batches_tracked for m in self._norms if m.training)
+        norms = (m for m in self.model.modules() if isinstance(m, _NormBase) and m.training)
+        counts = (norm.num_batches_tracked for norm in norms)
         return [count.clone() for count in counts if count is not None][:1]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, whose model has other parameters."""
-        return {**vars(self), "_found": None, "_drops": [], "_norms": []}
+        return {**vars(self), "_found": None}
 
     def due(self, number: int) -> tuple[Selection, Turn | None]:
         """Return the selection with the parameters that are due in a turn, and the turn.

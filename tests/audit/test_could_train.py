@@ -2,9 +2,23 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from loop_runs import AVERAGED, CREEPING, FAR, HITS, LAYERS, MEANT, UP, rates, run
+from loop_runs import (
+    AVERAGED,
+    CREEPING,
+    FADING,
+    FAR,
+    HITS,
+    LAYERS,
+    LONG,
+    MEANT,
+    ONES,
+    UP,
+    rates,
+    run,
+)
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis import diagnose
@@ -27,7 +41,8 @@ def test_what_keeps_a_loop_from_training_comes_first(name: str) -> None:
     assert first.name == name.split()[0]
     assert first.evidence and first.advice and first.summary
     is_meant = name in (
-        *("same-batch", "frozen", "class-untaught", "loss-multiplied by its inverse"),
+        *("same-batch", "frozen", "loss-multiplied by its inverse", "state-lost now and then"),
+        *("gradients-summed as the loss falls", "accumulation-cut for few batches"),
     )
     assert (first.strength == "note") == is_meant
 
@@ -68,6 +83,19 @@ def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:
     first, *others = diagnose(replace(broken, first_non_finite="the loss", non_finite_since=20))
     assert (first.name, first.strength) == ("rate-too-high", "act")
     assert {f.name: f.strength for f in others}["non-finite"] == "watch"
+
+
+@pytest.mark.parametrize("given", [{"layers": LONG}, {"losses": RISING}])
+def test_a_sum_of_micro_batches_is_a_note_unless_it_harms(given: dict[str, Any]) -> None:
+    finding = found(run(loss_gradients=ONES, **given))["gradients-summed"]
+    assert finding.strength == "note" and "4 times as long" in finding.summary
+
+
+def test_the_group_whose_rate_is_gone_is_named() -> None:
+    fading = run(**FADING, groups={"a": 0, "b": 1, "c": 1})
+    finding = found(fading)["rate-gone"]
+    assert (finding.layers, finding.since, finding.strength) == (("a",), 14, "watch")
+    assert "param_groups[0] is below 0.001 of its peak" in finding.summary
 
 
 def test_a_rate_below_zero_is_not_gone() -> None:

@@ -4,6 +4,7 @@ No reading tells these, so a report has them as they are.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,9 +40,9 @@ class Net(nn.Module):
 
 
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
-FACTS += ("dropout", "rescaled", "batch_spread", "targets", "settings")
+FACTS += ("dropout", "rescaled", "batch_spread", "settings")
 FACTS += ("new_state", "probabilities", "loss_module", "loss_shapes")
-FACTS += ("norm_passes", "random_states")
+FACTS += ("norm_passes", "random_states", "unused_losses", "loss_counts", "rate_falls")
 RATES = [0.5, 0.6, 0.9]
 TARGETS = torch.arange(6) % 3
 CHANGED = ("norm", "drop", "alpha", "attention")
@@ -401,6 +402,85 @@ def test_random_numbers_that_repeat(seeds: int, drops: int, repeats: int) -> Non
     assert all(len({*of}) == 1 + drops for of in states)
 
 
+def one_of_four(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(4):
+        loss = criterion(model(batch(number)), TARGETS)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def two_terms(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    (criterion(model(batch(0)), TARGETS) + criterion(model(batch(1)), TARGETS)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        criterion(model(batch(2)), TARGETS)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("loop", "unused", "computed"),
+    [(plain, 0, 1), (accumulates, 0, 3), (one_of_four, 3, 4), (two_terms, 0, 2)],
+)
+def test_losses_that_get_no_backward_pass(
+    loop: Any, unused: int, computed: int, every: int
+) -> None:
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+    given = {"loss": criterion, "every_n_steps": every}
+    reports = reports_of(model, lambda o, _: loop(model, criterion, o), 4, **given)
+    assert {report.unused_losses for report in reports} == {unused}
+    steps = [1] * 4 if every == 1 else [1, 3]
+    assert [report.loss_counts for report in reports] == [{computed: n} for n in steps]
+
+
+def test_losses_of_an_accumulation_that_an_epoch_cuts_off() -> None:
+    """Three batches for a step, five in an epoch."""
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        for micro in range(5 if number % 2 else 3):
+            if number % 2 and micro == 2:
+                optimizer.zero_grad()
+            criterion(model(batch(micro)), TARGETS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    reports = reports_of(model, step, 7, loss=criterion, every_n_steps=3)
+    assert [dict(sorted(r.loss_counts.items())) for r in reports] == [
+        {3: 1},
+        {3: 1, 5: 2},
+        {3: 2, 5: 1},
+    ]
+    assert [r.zeroed_passes for r in reports] == [0, 2, 0]
+
+
+SAW = [0.1, 0.2, 0.3, 0.4, 0.1, 0.2, 0.3, 0.4, 0.1, 0.1, 0.1]
+RATES_OF_RUNS = {
+    "a warm-up that begins again": (SAW, 2),
+    "a warm-up and steps down": ([0.1, 0.2, 0.3, 0.4, 0.4, 0.1, 0.1, 0.01, 0.01, 0.001], 1),
+    "a cosine that begins again": ([0.4, 0.3, 0.2, 0.1] * 3, 0),
+    "triangles": ([0.1, 0.2, 0.3, 0.4, 0.3, 0.2] * 2, 0),
+    "rates that alternate": ([0.1, 1.0] * 5, 0),
+    "rates that are tensors": ([torch.tensor(rate) for rate in SAW], 0),
+}
+
+
+@pytest.mark.parametrize("name", RATES_OF_RUNS)
+def test_rates_that_fall_back(name: str) -> None:
+    values, falls = RATES_OF_RUNS[name]
+    model = two_layers()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.param_groups[0]["lr"] = values[number]
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    reports = reports_of(model, step, len(values), every_n_steps=3)
+    assert reports[-1].rate_falls == falls
+
+
 @pytest.mark.parametrize("norm", [True, False])
 def test_passes_that_running_statistics_took_in(norm: bool) -> None:
     """Two micro-batches in each step, and after two steps a pass in training mode without one."""
@@ -419,11 +499,10 @@ def test_passes_that_running_statistics_took_in(norm: bool) -> None:
     assert passes == ([2, 4, 7, 9] if norm else [None] * 4)
 
 
-def test_the_classes_of_targets_and_the_spread_of_batches() -> None:
+def test_the_spread_of_batches() -> None:
     model, criterion = two_layers(), nn.CrossEntropyLoss()
     x = batch(0)
     report, *_ = reports_of(model, lambda o, _: plain(model, criterion, o), 1, loss=criterion)
-    assert report.targets == (2, 2, 2)
     samples = (x.double() * torch.arange(1, 5).double().sqrt()).sum(1)
     assert report.batch == pytest.approx((samples.sum().item(),), rel=1e-5)
     spread = samples.std(correction=0).item() * len(x) ** 0.5
@@ -443,9 +522,27 @@ def test_what_the_optimizer_is_set_to_and_keeps() -> None:
             optimizer.param_groups[0]["betas"] = (0.9, 0.9)
     reports = list(monitor.reports)
     assert [report.new_state for report in reports] == [True, False, True, False]
+    assert monitor._controller._history.state is None, "a monitor that is closed holds no state"
     first, *_, last = (report.settings for report in reports)
     assert (first["beta1"], first["beta2"], last["beta2"]) == ((0.9,), (0.999,), (0.9,))
     assert last["weight_decay"] == (0.1,) and last["eps"] == (1e-8,) and "lr" not in last
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)])
+def test_a_state_that_is_made_anew_between_measured_steps(kind: Any) -> None:
+    model = two_layers()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    with Monitor(model, optimizer, every_n_steps=4, on_error="raise") as monitor:
+        for number in range(17):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+            if number == 1:
+                optimizer.state.clear()
+            if number == 10:
+                optimizer.load_state_dict(optimizer.state_dict())
+    new = {report.step: report.new_state for report in monitor.reports}
+    assert new == {0: True, 4: True, 8: False, 12: True, 16: False}
 
 
 def test_a_gradient_that_is_not_the_batches() -> None:

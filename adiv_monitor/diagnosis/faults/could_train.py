@@ -1,14 +1,16 @@
 """Can the loop of a monitor's run train at all? What it does with gradients, rates and weights.
 
-Asked in the order of a step: are gradients zeroed between steps, or too early; do they reach the
-parameters; are they clipped away, edited, or used again; is the learning rate gone, or still
-rising; are the weights set back, or changed by another optimizer; are micro-batches summed? Each
+Asked in the order of a step: do losses get a backward pass; are gradients zeroed between steps, or
+too early; do they reach the parameters; are they clipped away, edited, or used again; is the
+learning rate gone, still rising, or falling back; are the weights set back, or changed by another
+optimizer; are micro-batches summed, or cut off by an epoch's end? Each
 condition is exact, because each of these is also done on purpose. An audit trains a copy in a loop
 of its own. `parameters`, `data` and `loss` ask both kinds of runs.
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -28,7 +30,7 @@ from adiv_monitor.diagnosis.faults.fault import (
 )
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.diagnosis.readings import named, these
+from adiv_monitor.diagnosis.readings import these
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import NO_GRADIENT, listed, percent
@@ -41,8 +43,7 @@ LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head tha
 # 1 within a few steps.
 KEPT = 0.1
 ENDED = 0.1  # of the elements that a gradient reached in earlier steps; less may be a choice
-# Share of the gradient that is not that of the rows, typically: what outweighs it; next to all.
-FOREIGN, NEXT_TO_ALL = 0.5, 0.9
+FOREIGN = 0.5  # share of the gradient that is not that of the rows, typically: what outweighs it
 VARIES, LONGER = 3.0, 1.5  # largest factor on the gradient over the smallest, and over 1
 FAR = 30.0  # a factor that is far from 1
 ROUNDED = 1e-3  # by so much a constant factor on the gradient differs from step to step
@@ -51,7 +52,10 @@ GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of 
 HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
+FALLS = 2  # back from a rise: one may be the first step of a schedule after its warm-up
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
+UNUSED = 2  # losses of a step for each of its backward passes
+FEW = 0.05  # of the batches
 SET_BACK, RETURNED = 0.5, 0.999  # share of the way that is undone: by half; wholly
 ROUNDING = 1e-6  # of the loss, or of activations
 
@@ -109,33 +113,32 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
             explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
             shown_by=stepped)  # fmt: skip
 def reversed_(record: Record) -> Iterator[Finding]:
-    """Find steps that climb a positive loss on demand, or layers whose `.grad` points uphill.
-
-    A step along it would move the activations against their own gradient. A layer that reverses
-    gradients in the graph turns both. A loss of targets is none that should rise.
-    """
+    """Find steps that climb a positive loss on demand; one of torch's own should not rise."""
     seen = [max(report.loss_gradients) for report in record.reports if report.loss_gradients]
     why = "backward() begins at its negative" * (bool(seen) and max(seen) < 0)
     if all(report.maximize for report in record.reports):
         why = "the optimizer has maximize=True"
     if why and several(record) and course.course(record) == "rises" and min(record.losses) >= 0:
         yield Finding("gradient-reversed",
-            act_if(course.is_measure(record) or any(r.targets for r in record.reports)),
+            act_if(course.is_measure(record) or any(r.loss_module for r in record.reports)),
             f"The steps go up the loss, which rises, since {why}.",
             (Evidence("loss", course.end(record), record.losses[0]),),
             (Advice("minimize the loss, unless it should rise, as a reward"),))  # fmt: skip
-    cosines, others = read.by_layer(record, "gradient_cosine"), _foreign(record)
-    turned = {path: -cosine.value for path, cosine in cosines.items()
-              if cosine.below(0) and not others.get(path, 0.0) > FOREIGN}  # fmt: skip
-    if several(record) and turned and not any(not_zeroed(record)):
-        first = read.worst_first(turned)[0]
-        yield Finding("gradient-reversed", strength(record),
-            f"The gradients of {these(record, [*turned])} are turned round between the backward "
-            "pass and the step: a step along them raises the loss.",
-            (Evidence("gradient_cosine", -turned[first], 0, first),),
-            (Advice("look for a minus sign or a hook between the backward pass and the step"),),
-            "No learning rate makes steps uphill lower the loss.",
-            layers=read.worst_first(turned))  # fmt: skip
+
+
+@loop_fault("losses-unused", "Losses of training that get no backward pass", explains=LEARNING,
+            shown_by=reported("loss_gradients"))  # fmt: skip
+def losses_unused(record: Record) -> Iterator[Finding]:
+    """Find that steps typically compute several losses with a graph for each backward pass."""
+    pairs = [(r.unused_losses, len(r.loss_gradients)) for r in record.reports if r.loss_gradients]
+    unused, used = (median(of) for of in zip(*pairs, strict=True)) if pairs else (0, 1)
+    if len(pairs) >= FEWEST_MEASURED and unused > UNUSED * used:
+        yield Finding("losses-unused", strength(record),
+            f"In a typical step, {unused:.0f} forward passes and their losses get no backward pass "
+            f"at all; {used:.0f} backward {'passes' if used > 1 else 'pass'} trains.",
+            (Evidence("losses without a backward pass", unused, UNUSED * used),),
+            (Advice("indent backward() and step() into the loop over the batches, and put passes "
+                    "that should not train under torch.no_grad()"),))  # fmt: skip
 
 
 @loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
@@ -149,13 +152,43 @@ def zeroed_early(record: Record) -> Iterator[Finding]:
             (Evidence("share of the trainable parameters", share, 0.5),),
             (Advice("call optimizer.zero_grad(), backward() and step() in this order"),),
             layers=paths)  # fmt: skip
-    counts = {report.zeroed_passes for report in record.reports}
-    if several(record) and len(counts) == 1 and (count := counts.pop()) > 0:
+    zeroed = [report for report in record.reports if report.zeroed_passes > 0]
+    if several(record) and len(zeroed) > len(record.reports) / 2:
+        lost = zeroed[-1].zeroed_passes
+        used = max(1, len(zeroed[-1].loss_gradients) - lost)
         yield Finding("zeroed-early", strength(record),
-            f"Gradients are zeroed between the micro-batches of a step: of {count + 1} backward "
-            "passes, the optimizer uses the last one alone.",
-            (Evidence("backward passes of a step that were zeroed", count, 0),),
-            (Advice("call optimizer.zero_grad() once for every optimizer step"),))  # fmt: skip
+            f"Gradients are zeroed between the micro-batches of a step: of {lost + used} backward "
+            f"passes, the optimizer uses the last {'one' if used == 1 else used} alone.",
+            (Evidence("backward passes of a step that were zeroed", lost, 0),),
+            (Advice("call optimizer.zero_grad() once for every optimizer step"),
+             _LAST_STEP))  # fmt: skip
+
+
+_LAST_STEP = Advice("take a step with what is left of an accumulation at an epoch's end, or go on "
+                    "with it in the next one")  # fmt: skip
+
+
+@loop_fault("accumulation-cut", "An accumulation that an epoch's end cuts off",
+            shown_by=reported("loss_counts"))  # fmt: skip
+def accumulation_cut(record: Record) -> Iterator[Finding]:
+    """Find steps after more batches than usual, by less than an accumulation, each of one number.
+
+    An alternation with another optimizer's steps looks alike, as of a critic and a generator.
+    """
+    counts = sum((Counter(report.loss_counts) for report in record.reports), Counter[int]())
+    (usual, _), *_ = counts.most_common(1) or [(0, 0)]
+    more = [count for count in counts if count > usual]
+    alone = not any(report.other_optimizers for report in record.reports)
+    each = any(len(report.loss_gradients) == usual > 1 for report in record.reports)
+    if not (alone and each and len(more) == 1 and more[0] < 2 * usual and counts[more[0]] > 1):
+        return
+    times = counts[more[0]]
+    share = times * (more[0] - usual) / sum(n * steps for n, steps in counts.items())
+    yield Finding("accumulation-cut", strength(record) if share > FEW else "note",
+        f"Steps accumulate the gradients of {usual} batches, but {times:,} of {counts.total():,} "
+        f"come after {more[0]}: what an epoch's end leaves over is zeroed, or added to the next.",
+        (Evidence("share of the batches that are left over", share, FEW),),
+        (_LAST_STEP,))  # fmt: skip
 
 
 @finds("monitor")
@@ -303,29 +336,6 @@ def _foreign(record: Record) -> dict[str, float]:
             for path in read.maps(record)}  # fmt: skip
 
 
-@loop_fault("gradient-foreign", "Gradients that are not those of the batch", shown_by=stepped,
-            explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"))  # fmt: skip
-def foreign(record: Record) -> Iterator[Finding]:
-    """Find gradients that something between the backward pass and the step replaced, or added to.
-
-    So does a penalty on the weights; while the loss falls, only what leaves next to nothing counts.
-    """
-    badly, shares = goes_badly(record), _foreign(record)
-    limit = FOREIGN if badly else NEXT_TO_ALL
-    found = {path: share for path, share in shares.items() if share > limit}
-    if several(record) and len(found) > len(shares) / 2:
-        first = read.worst_first(found)[0]
-        yield Finding("gradient-foreign", act_if(course.is_measure(record)) if badly else "note",
-            f"In a typical step, {percent(found[first])} of the gradient of {named(record, first)} "
-            "does not come from the step's own batch: it is replaced by another one or an old one, "
-            "or changed entry by entry, or noise or a multiple of the weights is added.",
-            (Evidence("share of the gradient", found[first], limit, first),),
-            (Advice("look for code that writes to .grad between the backward pass and the step, "
-                    "and at the size and sign of what it adds"),),
-            "A lower learning rate follows the same gradient.", layers=read.worst_first(found),
-            against=())  # fmt: skip
-
-
 @fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
        shown_by=reported("learning_rates"))  # fmt: skip
 def rate_gone(record: Record) -> Iterator[Finding]:
@@ -333,16 +343,56 @@ def rate_gone(record: Record) -> Iterator[Finding]:
     rates = read.learning_rates(record)
     if len(rates) < FEWEST_MEASURED or not any(rates.values()) or min(rates.values()) < 0:
         return  # a rate of zero, or below, is another finding
-    peak, (first, *_, last) = max(rates.values()), rates
     limit = HARDLY if goes_badly(record) else GONE
-    low = [step for step, rate in rates.items() if rate < limit * peak]
-    since = next((s for s in low if all(t in low for t in rates if t >= s)), None)
-    if since is not None and (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first):
+    if (since := _gone_since(rates, limit)) is not None:
+        peak, last = max(rates.values()), max(rates)
         yield Finding("rate-gone", strength(record),
             f"By step {since:,}, the schedule has the learning rate below {limit:g} of its peak.",
             (Evidence("learning rate over its peak", rates[last] / peak, limit, step=last),),
             (Advice("make the schedule as long as the training, in batches or in epochs"),),
             "A higher base learning rate decays as soon.", since=since)  # fmt: skip
+        return
+    gone: dict[int, int] = {}  # group → since when
+    known = [report.learning_rates for report in record.reports if report.learning_rates]
+    for i, of_group in enumerate(zip(*known, strict=False)):
+        pairs = zip(rates.items(), of_group, strict=True)
+        shares = {step: rate / largest for (step, largest), rate in pairs if largest > 0}
+        if len(shares) > 1 and (since := _gone_since(shares, HARDLY)) is not None:
+            gone[i] = since
+    if gone:
+        groups, since = listed([f"param_groups[{i}]" for i in gone]), min(gone.values())
+        yield Finding("rate-gone", strength(record),
+            f"By step {since:,}, the learning rate of {groups} is below {HARDLY:g} of its peak, "
+            "measured by that of the other groups.",
+            (Evidence("groups whose learning rate is gone", len(gone), 0.0),),
+            (Advice("look for a decay of the groups that is applied in each step, not once"),),
+            layers=tuple(p for p, of in record.reports[-1].groups.items() if of in gone),
+            since=since)  # fmt: skip
+
+
+def _gone_since(rates: Mapping[int, float], limit: float) -> int | None:
+    """Return since when rates stay below a share of their peak, for long before the end."""
+    first, *_, last = rates
+    low = {step for step, rate in rates.items() if rate < limit * max(rates.values())}
+    since = next((s for s in rates if low.issuperset(t for t in rates if t >= s)), last)
+    is_long = (1 - LAST) * last + LAST * first - since > GONE_SHARE * (last - first)
+    return since if is_long else None
+
+
+@loop_fault("rate-falls-back", "The learning rate falls back in the middle of its rise",
+            shown_by=reported("learning_rates"),
+            explains=("rate-too-low", "loss-stuck", "stands-still"))  # fmt: skip
+def rate_falls_back(record: Record) -> Iterator[Finding]:
+    """Find a rate that again and again rises over several steps, and falls in one step."""
+    falls = max((report.rate_falls for report in record.reports), default=0)
+    if falls >= FALLS:
+        peak = max(read.learning_rates(record).values())
+        yield Finding("rate-falls-back", strength(record),
+            f"The learning rate has risen step by step {falls} times, and each time fallen back in "
+            f"one step, as if its warm-up began again: {peak:.3g} is the most that was measured.",
+            (Evidence("falls in one step after a rise", falls, FALLS),),
+            (Advice("count the steps of the run in the schedule, not those of the epoch, and make "
+                    "one schedule for the run"),))  # fmt: skip
 
 
 @loop_fault("rate-rises", "The learning rate rises until the loss does", shown_by=lambda record:
@@ -407,17 +457,24 @@ def other_optimizer(record: Record) -> Iterator[Finding]:
 @loop_fault("gradients-summed", "Gradients of micro-batches are summed, not averaged",
             shown_by=reported("loss_gradients"))  # fmt: skip
 def summed(record: Record) -> Iterator[Finding]:
-    """Find micro-batches whose gradients are added up where their mean was meant."""
+    """Find micro-batches whose gradients are added up where their mean was meant.
+
+    While the loss falls, or no step is too long, it is a note: the sum, or several terms with a
+    backward pass each, may be meant.
+    """
     passes = [report.loss_gradients for report in record.reports]
     k = min(map(len, passes), default=0)
     if not several(record) or k < SUMMED or k < max(map(len, passes)) or min(map(min, passes)) < 1:
         return
+    if read.scale_free(record) or any(report.other_optimizers for report in record.reports):
+        return
     high = HEALTH["update_ratio"].healthy[1]
     steps = (replace(record, reports=(report,)) for report in record.reports)
     far = any(t.above(high) for step in steps for t in read.by_layer(step, "update_ratio").values())
-    if far and not read.scale_free(record) and goes_badly(record):
-        yield Finding("gradients-summed", "act",
-            f"The gradients of {k} micro-batches are summed, and the steps are too long.",
-            (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
-            (Advice(f"divide the loss of each micro-batch by {k}"),
-             Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip
+    harms = far and goes_badly(record)
+    yield Finding("gradients-summed", "act" if harms else "note",
+        f"The gradients of {k} micro-batches are summed, not averaged, and the steps are "
+        + ("too long." if harms else f"{k} times as long as those of their mean."),
+        (Evidence("backward passes of a step, each of a whole loss", k, SUMMED),),
+        (Advice(f"divide the loss of each micro-batch by {k}"),
+         Advice(f"learning rate × {1 / k:.3g}, if the sum is meant")))  # fmt: skip

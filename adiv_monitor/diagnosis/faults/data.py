@@ -23,9 +23,8 @@ from adiv_monitor.diagnosis.faults.fault import (
 )
 from adiv_monitor.diagnosis.faults.rates import overshoot, suffers
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
-from adiv_monitor.diagnosis.readings import PLAIN, named
+from adiv_monitor.diagnosis.readings import named
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report import LayerReading
 from adiv_monitor.report.wording import percent
 
 # Variance of labels within batches over that of shuffled ones, and by how many standard deviations
@@ -47,7 +46,6 @@ NEARLY = 0.95  # of the rows
 # Variance of the sums of 90 % of the batches, over that of batches that are drawn at random: 0.2 to
 # 1.5 for shuffled data; and the fewest steps that show it.
 APART, FEWEST_APART = 3.0, 8
-EQUAL = 1e-5  # what is left of the rows' spread in single precision
 # What does not differ → words for it, of the fact's numbers and words.
 _CONSTANT = {
     "inputs": "All inputs are equal",
@@ -74,33 +72,6 @@ def constant_data(record: Record) -> Iterator[Finding]:
                     "no class: the default is -100" if mask else
                     "look for the step of the preparation after which they are "
                     "equal"),))  # fmt: skip
-
-
-@finds("monitor")
-def equal_rows(record: Record) -> Iterator[Finding]:
-    """Find that, in every measured step, all rows with a gradient of the first layer are equal."""
-    firsts = [(path, x) for r in record.reports for path, x in [*r.layers.items()][:1]]
-    known = [(path, x) for path, x in firsts if active_rows(x) > 1 and not x.non_finite]
-    if len(known) >= FEWEST_SAME and all(_are_equal(x) for _, x in known):
-        path = known[0][0]
-        yield Finding("constant-data", act_if(suffers(record) and is_measure(record)),
-            f"In every measured step, all samples have the same input to '{path}'.",
-            (Evidence("different inputs", 1.0, 1.0, path),),
-            (Advice("look for the step of the preparation after which they are equal"),)
-            )  # fmt: skip
-
-
-def active_rows(reading: LayerReading) -> int:
-    """Return how many of the rows that were examined have a gradient."""
-    return reading.rows_seen - reading.rows_without_gradient
-
-
-def _are_equal(reading: LayerReading) -> bool:
-    """Return whether all rows of a plain map are equal; its measures are NaN if they are all 0."""
-    common, spread = reading.common_share, reading.scale_cv
-    if common is None or spread is None or reading.kind not in PLAIN:
-        return False
-    return not (common <= 1 - EQUAL or spread >= EQUAL)
 
 
 @fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
@@ -245,21 +216,6 @@ def apart(record: Record) -> Iterator[Finding]:
             "batch, the data may drift, or be sorted.",
             (Evidence("variance between batches, over random ones", times, APART),),
             (Advice("compare the statistics of single features in two batches"),))  # fmt: skip
-
-
-@loop_fault("targets-change", "Targets that change in the course of the run",
-            shown_by=reported("targets"))  # fmt: skip
-def targets_change(record: Record) -> Iterator[Finding]:
-    """Find a batch that comes again with other targets."""
-    known: dict[tuple[float, ...], tuple[int, ...]] = {}
-    changed = [r.step for r in record.reports if r.batch and r.targets
-               and known.setdefault(r.batch, r.targets) != r.targets]  # fmt: skip
-    if len(changed) >= FEWEST_MEASURED and len(known) > 1:
-        yield Finding("targets-change", "watch",
-            f"A batch of inputs comes again with other targets, first at step {changed[0]:,}.",
-            (Evidence("measured steps with other targets", len(changed), 0.0),),
-            (Advice("look for code that changes or permutes labels in place, or shuffles inputs "
-                    "and targets apart"),), since=changed[0])  # fmt: skip
 
 
 @fault("state-carried", "Outputs that depend on the batch before")

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
-from adiv_monitor.diagnosis.faults.data import active_rows
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.rates import clip_norm, overshoot, suffers
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
@@ -149,7 +148,8 @@ def _inputs(record: Record) -> Mapping[str, InputStatistics]:
     # Later, units may have died: the few rows that still get a gradient are alike.
     began = replace(record, reports=record.reports[:1])
     common = read.typical(began, path, "common_share")
-    rows = max(map(active_rows, read.readings(began, path).values()), default=0)
+    of = read.readings(began, path).values()
+    rows = max((x.rows_seen - x.rows_without_gradient for x in of), default=0)
     share = common.value if common is not None and common.above(MOSTLY_MEAN) and rows > 1 else 0.0
     mean, std = rms.value * math.sqrt(share), rms.value * math.sqrt(max(0.0, 1 - share))
     features, nan = next(iter(read.readings(record, path).values())).features or 0, math.nan

@@ -15,7 +15,6 @@ from adiv_monitor.diagnosis.faults.fault import (
     Number,
     act_if,
     fault,
-    finds,
     told,
 )
 from adiv_monitor.diagnosis.faults.rates import suffers
@@ -26,8 +25,6 @@ from adiv_monitor.diagnosis.record import Record
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
 # of counts in place of their inverses. Weights for other reasons correlate less with the counts.
 GROWS, CORRELATED = 0.5, 0.9
-# Share of the classes that never occur, among this many labels for each class.
-MISSING, PER_CLASS = 0.25, 20
 # Share of padding in the places that count in the loss.
 PADDING, ALONE = 0.05, 0.9
 # By how much the loss, without the penalty, rises with exchanged inputs: in the run, over a copy
@@ -99,23 +96,6 @@ told(__name__, "class-untaught", "", suffers,
             "lengths that it is given"),
      where=lambda fact: "unread" in fact.numbers,
      unless=lambda record: record.found_by("zero-gradient"))  # fmt: skip
-
-
-@finds("monitor")
-def missing(record: Record) -> Iterator[Finding]:
-    """Find classes that are never a target in a monitor's run."""
-    seen = [report.targets for report in record.reports if report.targets]
-    counts = [*map(sum, zip(*seen, strict=False))]
-    total, never = sum(counts), counts.count(0)
-    if never >= max(1, MISSING * len(counts)) and total >= PER_CLASS * len(counts):
-        # A loss that contrasts samples may have the right one at place 0.
-        is_one = total in counts[1:] and course.is_measure(record)
-        yield Finding("class-untaught", "watch" if is_one else "note",
-            f"Of {len(counts)} classes, {never} are never a target in the measured steps"
-            + f": all {total:,} labels are {counts.index(max(counts))}" * (total in counts) + ".",
-            (Evidence("classes that never occur", never, 0.0),),
-            (Advice("look for a filter, a sampler or a constant in place of the labels, unless "
-                    "these outputs are spare"),))  # fmt: skip
 
 
 told(__name__, "padding-counts", "Padding counts in the loss",

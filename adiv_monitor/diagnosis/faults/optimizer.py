@@ -38,7 +38,7 @@ LONGER_THAN_THE_RUN = 10.0
 SHARES = ("momentum", "beta1", "beta2", "alpha")  # of an average that are kept in each step
 OFF = 0.02  # share of the weights that decay takes in one step; usual ones take 1e-6 to 2e-3
 LARGE_EPSILON = 0.01  # gradients of single weights are rarely larger
-LOST = 0.25  # share of the measured steps that begin without a state
+LOST = 0.25  # share of the measured steps before which the state was made anew
 # Pull of the weight decay over the gradient's.
 DECAY_WATCH, DECAY_ACT = 0.3, 1.0
 # ‖parameters‖ at the end over ‖parameters‖ at the beginning.
@@ -99,13 +99,14 @@ def large_epsilon(record: Record) -> Iterator[Finding]:
 @loop_fault("state-lost", "The optimizer's state is lost between steps", shown_by=stepped,
             explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
 def state_lost(record: Record) -> Iterator[Finding]:
-    """Find that later measured steps, too, begin without momentum, or without Adam's averages."""
+    """Find that momentum, or Adam's averages, are made anew again and again."""
     new = [report.step for report in record.reports[1:] if report.new_state]
-    if len(new) > max(2, LOST * len(record.reports)):
-        yield Finding("state-lost", strength(record),
-            f"{len(new)} of {len(record.reports)} measured steps begin with an empty state of the "
-            "optimizer: each is like its first step, without momentum or averages of gradients.",
-            (Evidence("measured steps that begin without a state", len(new), 0.0),),
+    if len(new) > 2:
+        often = len(new) > LOST * len(record.reports)
+        yield Finding("state-lost", strength(record) if often else "note",
+            f"The optimizer's state was made anew before {len(new)} of {len(record.reports)} "
+            "measured steps, or since the one before: momentum or averages of gradients are lost.",
+            (Evidence("measured steps with a new state", len(new), 2.0),),
             (Advice("look for code in the loop that clears or replaces optimizer.state, or loads "
                     "an earlier state"),), since=new[0])  # fmt: skip
 
