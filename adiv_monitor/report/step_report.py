@@ -421,13 +421,12 @@ class StepReport:
 
 def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
     """Return those of the measures that some layer of the report has, including NaN values."""
-    return tuple(
-        measure
-        for measure in measures
-        if any(
-            getattr(reading, measure) is not None for reading in report.readings(measure).values()
-        )
-    )
+
+    def is_there(measure: str) -> bool:
+        readings = report.readings(measure).values()
+        return any(getattr(reading, measure) is not None for reading in readings)
+
+    return tuple(filter(is_there, measures))
 
 
 def _broken(layers: Iterable[tuple[str, LayerReading]], *kinds: str) -> Iterator[tuple[str, str]]:
