@@ -252,7 +252,10 @@ MEANT = {
         loss_counts={2: 5, 3: 2}, loss_gradients=(1.0,)
     ),
     "a generator's step after some of its critic's": run(
-        loss_counts={2: 5, 3: 2}, loss_gradients=(1.0, 1.0), other_optimizers=("Adam",)
+        loss_counts={2: 5, 3: 2}, loss_gradients=(1.0, 1.0)
+    ),
+    "a generator's step after a critic's of three terms": run(
+        loss_counts={3: 5, 4: 2}, loss_gradients=ONES[:3], other_optimizers=("Adam",)
     ),
     "a warm-up and a step down": run(learning_rates=(0.01,), rate_falls=1),
     "groups that decay alike": run(

@@ -173,13 +173,14 @@ _LAST_STEP = Advice("take a step with what is left of an accumulation at an epoc
 def accumulation_cut(record: Record) -> Iterator[Finding]:
     """Find steps after more batches than usual, by less than an accumulation, each of one number.
 
-    An alternation with another optimizer's steps looks alike, as of a critic and a generator.
+    An alternation with another optimizer's steps looks alike, as of a critic and a generator, whose
+    steps may fall between measured ones; but few critics have three backward passes for each step.
     """
     counts = sum((Counter(report.loss_counts) for report in record.reports), Counter[int]())
     (usual, _), *_ = counts.most_common(1) or [(0, 0)]
     more = [count for count in counts if count > usual]
     alone = not any(report.other_optimizers for report in record.reports)
-    each = any(len(report.loss_gradients) == usual > 1 for report in record.reports)
+    each = any(len(report.loss_gradients) == usual >= SUMMED for report in record.reports)
     if not (alone and each and len(more) == 1 and more[0] < 2 * usual and counts[more[0]] > 1):
         return
     times = counts[more[0]]
