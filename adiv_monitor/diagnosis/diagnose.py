@@ -115,7 +115,9 @@ def is_cause(finding: Finding) -> bool:
 
 
 def diagnose(record: Record) -> tuple[Finding, ...]:
-    """Return all findings, strongest first; of equal strength causes, then traits, then symptoms.
+    """Return all findings, strongest first, and of equal strength causes before symptoms.
+
+    In an audit, traits that healthy runs have, too, stand between the two.
 
     If a learning rate was tried and pays, statements of rules that it would not help are removed.
     """
@@ -127,13 +129,14 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
         kept = [tuple(a for a in f.advice if a.fix != "reinitialise") for f in findings]
         findings = [replace(f, advice=a) for f, a in zip(findings, kept, strict=True)]
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
-    return tuple(sorted(said, key=_rank))
+    if record.is_audited:
+        said.sort(key=_rank)
+    return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 
-def _rank(finding: Finding) -> tuple[int, int]:
+def _rank(finding: Finding) -> int:
     is_symptom = fault_of(finding).about in ("symptom", "last")
-    of = 2 * is_symptom + (finding.name in TRAITS) if finding.strength == "watch" else 0
-    return STRENGTHS.index(finding.strength), of
+    return 2 * is_symptom + (finding.name in TRAITS) if finding.strength == "watch" else 0
 
 
 def finding_title(name: str) -> str:

@@ -155,8 +155,9 @@ def test_rows_that_a_matrix_sums_are_counted(divides: bool, most: float | None) 
     """As the neighbours of a node, with or without a division by their number."""
     by = torch.ones(32, 32).tril()
     by = by / by.sum(1, keepdim=True) if divides else by
-    found = [fact.numbers["most"] for fact in asked("row-spread", of(lambda x: by @ x))]
-    assert found == [most] * (most is not None)
+    for matrix in (by, by.to_sparse()):
+        found = asked("row-spread", of(lambda x, matrix=matrix: matrix @ x))
+        assert [fact.numbers["most"] for fact in found] == [most] * (most is not None)
 
 
 def test_nodes_of_a_graph_are_no_samples() -> None:

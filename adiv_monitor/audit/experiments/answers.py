@@ -77,10 +77,10 @@ def _as_output(output: Tensor, x: Tensor) -> Tensor | None:
     """
     if x.is_complex() or output.ndim < 1 or not x.numel():
         return None
-    values = torch.unique(x)
-    is_number = x.is_floating_point() and len(values) > 2
-    if x.numel() == output.numel() and (is_number or {*values.tolist()} == {0, 1}):
-        return x.reshape(output.shape).to(output)
+    if x.numel() == output.numel():
+        values = torch.unique(x)
+        if (x.is_floating_point() and len(values) > 2) or {*values.tolist()} == {0, 1}:
+            return x.reshape(output.shape).to(output)
     classes = output.shape[1] if output.ndim > 1 else 0
     is_class = not x.is_floating_point() and x.dtype is not torch.bool and classes > 1
     fits = is_class and x.numel() * classes == output.numel()

@@ -173,10 +173,10 @@ def summed(call: Call, fork: Fork) -> Fact | None:
     by = next(iter(given(call)), None) if call.name in BY_MATRIX and call.path is not None else None
     if by is None or by.requires_grad or by.ndim < 2 or by.shape[-1] != by.shape[-2]:
         return None
-    entries = by.detach().to_dense()
-    most, middle = float(entries.sum(-1).max()), float(entries.sum(-1).median())
-    is_count = bool(((entries == 0) | (entries == 1)).all())
-    return Fact(call.place, {"most": most, "middle": middle}) if is_count else None
+    sums = by.detach() @ torch.ones(by.shape[-1], 1, dtype=by.dtype, device=by.device)
+    is_count = bool((by.detach().to_sparse().coalesce().values() == 1).all())
+    numbers = {"most": float(sums.max()), "middle": float(sums.median())}
+    return Fact(call.place, numbers) if is_count else None
 
 
 def _share(own: list[Tensor], others: list[Tensor], size: int) -> float:
