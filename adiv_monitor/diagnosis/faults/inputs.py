@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
+from adiv_monitor.diagnosis.faults.could_train import goes_badly
 from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
 from adiv_monitor.diagnosis.faults.rates import clip_norm, overshoot, suffers
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
@@ -276,11 +277,11 @@ def row_spread(record: Record) -> Iterator[Finding]:
             layers=first, since=spread.since, against=RATES)  # fmt: skip
 
 
-# Some graph networks, such as GIN, sum on purpose: it is told where the run suffers.
+# Some graph networks, such as GIN, sum on purpose: it is told where the loss does not fall.
 told(__name__, "row-spread", "", "act",
      "{place} sums up to {most:.0f} rows into one (the median: {middle:.0f}) and does not divide "
      "by their number, so that the length of a result follows it.",
      [Number("rows that are summed into one", "most", above=MANY)],
      Advice("divide by the number of neighbours, or by the root of both nodes' degrees, with each "
             "node its own neighbour (self-loops)"),
-     unless=lambda record: not suffers(record))  # fmt: skip
+     unless=lambda record: not goes_badly(record))  # fmt: skip
