@@ -262,7 +262,7 @@ class Monitor:
         except BaseException:  # it may have come before closing had begun
             self._close(patience=0.0)
             raise
-        if kind is None and unstepped and self.latest is None:
+        if kind is None and unstepped:
             self._failures.warn("no step", f"adiv_monitor: {unstepped}")
 
     def __getstate__(self) -> dict[str, Any]:

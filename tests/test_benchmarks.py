@@ -14,6 +14,7 @@ import pictures
 import pytest
 import rows
 import scale
+import spikes
 import torch
 import transfer
 from models import TASKS, Trainer
@@ -40,6 +41,14 @@ def test_runs_and_writes_what_it_found(
     assert capsys.readouterr().out.strip() == text.strip()
     assert f"`python tests/benchmarks/{script.__name__}.py --threads" in text
     assert "| MLP" in text
+
+
+def test_a_fault_in_the_midst_of_a_run_is_found_and_its_twin_is_not_accused(tmp_path: Path) -> None:
+    result = tmp_path / "result.md"
+    spikes.main(["--quick", "--threads", "1", "--write", str(result)])
+    (line,) = (x for x in result.read_text().splitlines() if x.startswith("| label-change"))
+    assert "| 1 of 1 | spike:" in line
+    assert line.endswith("| none |")
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
         "attention_scale_cv": Scale(0, 10),
         **dict.fromkeys(("effective_rank", "attention_logit_max"), Scale(1, 1e4, None, True)),
         **dict.fromkeys((x for x in SIZES if "share" not in x), Scale(1e-6, 1e4, None, True)),
+        "weight_update_ratio": Scale(1e-5, 1, None, True),
         "output_rms": Scale(1e-3, 1e3, None, True),
         "output_change_rms": Scale(1e-6, 1e3, None, True),
     }

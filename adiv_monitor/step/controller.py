@@ -58,6 +58,7 @@ _MOVED = (
     "The optimizer moved the weights before the gradient was computed (as SAM does), so its "
     "update does not start where the gradient was computed: not measured."
 )
+_MANY = 64  # losses of one step, of more micro-batches than are usual
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
 
@@ -165,9 +166,14 @@ class StepController:
         call_all(self.release, *([] if self._loss is None else [self._loss.remove]))
 
     def unstepped(self) -> str:
-        """Return why the armed step was not measured although layers were called, or ""."""
+        """Return why the last step was not taken, or not measured although layers ran, or ""."""
+        if (count := self.losses.of(self.now())) > _MANY:
+            return (
+                f"{count} losses have come since step {self.now()} was to be taken, but no step of "
+                "the monitor's optimizer (are all of them skipped, since gradients overflow?)"
+            )
         armed = self._armed
-        if armed is None or armed.guard.broken or not armed.capture.rows:
+        if self._history.readings or armed is None or armed.guard.broken or not armed.capture.rows:
             return ""
         if self.training.optimizer is None:
             return (

@@ -95,6 +95,10 @@ class LossLog:
         counted = _counted((*of[:2], number) for of, number in zip(held, numbers, strict=True))
         return {step: sum(several) / len(several) for step, several in counted.items()}, counts
 
+    def of(self, step: int) -> int:
+        """Return the number of losses of a step."""
+        return sum(entry[0] == step for entry in self._held)
+
     def looked_at(self, last: int) -> dict[int, list[Value]]:
         """Return the losses that count of steps up to `last`, each once; they stay in the log."""
         since, self._looked = self._looked, last

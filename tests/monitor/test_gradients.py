@@ -49,6 +49,19 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
         assert reading.gradient_factor == pytest.approx(2.0**-12)
 
 
+def test_an_end_at_which_all_steps_are_skipped_is_said() -> None:
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = r"66 losses have come since step 2 was to be taken, but no step of the monitor's"
+    with pytest.warns(UserWarning, match=said), Monitor(model, optimizer) as monitor:
+        for step in range(68):
+            loss = loss_of(model, batch)
+            monitor.log_loss(loss)
+            loss.backward()
+            if step < 2:
+                optimizer.step()
+
+
 def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
     model, batch = mlp()
     twin = copy.deepcopy(model)

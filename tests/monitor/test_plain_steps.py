@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from operations import Operations
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor import Monitor
 from adiv_monitor.step.stepping import _stack
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations that reach a backend."""
+def calls_of_a_plain_step(
+    layers: int, *, monitored: bool, before: int = 3, **given: Any
+) -> tuple[int, int]:
+    """Return the operations of a step that is not measured, and the calls of our functions.
 
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def calls_of_a_plain_step(layers: int, *, monitored: bool) -> tuple[int, int]:
-    """Return the operations of a step that is not measured, and the calls of our functions."""
+    Args:
+        layers: the number of layers.
+        monitored: whether there is a monitor.
+        before: steps before it: the first is measured, the second completes its report.
+        given: arguments of the monitor.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     optimizer, loss = torch.optim.AdamW(model.parameters()), nn.MSELoss()
@@ -33,7 +32,10 @@ def calls_of_a_plain_step(layers: int, *, monitored: bool) -> tuple[int, int]:
 
     def step() -> None:
         optimizer.zero_grad()
-        loss(model(x), x).backward()
+        value = loss(model(x), x)
+        if given:
+            monitor.log_loss(value)
+        value.backward()
         optimizer.step()
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -43,8 +45,9 @@ def calls_of_a_plain_step(layers: int, *, monitored: bool) -> tuple[int, int]:
         # One walk goes up the callers' stack, whose depth is theirs.
         calls += event == "call" and is_ours and code.co_name != _stack.__name__
 
-    with Monitor(model, optimizer, every_n_steps=9) if monitored else nullcontext():
-        for _ in range(3):  # the first is measured, the second completes its report
+    own = {"every_n_steps": 99, **given}
+    with Monitor(model, optimizer, **own) if monitored else nullcontext() as monitor:
+        for _ in range(before):
             step()
         with Operations() as operations:
             sys.setprofile(count)
@@ -60,6 +63,22 @@ def test_a_step_that_is_not_measured_does_nothing_more(layers: int) -> None:
     operations, calls = calls_of_a_plain_step(layers, monitored=True)
     assert (operations, 0) == calls_of_a_plain_step(layers, monitored=False)
     assert calls == calls_of_a_plain_step(1, monitored=True)[1] <= 70
+
+
+# The loss that is logged is read; norms take eight operations more, and look at each gradient.
+@pytest.mark.parametrize(
+    ("watch", "operations", "calls", "each"), [("loss", 1, 75, 0), ("norms", 9, 90, 2)]
+)
+def test_a_watched_step_does_as_much_at_any_depth(
+    watch: str, operations: int, calls: int, each: int
+) -> None:
+    """Once there are losses enough to judge the next one by."""
+    found = {n: calls_of_a_plain_step(n, monitored=True, before=60, watch=watch) for n in (2, 9)}
+    plain = {n: calls_of_a_plain_step(n, monitored=False, before=1)[0] for n in (2, 9)}
+    assert [found[n][0] - plain[n] for n in (2, 9)] == [operations] * 2
+    parameters = 2 * (9 - 2)
+    assert found[9][1] == found[2][1] + each * parameters
+    assert found[2][1] <= calls
 
 
 def operations_around_a_capture(
