@@ -1,5 +1,6 @@
 """Between measured steps the monitor does nothing that grows with the model."""
 
+import gc
 import sys
 from contextlib import nullcontext
 from itertools import cycle
@@ -50,11 +51,13 @@ def calls_of_a_plain_step(
         for _ in range(before):
             step()
         with Operations() as operations:
+            gc.disable()  # what other tests have left is not this step's
             sys.setprofile(count)
             try:
                 step()
             finally:
                 sys.setprofile(None)
+                gc.enable()
     return operations.count, calls
 
 
