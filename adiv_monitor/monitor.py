@@ -256,14 +256,16 @@ class Monitor:
     ) -> None:
         try:
             try:
+                skipped = self._failures.safely(self._controller.skipped)
                 unstepped = self._failures.safely(self._controller.unstepped)
             finally:  # where this one raised, other ranks may be gone as well
                 self._close(patience=None if kind is None else 0.0)
         except BaseException:  # it may have come before closing had begun
             self._close(patience=0.0)
             raise
-        if kind is None and unstepped:
-            self._failures.warn("no step", f"adiv_monitor: {unstepped}")
+        said = skipped or (unstepped if self.latest is None else "")
+        if kind is None and said:
+            self._failures.warn("no step", f"adiv_monitor: {said}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle; an attached monitor has neither."""

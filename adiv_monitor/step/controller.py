@@ -59,6 +59,10 @@ _MOVED = (
     "update does not start where the gradient was computed: not measured."
 )
 _MANY = 64  # losses of one step, of more micro-batches than are usual
+_SKIPPED = (
+    "{} losses have come since step {} was to be taken, but no step of the monitor's optimizer "
+    "(are all of them skipped, since gradients overflow?)"
+)
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
 
@@ -165,15 +169,15 @@ class StepController:
         """Remove every hook, also that on the loss; it can be called again."""
         call_all(self.release, *([] if self._loss is None else [self._loss.remove]))
 
+    def skipped(self) -> str:
+        """Return how many losses have come without a step, if there are many, or ""."""
+        count = self.losses.of(self.now())
+        return _SKIPPED.format(count, self.now()) if count > _MANY else ""
+
     def unstepped(self) -> str:
-        """Return why the last step was not taken, or not measured although layers ran, or ""."""
-        if (count := self.losses.of(self.now())) > _MANY:
-            return (
-                f"{count} losses have come since step {self.now()} was to be taken, but no step of "
-                "the monitor's optimizer (are all of them skipped, since gradients overflow?)"
-            )
+        """Return why the armed step was not measured although layers were called, or ""."""
         armed = self._armed
-        if self._history.readings or armed is None or armed.guard.broken or not armed.capture.rows:
+        if armed is None or armed.guard.broken or not armed.capture.rows:
             return ""
         if self.training.optimizer is None:
             return (
