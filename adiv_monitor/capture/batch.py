@@ -48,17 +48,19 @@ def are_probabilities(given: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return whether no output is below 0, and those of each sample sum to 1.
 
     Args:
-        given: the arguments of a loss. The first samples of its first argument count, if that is of
-            the shape (samples, classes); nothing is returned for others.
+        given: the arguments of a loss. The first of (samples, classes) outputs count, if the other
+            argument is of integers; nothing is returned for others, nor for many classes.
     """
-    if not given or not _counts(given[0]) or given[0].ndim != 2 or not given[0].numel():
+    if len(given) != 2 or not all(map(_counts, given)) or given[1].dtype != torch.int64:
         return ()
     outputs = given[0][:_MOST_SAMPLES]
+    if outputs.ndim != 2 or not outputs.numel() or outputs.shape[1] > _MOST_CLASSES:
+        return ()
     off = torch.maximum((outputs.sum(1) - 1).abs().amax(), -outputs.amin())
     return (off < _ROUNDING,)
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits
-_MOST_SAMPLES = 4096
+_MOST_SAMPLES, _MOST_CLASSES = 4096, 100
 _REALS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _NUMBERS = {*_REALS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -182,7 +182,8 @@ class StepReport:
         next_batch: `batch` of the next step: equal if the same batch came again; empty if it is
             not known.
         probabilities: whether the step's first loss is called with outputs that are probabilities,
-            as from a softmax: none is below 0, and those of each sample sum to 1.
+            as from a softmax: none is below 0, and those of each sample sum to 1. Only those of at
+            most 100 classes, with labels of whole numbers, are looked at.
         loss_module: the class name of the loss, if it is a module of torch's own; else "".
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
