@@ -158,7 +158,7 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(
             f"Monitor(optimizer=…): got a {type(optimizer).__name__}, which runs no step hooks "
             "(its __init__ never called that of torch.optim.Optimizer), expected the optimizer "
-            "that it steps through"
+            "that it steps through; of DeepSpeed's, only stage 0 in float32 steps the parameters"
         )
 
 

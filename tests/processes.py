@@ -40,6 +40,13 @@ def meet(rank: int, world: int, folder: str | Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
+def as_launched(rank: int, world: int) -> None:
+    """Set what a launcher sets for its ranks; address and port are required, but unused."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ |= {name: str(value) for name, value in (names | where).items()}
+
+
 @contextmanager
 def patient() -> Iterator[None]:
     """Make monitors wait up to a minute for each other, so that a slow machine fails no test."""

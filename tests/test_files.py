@@ -29,17 +29,17 @@ def is_whole(content: bytes) -> bool:
     return content.startswith(BEGINNING) and len(content) > 5000
 
 
-def replacing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the temporary names under which files are written before they are moved."""
-    names: list[str] = []
+def replacing(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
+    """Record the files that are replaced, and the mode of what replaces each."""
+    modes: dict[Path, int] = {}
     plain = Path.replace
 
     def heard(path: Path, target: Path) -> Path:
-        names.append(path.name)
+        modes[target] = stat.S_IMODE(path.stat().st_mode)
         return plain(path, target)
 
     monkeypatch.setattr(Path, "replace", heard)
-    return names
+    return modes
 
 
 def test_a_name_that_is_taken_is_not_written_to(
@@ -49,7 +49,7 @@ def test_a_name_that_is_taken_is_not_written_to(
     (tmp_path / "victim").write_text("mine")
     path = running_page(tmp_path)
     before = path.read_bytes()
-    names = replacing(monkeypatch)
+    replaced = replacing(monkeypatch)
     plain = Path.open
 
     def planted(path: Path, *args: str, **how: str) -> object:
@@ -61,7 +61,7 @@ def test_a_name_that_is_taken_is_not_written_to(
     with pytest.raises((FileExistsError, AssertionError)):
         running_page(tmp_path)
     assert (tmp_path / "victim").read_text() == "mine"
-    assert not names and path.read_bytes() == before
+    assert not replaced and path.read_bytes() == before
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
@@ -105,15 +105,9 @@ def test_a_file_that_is_replaced_keeps_its_mode(
 ) -> None:
     path = running_page(tmp_path)
     path.chmod(mode)
-    plain, seen = Path.replace, dict[Path, int]()
-
-    def heard(made: Path, target: Path) -> Path:
-        seen[target] = stat.S_IMODE(made.stat().st_mode)
-        return plain(made, target)
-
-    monkeypatch.setattr(Path, "replace", heard)
+    replaced = replacing(monkeypatch)
     running_page(tmp_path)
-    assert stat.S_IMODE(path.stat().st_mode) == seen[path] == mode
+    assert stat.S_IMODE(path.stat().st_mode) == replaced[path] == mode
 
 
 def test_text_that_has_no_utf8_is_written_as_escapes(tmp_path: Path) -> None:

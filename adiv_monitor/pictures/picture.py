@@ -34,7 +34,7 @@ class Font(NamedTuple):
         return round(LINE * self.size)
 
     def wrapped(self, words: str, width: float) -> list[str]:
-        """Wrap words into lines of at most this width; a word that is wider is broken."""
+        """Wrap words into lines of at most this width; a wider word is broken, best at a hyphen."""
         lines = [""]
         for word in words.split():
             longer = f"{lines[-1]} {word}".strip()
@@ -43,10 +43,11 @@ class Font(NamedTuple):
                 continue
             if lines[-1]:
                 lines.append("")
-            for letter in word:
-                if lines[-1] and self.width(lines[-1] + letter) > width:
+            parts = word.replace("-", "- ").split()
+            for part in parts if max(map(self.width, parts)) <= width else word:
+                if lines[-1] and self.width(lines[-1] + part) > width:
                     lines.append("")
-                lines[-1] += letter
+                lines[-1] += part
         return lines
 
     def shortened(self, path: str, width: float) -> str:

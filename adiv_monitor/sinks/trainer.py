@@ -44,8 +44,7 @@ class TrainerSink:
 
         trackers: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
         metrics = self._metrics
-        summary = metrics.named(metrics.summary(report))
-        summary["epoch"] = self._state.epoch
+        summary = metrics.named(metrics.summary(report)) | {"epoch": self._state.epoch}
         shown = metrics.board(report)
         # `trainer.log` is not used: trainers that override it log means, which it would restart.
         self._state.log_history.append({**summary, "step": self._state.global_step})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loops import climb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -63,23 +64,10 @@ def test_what_is_no_rule_is_refused() -> None:
         Monitor(model, optimizer, alarms="update_cosine < 0")
 
 
-def trained(rules: list[Any], **options: Any) -> Monitor:
-    """Train three steps against the gradient."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
-    with Monitor(model, optimizer, every_n_steps=1, alarms=rules, **options) as monitor:
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
-            optimizer.step()
-    return monitor
-
-
 def test_it_warns_once_for_each_rule_and_layer() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monitor = trained(["update_cosine < 0", "1: parameter_cosine < 0"])
+        monitor = climb(["update_cosine < 0", "1: parameter_cosine < 0"])
     said = [str(warning.message) for warning in caught]
     assert [text.rpartition(":")[0] for text in said] == [
         "adiv_monitor: step 0: 0: update_cosine < 0",
@@ -95,7 +83,7 @@ def test_a_function_that_fails_is_said_and_nothing_is_lost() -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monitor = trained([fails, "1: update_cosine < 0"])
+        monitor = climb([fails, "1: update_cosine < 0"])
     assert [len(made.layers) for made in monitor.reports] == [2, 2, 2]
     assert [len(made.alarms) for made in monitor.reports] == [1, 1, 1], "of the other rule"
     for made in monitor.reports:
@@ -107,7 +95,7 @@ def test_every_sink_tells_them(tmp_path: Path) -> None:
     table = io.StringIO()
     sinks = [TableSink(file=table), JsonlSink(tmp_path / "run.jsonl"), TensorBoardSink(tmp_path)]
     with pytest.warns(UserWarning):
-        latest = trained(["1: update_cosine < 0"], sinks=sinks).latest
+        latest = climb(["1: update_cosine < 0"], sinks=sinks).latest
     assert latest is not None
     (alarm,) = latest.alarms
     assert alarm.layer == "1" and alarm.value == latest.layers["1"].update_cosine
@@ -125,7 +113,7 @@ def test_a_rule_that_finds_nothing_to_compare_is_said_once() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             rules = ["decoder.*: scale_cv > 1e9", "attainable_cosine < -2", "1: scale_cv > 1e9"]
-            monitor = trained(rules, **options)
+            monitor = climb(rules, **options)
         said = [str(warning.message) for warning in caught]
         step = 0 if not options else 1  # after one round
         assert [text.partition(" up to")[0] for text in said] == [

@@ -19,12 +19,8 @@ from adiv_monitor.sinks import MemorySink
 STEPS = 3
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "red", "house"]
 PAGE = blocks.ROOT / "docs" / "fine-tuning.md"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of packages about one another
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+OF_PACKAGES = ("Future", "Deprecation", "User", "Resource")  # about one another
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{name}Warning") for name in OF_PACKAGES]
 
 
 @pytest.fixture

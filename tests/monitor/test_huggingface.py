@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState
 from hooks import no_hooks
 from huggingface_setups import ROWS, SIZE, STEPS, Net, trainer_in
-from plain_loops import assert_same, losses_of
-from processes import meet, patient, run_in
+from plain_loops import assert_same, losses_of, plain_loop
+from processes import as_launched, meet, patient, run_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 from adiv_monitor.huggingface import DivergenceTrainerCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars, summary_tags
@@ -47,26 +48,19 @@ def train(make: Make, **options: Any) -> list[StepReport]:
     return memory.reports
 
 
-def plain(
-    accumulate: int = 1, prepare: Callable[[nn.Module], object] = lambda model: None
-) -> list[StepReport]:
+def plain(accumulate: int = 1) -> list[StepReport]:
     """Run the same training as a plain loop."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
-        for index in range(STEPS):
-            if index % accumulate == 0:
-                torch.manual_seed(index // accumulate)
-            rows = ROWS[index * SIZE : (index + 1) * SIZE]
-            batch = {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
-            loss = model(**batch)["loss"]
-            monitor.log_loss(loss)
-            (loss / accumulate).backward()
-            if (index + 1) % accumulate == 0:
-                prepare(model)
-                optimizer.step()
-                optimizer.zero_grad()
-    return list(monitor.reports)
+
+    def loss_of(index: int) -> Tensor:
+        if index % accumulate == 0:
+            torch.manual_seed(index // accumulate)
+        rows = ROWS[index * SIZE : (index + 1) * SIZE]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
+        return model(**batch)["loss"]
+
+    return plain_loop(model, optimizer, map(loss_of, range(STEPS)), accumulate)
 
 
 def logged(trainer: Trainer) -> dict[int, dict[str, float]]:
@@ -101,26 +95,20 @@ def test_a_compiled_model(make: Make) -> None:
     assert_same(compiled, plain())
 
 
-class Collecting(Net):
-    """A Trainer that collects its losses; a function may change one of them."""
+class Breaking(Net):
+    """A model whose fourth loss is NaN."""
 
-    def __init__(self, replaced: dict[int, float]) -> None:
-        super().__init__()
-        self.replaced = replaced
-        self.collected: list[float] = []
+    calls = 0
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         out = super().forward(x, labels)
-        if self.training:
-            out["loss"] = out["loss"] * self.replaced.get(len(self.collected), 1.0)
-            self.collected.append(out["loss"].item())
-        return out
+        self.calls += 1
+        return out | {"loss": out["loss"] * math.nan} if self.calls == 4 else out
 
 
 def test_a_loss_that_is_not_finite_is_told_though_the_trainer_hides_it(make: Make) -> None:
-    model = Collecting({3: math.nan})
     memory = MemorySink()
-    run = make(DivergenceTrainerCallback(2, sinks=[memory]), model=model, logging_steps=1)
+    run = make(DivergenceTrainerCallback(2, sinks=[memory]), model=Breaking(), logging_steps=1)
     run.train()
     assert all(math.isfinite(x["loss"]) for x in run.state.log_history if "loss" in x)
     found = losses_of(memory.reports)
@@ -258,20 +246,6 @@ def test_the_history_holds_every_reports_summary(make: Make) -> None:
     assert "train_runtime" in trainer.state.log_history[-1]
 
 
-@pytest.mark.slow(one_in=2)
-def test_an_optimizer_of_master_copies_is_refused_by_name(make: Make) -> None:
-    """As that of DeepSpeed, which steps flat copies of the parameters."""
-
-    class DeepSpeedOptimizerWrapper(torch.optim.SGD):
-        pass
-
-    trainer = make(DivergenceTrainerCallback(2))
-    copies = [p.detach().clone().requires_grad_() for p in trainer.model.parameters()]
-    trainer.optimizer = DeepSpeedOptimizerWrapper(copies, lr=0.1)
-    with pytest.raises(ValueError, match="got a DeepSpeedOptimizerWrapper that holds none of the"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
     trainer = make(DivergenceTrainerCallback(), logging_strategy=strategy)
@@ -394,9 +368,7 @@ WORLD = 2
 def follow_together(rank: int, folder: str) -> None:
     """Train on one of two ranks that stop together, each by its own Trainer's metric."""
     meet(rank, WORLD, folder)
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    os.environ |= {name: str(value) for name, value in where.items()}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # required, but unused
+    as_launched(rank, WORLD)
     memory = MemorySink()
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     look = Look()
@@ -422,6 +394,50 @@ def test_processes_follow_the_first_which_alone_writes(tmp_path: Path) -> None:
     assert first["steps"] == second["steps"]
     assert (first["sink"], first["history"]) == (first["steps"], first["steps"])
     assert (second["sink"], second["history"]) == (0, 0)
+
+
+def by_deepspeed(rank: int, folder: str) -> None:
+    """Train on one of two ranks by DeepSpeed's engine: stage 0 alone, with others, and refused."""
+    meet(rank, WORLD, folder)
+    as_launched(rank, WORLD)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+
+    def train(*callbacks: Any, stage: int = 0, bf16: bool = False) -> list[Any]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        engine = {"train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": 2}
+        engine |= {"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}
+        engine |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        alike = {"max_steps": 2, "logging_steps": 1, "gradient_accumulation_steps": 2}
+        trainer = trainer_in(Path(folder), *callbacks, deepspeed=engine, bf16=bf16, **alike)
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        return [*map(torch.tensor, losses), *trainer.model.parameters(), torch.get_rng_state()]
+
+    memory = MemorySink()
+    with patient():
+        ours = train(DivergenceTrainerCallback(1, sinks=[memory], on_error="raise"))
+    plain = train()
+    assert len(ours) == len(plain) > 2 and all(map(torch.equal, ours, plain))
+    assert [report.step for report in memory.reports] == ([0, 1] if rank == 0 else [])
+    for report in memory.reports:
+        assert (report.coverage, report.unsupported, report.notes) == (1.0, {}, ())
+        assert report.layers["net.0"].rows_total == WORLD * 2 * SIZE
+    for stage, bf16 in ((0, True), (1, False), (2, True), (3, False)):
+        with pytest.raises(TypeError, match=r"a DeepSpeedOptimizerWrapper.* stage 0 in float32"):
+            train(DivergenceTrainerCallback(1), stage=stage, bf16=bf16)
+    (Path(folder) / f"done.{rank}").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs the gloo backend")
+def test_deepspeed_is_measured_where_it_steps_the_parameters_themselves(tmp_path: Path) -> None:
+    """In stage 0 with float32; else it steps copies, and is refused by name."""
+    pytest.importorskip("deepspeed", reason="pip install deepspeed")
+    run_in(WORLD, by_deepspeed, str(tmp_path))
+    assert len([*tmp_path.glob("done.*")]) == WORLD
 
 
 # Checkpoints

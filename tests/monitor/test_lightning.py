@@ -18,11 +18,11 @@ import lightning.pytorch as lpl
 import pytorch_lightning as pl
 from hooks import no_hooks
 from lightning_setups import BATCHES, QUIET, loader, module, net, trainer
-from plain_loops import assert_same, losses_of
+from plain_loops import assert_same, losses_of, plain_loop
 from pytorch_lightning.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars
@@ -46,16 +46,8 @@ def plain_fit(
     model = nn.ModuleDict({"net": net()})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(2)
-    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
-        for index, (x, y) in enumerate(BATCHES):
-            loss = nn.functional.cross_entropy(model["net"](x), y)
-            monitor.log_loss(loss)
-            (loss / accumulate).backward()
-            if (index + 1) % accumulate == 0:
-                prepare(model)
-                optimizer.step()
-                optimizer.zero_grad()
-    return list(monitor.reports)
+    losses = (nn.functional.cross_entropy(model["net"](x), y) for x, y in BATCHES)
+    return plain_loop(model, optimizer, losses, accumulate, prepare)
 
 
 def test_an_alarm_may_stop_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,17 +301,14 @@ def test_the_interval_follows_the_trainer_within_the_bound(logs: int, measured: 
     assert [report.step for report in memory.reports] == measured
 
 
-def test_a_trainer_without_a_logger_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"without a logger.*DivergenceCallback\(sinks="):
-        trainer(callbacks=DivergenceCallback()).fit(module(), loader())
-
-
 def test_only_rank_zero_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pl.Trainer, "is_global_zero", property(lambda trainer: False))
     assert not fit()
 
 
-def test_an_interval_of_never_is_refused() -> None:
+def test_a_trainer_without_a_logger_or_an_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"without a logger.*DivergenceCallback\(sinks="):
+        trainer(callbacks=DivergenceCallback()).fit(module(), loader())
     callback = DivergenceCallback(sinks=[MemorySink()])
     with pytest.raises(ValueError, match=r"log_every_n_steps=0.*every_n_steps=1"):
         trainer(callbacks=callback, log_every_n_steps=0).fit(module(), loader())

@@ -1,6 +1,7 @@
 """Loops with Accelerate and Fabric give a plain loop's readings, under the same names."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from lightning.fabric import Fabric
+from plain_loops import plain_loop
 from setups import same
 
 from adiv_monitor import Monitor, StepReport
@@ -43,17 +45,11 @@ def watched(pair: Pair, train: Callable[[], None], every: int = 2) -> list[StepR
     return list(monitor.reports)
 
 
-def plain(batches: list[tuple[Tensor, Tensor]] = BATCHES, accumulate: int = 1) -> list[StepReport]:
+def plain(accumulate: int = 1) -> list[StepReport]:
     model, optimizer = pair()
-
-    def train() -> None:
-        for index, batch in enumerate(batches):
-            (loss_of(model, batch) / accumulate).backward()
-            if (index + 1) % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return watched((model, optimizer), train)
+    torch.manual_seed(2)
+    losses = (loss_of(model, batch) for batch in BATCHES)
+    return plain_loop(model, optimizer, losses, accumulate)
 
 
 def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
@@ -130,28 +126,18 @@ def test_steps_that_accelerate_skips_are_no_steps() -> None:
     optimizer = AcceleratedOptimizer(inner, scaler=scaler)
     skipped = []
 
-    def train() -> None:
-        for index, batch in enumerate(BATCHES):
+    def train(model: nn.Module, optimizer: Any, first: int, scale: Callable[..., Tensor]) -> None:
+        for index, batch in enumerate(BATCHES[first:], start=first):
             torch.manual_seed(index)
-            loss = loss_of(model, batch) * (torch.inf if index == 0 else 1.0)
-            scaler.scale(loss).backward()
+            scale(loss_of(model, batch) * (torch.inf if index == 0 else 1.0)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            skipped.append(optimizer.step_was_skipped)
+            skipped.append(getattr(optimizer, "step_was_skipped", None))
 
-    reports = watched((model, optimizer), train)
+    reports = watched((model, optimizer), lambda: train(model, optimizer, 0, scaler.scale))
     assert skipped == [True, *7 * [False]]
-
-    other, other_optimizer = pair()
-
-    def train_on_the_others() -> None:
-        for index, batch in enumerate(BATCHES[1:], start=1):
-            torch.manual_seed(index)
-            loss_of(other, batch).backward()
-            other_optimizer.step()
-            other_optimizer.zero_grad()
-
-    expected = watched((other, other_optimizer), train_on_the_others)
+    other = pair()
+    expected = watched(other, lambda: train(*other, 1, lambda loss: loss))
     assert [report.step for report in reports] == [0, 2, 4, 6]
     assert "zeroed before a step was taken" in reports[0].notes[0]
     for one, plain_one in zip(reports, expected, strict=True):
@@ -191,12 +177,19 @@ def test_fabric_with_a_compiled_model() -> None:
 
 # Both libraries
 
+WAYS = {
+    "Accelerate": accelerate,
+    "Accelerate, compiled": partial(accelerate, dynamo_backend="eager"),
+    "Fabric": fabric,
+    "Fabric, bfloat16": partial(fabric, precision="bf16-mixed"),
+}
+
 
 @pytest.mark.usefixtures("_fresh_accelerate")
-@pytest.mark.parametrize("make", [accelerate, fabric])
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 def test_the_monitored_run_is_bit_identical(make: Callable[[], Loop]) -> None:
     monitored, alone = make(), make()
-    monitored.watched()
+    assert all(report.coverage == 1 for report in monitored.watched())
     stream = torch.get_rng_state()
     torch.manual_seed(2)
     alone.train()

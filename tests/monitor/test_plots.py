@@ -8,7 +8,7 @@ import pytest
 import torch
 from example_reports import reading, report, running
 
-from adiv_monitor import Monitor
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks.board import overview
 
 pytest.importorskip("matplotlib")
@@ -55,26 +55,20 @@ def test_a_monitor_draws_its_run(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("draw", "said"),
-    [
-        (
-            lambda: run_figure(running(report()), "update"),
-            "expected a measure of the reports",
-        ),
-        (lambda: run_figure(running()), "no report yet"),
-        (lambda: report(layers={}).plot(), "no layers"),
-        (
-            lambda: run_figure(
-                running(report(layers={"a": reading(update_ratio=None)})), "update_ratio"
-            ),
-            "no layers with update_ratio",
-        ),
-    ],
-)
-def test_where_nothing_can_be_drawn_it_is_said_why(draw, said: str) -> None:  # type: ignore[no-untyped-def]
+NOTHING_TO_DRAW = [
+    ([report()], "update", "expected a measure of the reports"),
+    ([], None, "no report yet"),
+    ([report(layers={})], None, "no layers"),
+    ([report(layers={"a": reading(update_ratio=None)})], "update_ratio", "no layers with update_r"),
+]
+
+
+@pytest.mark.parametrize(("reports", "measure", "said"), NOTHING_TO_DRAW)
+def test_where_nothing_can_be_drawn_it_is_said_why(
+    reports: list[StepReport], measure: str | None, said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
-        draw()
+        run_figure(running(*reports), measure)
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

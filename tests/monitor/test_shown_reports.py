@@ -35,19 +35,6 @@ def test_print_shows_the_table_of_the_sink() -> None:
     assert "block.0.mlp[wide]" in str(one) and "*" in str(one) and "\x1b" not in str(one)
 
 
-def test_print_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stdout", Terminal())
-    text = str(report())
-    assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
-    assert text.count("stem.conv") > 1, "several tables"
-
-
 @pytest.mark.parametrize("show", [str, StepReport._repr_html_])
 def test_hundreds_of_layers_are_no_flood(show) -> None:  # type: ignore[no-untyped-def]
     text = html.unescape(re.sub(r"<[^>]*>", " ", show(deep())))

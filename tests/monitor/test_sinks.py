@@ -252,6 +252,10 @@ def test_a_narrow_terminal_gets_several_tables(monkeypatch: pytest.MonkeyPatch) 
     values = [cell.rstrip("*") for cells in rows for cell in cells[4:]]
     assert values == [cell.rstrip("*") for cell in row(printed(report()), "head")[4:]]
     assert len(rows) > 1
+    monkeypatch.setattr("sys.stdout", terminal)
+    text = str(report())
+    assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text, "as wide as print's"
+    assert text.count("stem.conv") > 1, "several tables"
 
 
 # Selection of measures

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from hooks import no_hooks
+from plain_loops import climb
 from torch import nn
 
 from adiv_monitor import AdivError, AlarmError, Monitor
-from adiv_monitor.report import LayerReading
 from adiv_monitor.rerun.thread import function_modes
 from adiv_monitor.sinks import MemorySink
 
@@ -87,26 +87,13 @@ def test_the_preset_raises_something_over_runs_that_blow_up(
 # Alarms that stop
 
 
-def climb(sink: MemorySink) -> None:
-    """Take three steps against the gradient."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
-    options: Any = {"alarms": ["1: update_cosine < 0"], "on_alarm": "stop", "sinks": [sink]}
-    with Monitor(model, optimizer, every_n_steps=1, **options):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
-            optimizer.step()
-
-
 def test_it_raises_where_the_report_is_complete_and_leaves_no_hook() -> None:
     """The next optimizer step raises the error, which leaves the `with` block and no hook."""
     sink = MemorySink()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(AlarmError) as caught:
-            climb(sink)
+            climb(["1: update_cosine < 0"], on_alarm="stop", sinks=[sink])
     assert isinstance(caught.value, AdivError)
     assert not function_modes()
     (made,) = sink.reports
@@ -176,32 +163,18 @@ def test_the_last_reports_alarms_warn_where_the_monitor_is_closed() -> None:
 
 
 def test_until_it_stops_the_run_is_bit_identical() -> None:
-    def train(watched: bool) -> list[torch.Tensor]:
-        model, optimizer = model_and_optimizer()
-        monitor = Monitor(model, optimizer, every_n_steps=1, alarms=[third], on_alarm="stop")
-        if watched:
-            monitor.attach()
-        try:
-            for step in range(5):
-                seen["step"] = step
-                if step == 4 and not watched:
-                    break
-                take(model, optimizer)
-        except AlarmError as error:
-            assert error.report.step == 3
-        assert no_hooks(model, optimizer)
-        monitor.close()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    seen: dict[str, int] = {}
-
-    def third(path: str, reading: LayerReading) -> bool:
-        return seen["step"] == 4  # the fifth optimizer step completes step 3's report
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*never attached")
-        plain = train(False)
-    assert all(torch.equal(a, b) for a, b in zip(train(True), plain, strict=True))
+    """The fifth optimizer step completes the report of the fourth, whose alarm stops the run."""
+    model, optimizer = model_and_optimizer()
+    rule = lambda path, reading: monitor.step == 4  # noqa: E731
+    monitor = Monitor(model, optimizer, every_n_steps=1, alarms=[rule], on_alarm="stop")
+    with pytest.raises(AlarmError) as caught, monitor:
+        for _ in range(5):
+            take(model, optimizer)
+    assert caught.value.report.step == 3 and no_hooks(model, optimizer)
+    plain, its_own = model_and_optimizer()
+    for _ in range(4):
+        take(plain, its_own)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_a_choice_that_is_none_is_refused() -> None:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 pytest.importorskip("pytorch_lightning")
 import pytorch_lightning as pl
 from lightning_setups import QUIET, trainer
-from processes import meet, run_in
+from plain_loops import plain_loop
+from processes import as_launched, meet, run_in
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
-from adiv_monitor import Monitor
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import JsonlSink
 
@@ -105,10 +105,8 @@ def test_an_alarm_stops_the_fit_in_all_processes_at_the_same_batch(tmp_path: Pat
 
 def work(rank: int, folder: str) -> None:
     meet(rank, WORLD, folder)
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    os.environ |= {name: str(value) for name, value in where.items()}
+    as_launched(rank, WORLD)
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "here"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused
     strategy = ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
     fit("model_parallel", strategy, folder, plugins=TorchElasticEnvironment())
 
@@ -117,31 +115,17 @@ def plain() -> list[dict[str, Any]]:
     """Run the same training as a plain loop with whole batches."""
     model = nn.ModuleDict({"net": net()})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
-        for x, y in batches():
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model["net"](x), y).backward()
-            optimizer.step()
-    return [report.to_dict() for report in monitor.reports]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("strategies")
-    run_in(WORLD, work, str(folder))
-    return folder
+    losses = (nn.functional.cross_entropy(model["net"](x), y) for x, y in batches())
+    return [report.to_dict() for report in plain_loop(model, optimizer, losses)]
 
 
 @pytest.mark.slow
-def test_one_file_says_what_a_plain_loop_would(written: Path) -> None:
-    assert_a_plain_loop_would_say(written / "model_parallel.jsonl")
-
-
-def assert_a_plain_loop_would_say(path: Path) -> None:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    expected = plain()
-    assert [line["step"] for line in lines] == [0, 2]
-    for line, report in zip(lines, expected, strict=True):
+def test_one_file_says_what_a_plain_loop_would(tmp_path: Path) -> None:
+    run_in(WORLD, work, str(tmp_path))
+    lines = (tmp_path / "model_parallel.jsonl").read_text().splitlines()
+    found, expected = [json.loads(line) for line in lines], plain()
+    assert [line["step"] for line in found] == [0, 2]
+    for line, report in zip(found, expected, strict=True):
         assert line["coverage"] == 1
         assert line["layers"].keys() == report["layers"].keys()
         for path, reading in report["layers"].items():
