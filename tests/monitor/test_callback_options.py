@@ -17,18 +17,13 @@ from adiv_monitor.sinks import MemorySink
 MADE = {"model", "optimizer", "every_n_steps", "sinks", "loss", "keep"}
 
 
-@pytest.fixture(params=["lightning", "huggingface"])
-def callback(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    if request.param == "lightning":
-        pytest.importorskip("pytorch_lightning")
-        from adiv_monitor.lightning import DivergenceCallback
+CALLBACKS = {"lightning": "DivergenceCallback", "huggingface": "DivergenceTrainerCallback"}
 
-        return DivergenceCallback
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    from adiv_monitor.huggingface import DivergenceTrainerCallback
 
-    return DivergenceTrainerCallback
+@pytest.fixture(params=CALLBACKS)
+def callback(request: pytest.FixtureRequest) -> Any:
+    module = pytest.importorskip(f"adiv_monitor.{request.param}", exc_type=ImportError)
+    return getattr(module, CALLBACKS[request.param])
 
 
 def test_every_option_has_the_monitors_default() -> None:

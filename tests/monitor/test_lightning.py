@@ -317,12 +317,6 @@ def test_a_trainer_without_a_logger_or_an_interval_is_refused() -> None:
 WATCHED = "adiv.summary/update_cosine_min"
 
 
-def watchers(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """Return a checkpoint and an early stopping on the summary, with their usual settings."""
-    checkpoint = pl.callbacks.ModelCheckpoint(folder, monitor=WATCHED, mode="max", **options)
-    return checkpoint, pl.callbacks.EarlyStopping(WATCHED, mode="max", patience=100)
-
-
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("validate", [True, False])
 def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
@@ -337,7 +331,8 @@ def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
         def on_train_epoch_start(self, run: Any, model: Any) -> None:
             found.append(run.callback_metrics.get(WATCHED))
 
-    checkpoint, stop = watchers(tmp_path)
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, monitor=WATCHED, mode="max")
+    stop = pl.callbacks.EarlyStopping(WATCHED, mode="max", patience=100)
     callback = DivergenceCallback(1, sinks=[MemorySink()], on_error="raise")
     run = trainer(
         callbacks=[checkpoint, stop, callback, Look()],

@@ -30,9 +30,8 @@ WORLD, SAMPLES, BATCHES = 2, 6, 4
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     chance = torch.Generator().manual_seed(0)
-    shape = SAMPLES, 4
     return [
-        (torch.randn(shape, generator=chance), torch.randint(3, (SAMPLES,), generator=chance))
+        (torch.randn(SAMPLES, 4, generator=chance), torch.randint(3, (SAMPLES,), generator=chance))
         for _ in range(BATCHES)
     ]
 

@@ -70,6 +70,18 @@ class Custom(nn.Module):
         return torch.tanh(self.function(torch.sin(x), self.w))
 
 
+class Borrowing(Custom):
+    """A layer of a custom function that takes the weight of a module, as Unsloth's LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = None  # type: ignore[assignment]
+        self.lora_A = nn.Linear(4, 1, bias=False)  # not called
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.function(torch.sin(x), self.lora_A.weight))
+
+
 class Noisy(nn.Module):
     """Dropout and batch normalisation around a learned power."""
 
@@ -106,15 +118,16 @@ def total(z: Tensor) -> Tensor:
     return (weights * z + z**2 / 9).sum()
 
 
-def test_a_custom_function_reads_as_its_formula() -> None:
+@pytest.mark.parametrize(("made", "layer"), [(Custom, "inner.w"), (Borrowing, "inner.lora_A")])
+def test_a_custom_function_reads_as_its_formula(made: type[Custom], layer: str) -> None:
     torch.manual_seed(3)
-    model, x = Wrapped(Custom()).double(), data(6, 4)
+    model, x = Wrapped(made()).double(), data(6, 4)
     plain = copy.deepcopy(model)
     plain.inner.function = lambda x, w: x * w.exp()
     found, expected = (
         one_step(each, lambda m: total(m(x)).backward(), max_rows=None) for each in (model, plain)
     )
-    assert found.layers["inner.w"].kind == "module"
+    assert found.layers[layer].kind == "module"
     assert (found.coverage, found.notes) == (1, ())
     same(found, expected)
 
