@@ -1,4 +1,4 @@
-"""One measured step of a small model, the comparison of readings, a count of operations."""
+"""One measured step of a small model, the comparison of readings, and a free port."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import CASES
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor import Monitor, StepReport
 
@@ -16,16 +15,6 @@ EXACT = {"rel": 1e-9, "abs": 1e-12, "nan_ok": True}
 
 
 LOOSELY = {"rel": 1e-5, "abs": 1e-9, "nan_ok": True}
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations that reach a backend."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def same(a: StepReport, b: StepReport, *, but: tuple[str, ...] = (), loosely: bool = False) -> None:

@@ -71,8 +71,7 @@ def test_what_is_not_run_says_why() -> None:
 
 
 def test_the_table_of_what_is_tested_names_tests() -> None:
-    of_limits = (DOCS / "limits.md").read_text().partition("## What is tested")[2]
-    table = of_limits.partition("\n## ")[0]
+    table = (DOCS / "limits.md").read_text().partition("## What is tested")[2].partition("\n## ")[0]
     for row in table.partition("| --- ")[2].splitlines()[1:]:
         for cell in row.split("|")[2:-1]:
             assert re.search(r"`test_|^ the test of |^ not tested[:,] \w+", cell), (row, cell)

@@ -22,11 +22,8 @@ def running_page(folder: Path) -> Path:
     return folder / "run.html"
 
 
-BEGINNING = b"<!doctype html"
-
-
 def is_whole(content: bytes) -> bool:
-    return content.startswith(BEGINNING) and len(content) > 5000
+    return content.startswith(b"<!doctype html") and len(content) > 5000
 
 
 def replacing(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:

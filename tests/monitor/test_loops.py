@@ -48,8 +48,7 @@ def watched(pair: Pair, train: Callable[[], None], every: int = 2) -> list[StepR
 def plain(accumulate: int = 1) -> list[StepReport]:
     model, optimizer = pair()
     torch.manual_seed(2)
-    losses = (loss_of(model, batch) for batch in BATCHES)
-    return plain_loop(model, optimizer, losses, accumulate)
+    return plain_loop(model, optimizer, (loss_of(model, b) for b in BATCHES), accumulate)
 
 
 def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:

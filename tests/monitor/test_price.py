@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from setups import Operations
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from visible import visible
 
 from adiv_monitor import Monitor
+
+
+class _Operations(TorchDispatchMode):
+    """A mode that counts the operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def counted(function: Callable[[], object]) -> tuple[int, int]:
@@ -22,7 +32,7 @@ def counted(function: Callable[[], object]) -> tuple[int, int]:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    operations = Operations()
+    operations = _Operations()
     before = sys.getprofile()
     sys.setprofile(count)
     try:

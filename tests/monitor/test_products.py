@@ -25,11 +25,8 @@ from adiv_monitor.sinks.scalars import board_scalars
 
 STEPS, EVERY = 8, 2
 # Warnings of the products and of their dependencies, which no user of the monitor can fix.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
-]
+OF_PRODUCTS = ("DeprecationWarning", "FutureWarning", "pydantic.warnings.PydanticDeprecatedSince20")
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{name}") for name in OF_PRODUCTS]
 
 
 Scalars = Mapping[str, Mapping[int, float]]  # tag → step → value
