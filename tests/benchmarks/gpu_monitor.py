@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from models import GPT, Task, Trainer, text
+from models import GPT, Task, Trainer, ViT, images, text, vision
 from monitor import Subject, peak, ratios, spread, timed, wait
 from timing import here
 from torch.autograd import DeviceType
@@ -18,6 +18,26 @@ from torch.profiler import ProfilerActivity, profile
 
 MEASURED: dict[str, object] = {"every_n_steps": 1}
 NOT_MEASURED: dict[str, object] = {"every_n_steps": 10**9}
+TASKS = [
+    Task(
+        "GPT-2 small, 8×1,024 tokens",
+        lambda: GPT(vocabulary=50257, length=1024, width=768, depth=12, heads=12),
+        lambda: text(50257, 8, 1024),
+        is_half=True,
+    ),
+    Task(
+        "ResNet-50, 128×3×224×224",
+        lambda: vision.resnet50(num_classes=10),
+        lambda: images(128, 3, 224, 224),
+        is_half=True,
+    ),
+    Task(
+        "ViT-B/16, 64×3×224×224",
+        lambda: ViT(side=224, patch=16, channels=3, width=768, depth=12, heads=12),
+        lambda: images(64, 3, 224, 224),
+        is_half=True,
+    ),
+]
 TINY = [
     Task(
         "GPT, 2×8 tokens",

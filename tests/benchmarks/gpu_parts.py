@@ -74,10 +74,9 @@ def layers_in(mode: str) -> Callable[[bool, Emit], None]:
 
 def monitor_on(compiled: bool) -> Callable[[bool, Emit], None]:
     def monitor(tiny: bool, emit: Emit) -> None:
-        from gpu_monitor import TINY, measure
-        from models import LARGE
+        from gpu_monitor import TASKS, TINY, measure
 
-        for task in TINY if tiny else LARGE.values():
+        for task in TINY if tiny else TASKS:
             try:
                 measure(task, compiled, tiny, emit)
             except Exception as cause:

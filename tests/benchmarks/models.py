@@ -151,27 +151,6 @@ TASKS = {
         lambda: images(32, 3, 32, 32),
     ),
 }
-# As people train them on a GPU.
-LARGE = {
-    "gpt2": Task(
-        "GPT-2 small, 8×1,024 tokens",
-        lambda: GPT(vocabulary=50257, length=1024, width=768, depth=12, heads=12),
-        lambda: text(50257, 8, 1024),
-        is_half=True,
-    ),
-    "resnet50": Task(
-        "ResNet-50, 128×3×224×224",
-        lambda: vision.resnet50(num_classes=10),
-        lambda: images(128, 3, 224, 224),
-        is_half=True,
-    ),
-    "vit-b": Task(
-        "ViT-B/16, 64×3×224×224",
-        lambda: ViT(side=224, patch=16, channels=3, width=768, depth=12, heads=12),
-        lambda: images(64, 3, 224, 224),
-        is_half=True,
-    ),
-}
 
 
 class Trainer:
