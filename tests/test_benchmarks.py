@@ -1,6 +1,7 @@
 """The benchmarks run, and their counts are right."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ import scale
 import spikes
 import torch
 import transfer
-from models import TASKS, Trainer
+from models import TASKS, Task, Trainer, mlp
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,20 @@ def test_one_copy_to_the_host_per_report() -> None:
     assert plain.copies == {}
     assert measured.copies.total() == 1
     assert measured.places[""] == plain.kernels
+
+
+def test_outputs_and_gradients_in_half_precision_are_cast_together() -> None:
+    casts = []
+    for depth in (4, 8):
+        task = Task(
+            "equal layers",
+            partial(mlp, *[32] * (depth + 1)),
+            lambda: (torch.randn(256, 32), torch.randint(10, (256,))),
+            is_half=True,
+        )
+        measured, _ = launches.count_task(task, {"every_n_steps": 1}, after=launches.UNCHECKED)
+        casts.append(measured.places["features/rows.py:to_compute_dtype"])
+    assert casts[1] - casts[0] == 4, "of each further layer, its inputs alone"
 
 
 def test_says_what_is_covered_and_what_is_not(tmp_path: Path) -> None:

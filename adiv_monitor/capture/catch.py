@@ -125,7 +125,7 @@ class Catch:
         layer, rows, check = call.layer, call.rows, self._context.check
         features = use.features(rows)
         call.features = features.restrict(**layer.trained)
-        call.z = rows.take(z)
+        call.z = rows.copied(z)
         if layer.weight is not None and layer.is_direct:  # its rows have scales
             whole = use.whole()
             call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
@@ -188,7 +188,7 @@ class Catch:
         if _PRECISION[gradient.dtype] > call.precision:
             call.precision = _PRECISION[gradient.dtype]
         every = None if call.every_row is None else Rows(call.rows.shape).take(gradient)
-        found = Arrived(call.rows.take(gradient), norms(gradient).flatten(), sums, every)
+        found = Arrived(call.rows.copied(gradient), norms(gradient).flatten(), sums, every)
         rows.arrive(call, task, found)
 
     def _begins_at(self, rows: LayerRows, call: Call, task: int) -> None:
@@ -270,5 +270,4 @@ def _as_view(
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
     """Return ‖Θφ − z‖ / ‖z‖ on the rows, which is 0 up to rounding if the rule is right."""
     made = features.move(None if use.weight is None else use.shaped(use.weight), use.bias)
-    error: Tensor = torch.linalg.vector_norm(z - made) / torch.linalg.vector_norm(z)
-    return error
+    return norms((z - made).flatten()) / norms(z.flatten())

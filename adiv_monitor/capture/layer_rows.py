@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from operator import attrgetter
 from typing import NamedTuple
 from weakref import ref
@@ -15,7 +16,7 @@ from adiv_monitor.capture.passes import Passes, Zeroed
 from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows, Whole, to_device
+from adiv_monitor.features.rows import Rows, Whole, to_compute_dtype, to_device
 
 _VERSION = attrgetter("_version")
 
@@ -85,7 +86,8 @@ class Call:
         """Add up the gradients of all passes."""
         self.products = None
         first, *others = self.arrived.values()
-        self.gradient = sum((of.gradient for of in others), first.gradient)
+        several = (to_compute_dtype(of.gradient) for of in self.arrived.values())
+        self.gradient = reduce(torch.add, several) if others else first.gradient
         if first.every is not None:
             several = (of.every for of in others if of.every is not None)
             self.every_gradient = sum(several, first.every)

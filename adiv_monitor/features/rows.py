@@ -53,20 +53,21 @@ class Rows:
     def take(self, tensor: Tensor) -> Tensor:
         """Gather the rows of a tensor shaped (*shape, channels...) into (rows, channels...).
 
-        Only the chosen rows are read: no copy of the whole tensor, however it is strided.
         The result is float32, or float64 if the tensor is.
         """
+        return to_compute_dtype(self.copied(tensor))
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Gather the rows of a tensor as `take` does, in its own precision.
+
+        Only the chosen rows are read: no copy of the whole tensor, however it is strided.
+        """
         rest = tensor.shape[len(self.shape) :]
-        if self.chosen is None:
-            taken = to_compute_dtype(tensor)
-            if taken is tensor:  # a copy, which training does not change in place
-                taken = tensor.clone(memory_format=torch.contiguous_format)
-            else:
-                taken = taken.contiguous()
-            return taken.view(self.total, *rest)
+        if self.chosen is None:  # a copy, which training does not change in place
+            return tensor.clone(memory_format=torch.contiguous_format).view(self.total, *rest)
         if tensor.is_contiguous():
-            return to_compute_dtype(tensor.view(self.total, *rest).index_select(0, self.flat))
-        return to_compute_dtype(tensor[tuple(self._on_device)])
+            return tensor.view(self.total, *rest).index_select(0, self.flat)
+        return tensor[tuple(self._on_device)]
 
     @property
     def count(self) -> int:

@@ -42,7 +42,8 @@ def kept(layer: Layer, features: Features, G: Tensor, z: Tensor) -> Kept | None:
         return None
     if features.groups != 1 or features.transposed:
         return None
-    return layer, features.phi[:, 0], G, z
+    dtype = features.phi.dtype
+    return layer, features.phi[:, 0], G.to(dtype), z.to(dtype)
 
 
 def measured(

@@ -95,7 +95,8 @@ class Training:
         """Return the training passes so far of the first norm that counts them; []: none does."""
         norms = (m for m in self.model.modules() if isinstance(m, _NormBase) and m.training)
         counts = (norm.num_batches_tracked for norm in norms)
-        return [count.clone() for count in counts if count is not None][:1]
+        first = next((count for count in counts if count is not None), None)
+        return [] if first is None else [first.clone()]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, whose model has other parameters."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import dots, to_device
+from adiv_monitor.features.rows import compute_dtype, dots, to_device
 from adiv_monitor.maths.sums import VECTORS, names_of, pairs_of
 from adiv_monitor.step.transfer import Outgoing
 
@@ -68,14 +68,14 @@ class Family:
         first, *others = [x.features for x in layers if x.features is not None]
         self._is_stacked = first.form is not None
         self._features = first.stacked(others) if self._is_stacked else first
-        G, shape = layers[0].G, (len(layers[0].G), self._features.groups)
+        dtype, shape = compute_dtype(layers[0].G), (len(layers[0].G), self._features.groups)
         scale = self._features.scale() if layers[0].layer.is_direct else None
         if scale is not None and (scale.shape[-2:] != shape or not scale.is_floating_point()):
             raise ValueError(
                 f"the features' scale() gave {scale.dtype} of shape {tuple(scale.shape)}, expected "
                 f"real numbers of shape (rows, groups) = {shape}: ‖φ‖² of every row"
             )
-        self._scale = None if scale is None else scale.to(G.dtype).reshape(len(layers), *shape)
+        self._scale = None if scale is None else scale.to(dtype).reshape(len(layers), *shape)
         self._groups = 0 if scale is None else shape[1]
         if others:
             for x in layers:
@@ -150,10 +150,11 @@ class Block:
         vectors = [family.vectors(updates=updates) for family in families]
         self._named = tuple(sorted(set().union(*vectors), key=VECTORS.index))
         G = layers[0].G
-        self._vectors = G.new_empty(len(self._named), len(layers), *G.shape)
+        shape = (len(self._named), len(layers), *G.shape)
+        self._vectors = G.new_empty(shape, dtype=compute_dtype(G))
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
-        torch.stack([x.G for x in layers], out=self._of["G"])
-        torch.stack([x.z for x in layers], out=self._of["z"])
+        _stack([x.G for x in layers], self._of["G"])
+        _stack([x.z for x in layers], self._of["z"])
         for x in layers:
             x.G = x.z = G.new_empty(0)  # the stacks have them now
         # Every family with its vectors, and its place.
@@ -232,7 +233,7 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
         for part in _in_parts(several, size, first.G.device):
             with losing(part, fail):
                 G = part[0].G
-                blocks[G.shape, G.dtype, G.device].append(Family(part))
+                blocks[G.shape, compute_dtype(G), G.device].append(Family(part))
     found = list[Block]()
     for families in blocks.values():
         G = families[0].layers[0].G
@@ -247,6 +248,13 @@ def _in_parts(several: list[P], size: int, device: torch.device) -> list[list[P]
     """Split what is to be stacked, each of this many entries, so that no stack has too many."""
     most = max(1, (STACKED if device.type == "cpu" else _TOGETHER) // max(1, size))
     return [several[i : i + most] for i in range(0, len(several), most)]
+
+
+def _stack(tensors: Sequence[Tensor], out: Tensor) -> None:
+    if tensors[0].dtype == out.dtype:
+        torch.stack(list(tensors), out=out)
+    else:  # one by one with `out`, on a GPU
+        out.copy_(torch.stack(list(tensors)))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
