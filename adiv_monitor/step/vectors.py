@@ -153,8 +153,9 @@ class Block:
         shape = (len(self._named), len(layers), *G.shape)
         self._vectors = G.new_empty(shape, dtype=compute_dtype(G))
         self._of = dict(zip(self._named, self._vectors.unbind(), strict=True))
-        _stack([x.G for x in layers], self._of["G"])
-        _stack([x.z for x in layers], self._of["z"])
+        # Not by `out=`, which on a GPU casts one by one.
+        self._of["G"].copy_(torch.stack([x.G for x in layers]))
+        self._of["z"].copy_(torch.stack([x.z for x in layers]))
         for x in layers:
             x.G = x.z = G.new_empty(0)  # the stacks have them now
         # Every family with its vectors, and its place.
@@ -248,13 +249,6 @@ def _in_parts(several: list[P], size: int, device: torch.device) -> list[list[P]
     """Split what is to be stacked, each of this many entries, so that no stack has too many."""
     most = max(1, (STACKED if device.type == "cpu" else _TOGETHER) // max(1, size))
     return [several[i : i + most] for i in range(0, len(several), most)]
-
-
-def _stack(tensors: Sequence[Tensor], out: Tensor) -> None:
-    if tensors[0].dtype == out.dtype:
-        torch.stack(list(tensors), out=out)
-    else:  # one by one with `out`, on a GPU
-        out.copy_(torch.stack(list(tensors)))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
