@@ -98,12 +98,12 @@ class RateFalls:
     """
 
     def __init__(self) -> None:
-        self.count = self._rises = 0
-        self._last = 0.0
+        self.count, self._rises, self._last = 0, 0, 0.0
 
     def sees(self, optimizer: Optimizer) -> None:
         """Look at the rate of a step; one that is a tensor is not read."""
-        if isinstance(rate := optimizer.param_groups[0].get("lr"), float):
+        if isinstance(given := optimizer.param_groups[0].get("lr"), float):
+            rate = float(given)  # which may be numpy's
             self.count += rate < self._last / 2 and self._rises >= _RISES
             self._rises = 0 if rate < self._last else self._rises + (rate > self._last)
             self._last = rate

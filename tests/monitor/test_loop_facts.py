@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -472,6 +473,7 @@ RATES_OF_RUNS = {
     "a cosine that begins again": ([0.4, 0.3, 0.2, 0.1] * 3, 0),
     "triangles": ([0.1, 0.2, 0.3, 0.4, 0.3, 0.2] * 2, 0),
     "rates that alternate": ([0.1, 1.0] * 5, 0),
+    "rates of numpy's": ([np.float64(rate) for rate in SAW], 2),
     "rates that are tensors": ([torch.tensor(rate) for rate in SAW], 0),
 }
 
@@ -489,6 +491,7 @@ def test_rates_that_fall_back(name: str) -> None:
 
     reports = reports_of(model, step, len(values), every_n_steps=3)
     assert reports[-1].rate_falls == falls
+    assert type(reports[-1].rate_falls) is int, "as JSON needs it"
 
 
 @pytest.mark.parametrize("norm", [True, False])
