@@ -249,7 +249,7 @@ def _readings(
             standard_error={n: errors[n] for n in own if errors[n]},
             scale_quantiles=spread.get("scale", ()),
             row_cosine_quantiles=spread.get("row_cosine", ()),
-            own=values_of(sums, i),
+            own=values_of(sums, i) if about.own else {},
             **own,
         )
     return readings
