@@ -94,7 +94,7 @@ def test_micro_batches_cost_their_number(kind: str, options: dict[str, Any]) -> 
             run()  # the first measured step saves everything
             return counted(run)
 
-    few, more, most = (step(count) for count in (8, 16, 32))
+    few, more, most = [step(count) for count in (8, 8, 16, 32)][1:]  # the first imports
     for of_few, of_more, of_most in zip(few, more, most, strict=True):
         assert of_most - of_more <= 2.1 * (of_more - of_few)
 
