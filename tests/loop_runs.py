@@ -183,6 +183,9 @@ HITS = {
         losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
     ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
+    "rate-rises by a jump of one group": run(
+        learning_rates=[*[(0.1, 0.01)] * 4, *[(0.1, 0.3)] * 2]
+    ),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
     "weights-set-back by half": run(
         losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
@@ -210,6 +213,8 @@ MEANT = {
     "a group that is added later": run(
         groups=[{}, *[ONE_GROUP["groups"]] * 5], learning_rates=[(0.1,), *[(0.1, 0.0)] * 5]
     ),
+    "a warm-up at a constant rate": run(learning_rates=rates(0.03, 0.03, 0.03, 0.03, 0.1, 0.1)),
+    "a warm-up over two orders of magnitude": run(learning_rates=rates(1e-3, 0.01, *[0.1] * 4)),
     "a group that begins later": run(**ONE_GROUP, learning_rates=[(0.1, 0.0), *[(0.1, 0.1)] * 5]),
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),
     "attention of two keys": run(attention={"a": replace(LOOKS["a"], attention_entropy=0.1)}),

@@ -306,7 +306,8 @@ def scaled(record: Record) -> Iterator[Finding]:
     changes = high > max(LONGER, VARIES * low)
     far = median(factors) > FAR or 0 < scale < 1 / FAR or (badly and steady and share < CLIPPED)
     one_by_one = len(apart) > len(record.reports) / 2
-    others = any(share > FOREIGN for share in _foreign(record).values())
+    others = any(median(r.foreign_share for r in read.readings(record, path).values()) > FOREIGN
+                 for path in read.maps(record))  # fmt: skip
     if one_by_one or ((changes or far) and not others):
         yield Finding("gradient-rescaled" if one_by_one else "loss-multiplied",
             "act" if badly and course.is_measure(record) else "note",
@@ -329,12 +330,6 @@ def _is_scale(factor: float) -> bool:
 
 def _spread(values: list[float]) -> float:
     return (max(values) - min(values)) / max(values) if max(values) > 0 else 0.0
-
-
-def _foreign(record: Record) -> dict[str, float]:
-    """Return the typical share of each map's gradient that is not the gradient of its rows."""
-    return {path: median(r.foreign_share for r in read.readings(record, path).values())
-            for path in read.maps(record)}  # fmt: skip
 
 
 @fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
@@ -396,7 +391,7 @@ def rate_falls_back(record: Record) -> Iterator[Finding]:
                     "one schedule for the run"),))  # fmt: skip
 
 
-@loop_fault("rate-rises", "The learning rate rises until the loss does", shown_by=lambda record:
+@loop_fault("rate-rises", "The learning rate rises too far", shown_by=lambda record:
             course.is_known(record) and reported("learning_rates")(record))  # fmt: skip
 def rate_rises(record: Record) -> Iterator[Finding]:
     """Find a learning rate that rises on, as the loss does, long after the lowest loss."""
@@ -417,6 +412,20 @@ def rate_rises(record: Record) -> Iterator[Finding]:
             (Evidence("learning rate over that at the lowest loss", times, RISEN, step=last),),
             (Advice(f"end the schedule's rise near step {there:,}, or lower its peak"),),
             since=there)  # fmt: skip
+
+
+@finds("monitor")
+def rate_jumps(record: Record) -> Iterator[Finding]:
+    """Find a group whose learning rate, long the same, is suddenly far above all before."""
+    for i, rates in enumerate(zip(*(r.learning_rates for r in record.reports), strict=False)):
+        for k, report in enumerate(record.reports[FEWEST_MEASURED:], FEWEST_MEASURED):
+            *_, last = before = rates[:k]
+            if {*before[-FEWEST_MEASURED:]} == {last} and rates[k] >= RISEN * max(before) > 0:
+                yield Finding("rate-rises", strength(record),
+                    f"The learning rate of group {i} jumps from {last:.3g} to {rates[k]:.3g}.",
+                    (Evidence("learning rate over that before", rates[k] / last, RISEN),),
+                    (Advice("look for code that sets it"),), since=report.step,
+                    layers=tuple(p for p, g in report.groups.items() if g == i))  # fmt: skip
 
 
 @loop_fault("weights-set-back", "Weights are set back between steps", shown_by=lambda r:

@@ -148,21 +148,17 @@ def loss_spike(record: Record) -> Iterator[Finding]:
 def cannot_overfit(record: Record) -> Iterator[Finding]:
     """Find a model that can't even overfit one small batch."""
     trial, left = record.overfit, _left_of_one_batch(record)
+    free = any(f.numbers["share"] < 1 - BY_OUTPUTS for f in record.found_by("outputs-in-vain"))
     if trial is not None and left > NOT_BY_HEART and not course.tells_nothing(record):
         yield Finding("cannot-overfit", act_if(not trial.falls),
             f"After {trial.steps} steps on one small batch, the loss of this batch is still "
             f"{trial.loss:.3g}{', and falling' * trial.falls}."
             + " Outputs of free choice bring the loss of a few samples close to 0: the fault lies "
-            "before the loss." * _reaches_zero(record),
+            "before the loss." * free,
             (Evidence("share of the first loss that is left", left, NOT_BY_HEART),),
             (Advice("print the inputs and outputs of each function, from batch to loss"),),
             "More data do not help a model that can't learn a few samples." * (not trial.falls),
             against=())  # fmt: skip
-
-
-def _reaches_zero(record: Record) -> bool:
-    facts = record.found_by("outputs-in-vain")
-    return any(fact.numbers["share"] < 1 - BY_OUTPUTS for fact in facts)
 
 
 def _left_of_one_batch(record: Record) -> float:
