@@ -89,7 +89,7 @@ class LossLog:
         And see `StepReport.loss_counts` of these steps.
         """
         held = [entry for entry in self._held if entry[0] <= last]
-        counts = Counter(Counter(step for step, is_said, _ in held if not is_said).values())
+        counts = dict(Counter(Counter(s for s, is_said, _ in held if not is_said).values()))
         self._held = deque([entry for entry in self._held if entry[0] > last], _MOST)
         numbers = fetch_numbers([value for _, _, value in held])
         counted = _counted((*of[:2], number) for of, number in zip(held, numbers, strict=True))
