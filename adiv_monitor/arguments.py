@@ -24,12 +24,8 @@ def check_training(training: Training) -> None:
     of = training
     _check_model(of.model)
     _check_optimizer(of.optimizer)
-    _check_is_instance("loss", of.loss)
-    if of.loss is not None and not callable(of.loss):
-        raise TypeError(
-            f"Monitor(loss=…): got {type(of.loss).__name__}, expected the module that computes the "
-            "loss, a function (output of the model) → loss, or None"
-        )
+    if of.loss is not None:
+        _check_loss("loss", of.loss)
     _check_count("max_rows", of.max_rows, or_none=True)
     for name in ("attainable", "attention", "spectral"):
         if not isinstance(value := getattr(of, name), bool):
@@ -172,21 +168,27 @@ def _check_count(name: str, value: object, *, or_none: bool = False) -> None:
         )
 
 
-def _check_is_instance(name: str, loss: object) -> None:
+def _check_loss(name: str, loss: object) -> None:
     if isinstance(loss, type):
         raise TypeError(
             f"Monitor({name}=…): got the class {loss.__name__}, expected an instance: "
             f"{loss.__name__}()"
         )
+    if not callable(loss):
+        raise TypeError(
+            f"Monitor({name}=…): got {type(loss).__name__}, expected the module that computes the "
+            "loss, or a function (output of the model) → loss"
+        )
+    if not isinstance(loss, nn.Module) and not takes(loss, None):
+        raise TypeError(
+            f"Monitor({name}=…): got {getattr(loss, '__name__', loss)}, expected a function of the "
+            "model's output alone, the loop's module (nn.MSELoss()), or monitor.log_loss(loss)"
+        )
 
 
 def _check_realised(realised: object, optimizer: object) -> None:
-    _check_is_instance("realised", realised)
-    if not isinstance(realised, bool) and not callable(realised):
-        raise TypeError(
-            f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "
-            "that computes the loss, or a function (output of the model) → loss"
-        )
+    if not isinstance(realised, bool):
+        _check_loss("realised", realised)
     if realised is not False and optimizer is None:
         raise ValueError(
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "

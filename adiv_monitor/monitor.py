@@ -102,7 +102,7 @@ class Monitor:
             is called in measured steps only, and must not draw random numbers. Several losses of a
             step (of samples, of micro-batches) count as their mean. `log_loss` takes precedence. A
             note in the report says what to pass if no loss was seen, as where the loop calls
-            another module or a plain function. None: the loss that `realised` names, if any.
+            another module. None: the loss that `realised` names, if any.
         alignment: a `Probe`, a batch that runs through the model after each measured step to
             measure how weights, updates and activations are aligned (`StepReport.alignment`). The
             reference is the weights at `attach`, or those of the run that is resumed.

@@ -45,24 +45,20 @@ class LossHook:
         self._of = None if isinstance(loss, nn.Module) else loss
         self._note = note
         self._fail = fail
-        self._can_be_called = self._of is None or takes(self._of, None)
         of_torch = type(loss).__module__ == nn.modules.loss.__name__
         self.of_torch = type(loss).__name__ if of_torch else ""
         name = getattr(loss, "__name__", type(loss).__name__)
         why = f"{name} gave no value with a gradient for the model's output"
         if isinstance(loss, nn.Module):
             why = f"the given {name} was not seen to be called (another instance is, or compiled?)"
-        elif not self._can_be_called:
-            why = f"{name} takes more than one argument, expected the model's output alone"
         self.unseen = f"The loss is not known: {why}. {_OTHERWISE}"
         self._module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
         self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:
         """Register the hook. `remove` removes it, even if this method raises."""
-        if self._can_be_called:
-            hook = Hook(self._guarded)
-            self._handles.append(self._module.register_forward_hook(hook, with_kwargs=True))
+        hook = Hook(self._guarded)
+        self._handles.append(self._module.register_forward_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hook."""

@@ -555,5 +555,5 @@ def test_what_can_not_be_asked_for() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"Monitor\(realised=…\): got it with optimizer=None"):
         Monitor(model, None, realised=True)
-    with pytest.raises(TypeError, match=r"Monitor\(realised=…\): got str, expected True"):
+    with pytest.raises(TypeError, match=r"Monitor\(realised=…\): got str, expected the module"):
         Monitor(model, sgd, realised="loss")  # type: ignore[arg-type]

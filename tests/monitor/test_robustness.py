@@ -229,6 +229,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attention": 1}, TypeError, "attention=….*got 1, expected True or False"),
     ({"realised": nn.CrossEntropyLoss}, TypeError, r"expected an instance: CrossEntropyLoss\(\)"),
     ({"loss": nn.CrossEntropyLoss}, TypeError, r"loss=….*expected an instance"),
+    (
+        {"loss": nn.functional.mse_loss},
+        TypeError,
+        r"loss=…\): got mse_loss, expected a function of the model's output alone",
+    ),
+    ({"realised": lambda output, y: 0.0}, TypeError, "got <lambda>, expected a function"),
     ({"loss": 3.0}, TypeError, "loss=….*got float"),
     ({"max_overhead": 1}, ValueError, "above 0 and below 1"),
     ({"model": nn.ReLU()}, ValueError, "ReLU without trainable parameters"),
