@@ -394,6 +394,19 @@ def test_data_without_differences_are_named(change: Any, index: int, of: str) ->
     assert [fact.words["of"] for fact in facts] == ([of] if of else [])
 
 
+@pytest.mark.parametrize("at_boundary", [False, True])
+def test_values_that_are_all_the_same_are_named_but_at_a_boundary(at_boundary: bool) -> None:
+    def of_values(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        x, other, y = batch
+        values = model(x + other)[:, 0]
+        loss = functional.mse_loss(values, y)
+        return loss + functional.mse_loss(values, x[:, 0]) if at_boundary else loss
+
+    changed = [(x, x.flip(0), torch.zeros(len(x))) for x, _ in batches()]
+    facts = asked_one("constant-data", setup(batches=changed, loss=of_values)).facts
+    assert [fact.words["of"] for fact in facts] == ([] if at_boundary else ["labels"])
+
+
 def test_labels_that_no_loss_uses_may_all_be_the_same() -> None:
     def copying(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (model(batch[0]) - batch[0][:, :3]).square().mean()

@@ -202,11 +202,10 @@ def _targets(setup: Setup) -> list[Fact]:
     """Return a fact if a loss ignores all targets, or all that count are the same.
 
     Targets that the loss makes itself, such as the place of the right pair, may all be the same;
-    and so may values, such as those at a boundary, beside other targets.
+    and so may values, such as those at a boundary, beside those of another call.
     """
-    is_pair = len(list(tensors(setup.batches[0]))) == 2
-    names = (*CLASSIFIES, *LOSSES) if is_pair else CLASSIFIES
-    for call in calls_of(setup.fork(), lambda call: call.name in names):
+    compared = calls_of(setup.fork(), lambda call: call.name in (*CLASSIFIES, *LOSSES))
+    for call in [x for x in compared if x.name in CLASSIFIES or len(compared) == 1]:
         target, index = call.argument(1, "target"), call.kwargs.get("ignore_index", -100)
         given = parts_like(target, setup.batches)
         left = {value for x in given for value in torch.unique(x[x != index])[:2].tolist()}

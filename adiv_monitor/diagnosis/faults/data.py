@@ -63,7 +63,7 @@ _CONSTANT = {
 def constant_data(record: Record) -> Iterator[Finding]:
     """Find data without any difference to learn from: in inputs, labels, or the targets left."""
     for fact in record.found_by("constant-data"):
-        of, mask = fact.words["of"], "index" in fact.numbers
+        of, mask = fact.words["of"], fact.words["of"] in ("ignored", "rest")
         among = f" in {fact.numbers['samples']:.0f} samples" if "samples" in fact.numbers else ""
         yield Finding("constant-data", "act",
             _CONSTANT[of].format(**fact.numbers, **fact.words) + f"{among}.",
