@@ -148,6 +148,7 @@ HITS = {
         layers=[LAYERS, LAYERS, *[HEAD] * 4], **without("", "", *["a"] * 4)
     ),
     "unshuffled": run(losses=STILL, layers=ALIKE),
+    "not-held since they were unfrozen": run(not_held=[*[{}] * 3, *[{"a": 900}] * 3]),
     "not-held": run(not_held=[{}, *[{"a": 900}] * 5]),
     "unreached": run(cut_off={"a": 400, "b": 20}),
     "zeroed-early": run(removed={"a": 600, "b": 300}, layers={}),
@@ -300,6 +301,7 @@ MEANT = {
         losses=STILL, layers=ALIKE, other_optimizers=("Adam",)
     ),
     "a head that nobody uses": run(not_held=[{}, *[{"a": 9}] * 5]),
+    "a gradient in the last step alone": run(not_held=[*[{}] * 5, {"a": 900}]),
     "another network that is trained in turns": run(not_held=[{}, {"a": 900}, {}, *[{"a": 9}] * 3]),
     "idle experts": run(cut_off=[{"a": 400}, {"b": 400}, {}, {"a": 400}, {}, {"b": 400}]),
     "a part without a gradient": run(removed={"a": 400}),

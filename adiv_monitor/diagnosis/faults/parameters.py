@@ -40,9 +40,8 @@ ROUNDED_AWAY = 0.5
 def not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that are in no group, or that no measured step changed."""
     names, audited = record.wiring.not_held, record.is_audited
-    paths, share = (
-        ((), 0.0) if audited else could_train.share_of(record, "not_held", record.reports[1:])
-    )
+    late = record.reports[max(1, len(record.reports) // 2) :]  # some are unfrozen on the way
+    paths, share = ((), 0.0) if audited else could_train.share_of(record, "not_held", late)
     if names or paths:
         what = f"the parameters of {these(record, paths)}" if paths else _several(names)
         yield Finding("not-held", could_train.strength(record) if paths else "act",
