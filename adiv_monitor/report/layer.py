@@ -156,7 +156,7 @@ SIZES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "activation_max": ("Largest output", "max |z_n| of the sample"),
         "activation_kurtosis": ("Kurtosis of the outputs", "mean z⁴ / (mean z²)²; 3 if normal"),
         "zero_share": ("Shut units", "share of the entries g_n = 0 of rows with a gradient"),
-        "silent_share": ("Silent units", "share of those with g_n = 0 in all sampled rows"),
+        "silent_share": ("Silent units", "share of the units whose g_n is 0 in all sampled rows"),
         "gradient_norm": ("Gradient norm", "‖γ‖, as the optimizer saw it"),
         "update_norm": ("Update norm", "‖ΔΘ‖"),
         "weight_norm": ("Weight norm", "‖Θ‖, before the step"),
