@@ -84,9 +84,9 @@ class LossLog:
         self._closed = None
 
     def take(self, last: int) -> tuple[dict[int, float], dict[int, int]]:
-        """Remove and return the losses by step, sorted, of the steps up to `last`.
+        """Remove the losses of the steps up to `last`; return them by step, sorted.
 
-        And see `StepReport.loss_counts` of these steps.
+        Returned are, too, the `StepReport.loss_counts` of these steps.
         """
         held = [entry for entry in self._held if entry[0] <= last]
         counts = dict(Counter(Counter(s for s, is_said, _ in held if not is_said).values()))

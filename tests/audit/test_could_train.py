@@ -98,6 +98,14 @@ def test_the_group_whose_rate_is_gone_is_named() -> None:
     assert "param_groups[0] is below 0.001 of its peak" in finding.summary
 
 
+def test_groups_whose_rates_jump_are_named_together() -> None:
+    jumps = [*[(0.1, 0.01, 0.02)] * 4, *[(0.1, 0.3, 0.2)] * 2]
+    groups = {"a": 0, "b": 1, "c": 2}
+    (jump,) = (f for f in diagnose(run(learning_rates=jumps, groups=groups)) if f.since == 28)
+    assert (jump.name, jump.layers) == ("rate-rises", ("b", "c"))
+    assert "param_groups[1], param_groups[2] jumps by a factor of up to 30" in jump.summary
+
+
 def test_a_rate_below_zero_is_not_gone() -> None:
     finding, *others = diagnose(HITS["settings-off by a rate below zero"])
     assert "lr is -0.1; such steps climb the loss. It was 0.1 at first." in finding.summary

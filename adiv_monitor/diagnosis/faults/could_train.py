@@ -181,15 +181,14 @@ def accumulation_cut(record: Record) -> Iterator[Finding]:
     more = [count for count in counts if count > usual]
     alone = not any(report.other_optimizers for report in record.reports)
     each = any(len(report.loss_gradients) == usual >= SUMMED for report in record.reports)
-    if not (alone and each and len(more) == 1 and more[0] < 2 * usual and counts[more[0]] > 1):
-        return
-    times = counts[more[0]]
-    share = times * (more[0] - usual) / sum(n * steps for n, steps in counts.items())
-    yield Finding("accumulation-cut", strength(record) if share > FEW else "note",
-        f"Steps accumulate the gradients of {usual} batches, but {times:,} of {counts.total():,} "
-        f"come after {more[0]}: what an epoch's end leaves over is zeroed, or added to the next.",
-        (Evidence("share of the batches that are left over", share, FEW),),
-        (_LAST_STEP,))  # fmt: skip
+    if alone and each and len(more) == 1 and more[0] < 2 * usual and counts[more[0]] > 1:
+        times = counts[more[0]]
+        share = times * (more[0] - usual) / sum(n * steps for n, steps in counts.items())
+        yield Finding("accumulation-cut", strength(record) if share > FEW else "note",
+            f"Steps accumulate {usual} batches, but {times:,} of {counts.total():,} come after "
+            f"{more[0]}: what an epoch's end leaves over is zeroed, or added to the next.",
+            (Evidence("share of the batches that are left over", share, FEW),),
+            (_LAST_STEP,))  # fmt: skip
 
 
 @finds("monitor")
@@ -416,16 +415,19 @@ def rate_rises(record: Record) -> Iterator[Finding]:
 
 @finds("monitor")
 def rate_jumps(record: Record) -> Iterator[Finding]:
-    """Find a group whose learning rate, long the same, is suddenly far above all before."""
-    for i, rates in enumerate(zip(*(r.learning_rates for r in record.reports), strict=False)):
-        for k, report in enumerate(record.reports[FEWEST_MEASURED:], FEWEST_MEASURED):
-            *_, last = before = rates[:k]
-            if {*before[-FEWEST_MEASURED:]} == {last} and rates[k] >= RISEN * max(before) > 0:
-                yield Finding("rate-rises", strength(record),
-                    f"The learning rate of group {i} jumps from {last:.3g} to {rates[k]:.3g}.",
-                    (Evidence("learning rate over that before", rates[k] / last, RISEN),),
-                    (Advice("look for code that sets it"),), since=report.step,
-                    layers=tuple(p for p, g in report.groups.items() if g == i))  # fmt: skip
+    """Find groups whose learning rate, long the same, is suddenly far above all before."""
+    groups = [*zip(*(r.learning_rates for r in record.reports), strict=False)]
+    for k, report in enumerate(record.reports[FEWEST_MEASURED:], FEWEST_MEASURED):
+        jumped = [i for i, r in enumerate(groups) if r[k] >= RISEN * max(r[:k]) > 0
+                  and len({*r[k - FEWEST_MEASURED : k]}) == 1]  # fmt: skip
+        if jumped:
+            named = listed([f"param_groups[{i}]" for i in jumped])
+            most = max(groups[i][k] / groups[i][k - 1] for i in jumped)
+            yield Finding("rate-rises", strength(record),
+                f"The learning rate of {named} jumps by a factor of up to {most:.3g}.",
+                (Evidence("learning rate over that before", most, RISEN),),
+                (Advice("look for code that sets it"),), since=report.step,
+                layers=tuple(p for p, i in report.groups.items() if i in jumped))  # fmt: skip
 
 
 @loop_fault("weights-set-back", "Weights are set back between steps", shown_by=lambda r:
