@@ -167,9 +167,7 @@ HITS = {
     "bounded-logits": probed("bounded-logits", share=1.0, classes=10.0, floor=0.8),
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log", words={"given": "probabilities"}),
-    "label-is-blank": probed("label-is-blank", WELL, share=0.2, blank=0.0),
     "loss-reversed": probed("loss-reversed", words={"outputs": "signed"}, right=0.9, wrong=0.1),
-    "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-6.0, drawn=50.0, pushed=50.0),
     "logits-as-probabilities": probed("logits-as-probabilities", at=0.0, beyond=-1.0, outside=0.5),
     "softmax-of-one": probed("softmax-of-one"),
     "target-attached": probed("target-attached", share=0.97),
@@ -309,7 +307,6 @@ NEAR_MISSES = {
     "dead-units": units(dead=10),
     "saturated-units": units("relu", share=0.8),
     "clipping-always": record(facts=replace(FACTS, clip_norm=2.0)),
-    "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-4.9, drawn=9.0, pushed=9.0),
     "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.3)}),
     "uneven-rates of one learning rate": grouped(0.1),
     "decay-fights by a small penalty": penalty(0.2),
@@ -692,7 +689,11 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("input-scale watch",
      replace(units(dead=40), inputs={"0": replace(INPUTS, std=6.0)}, facts=adam(), losses=WELL)),
     ("input-scale act", replace(units(dead=40), inputs=WIDE, facts=adam(), losses=WELL)),
-    ("input-mean watch", first_layer(common_share=0.95)),
+    ("input-mean note", first_layer(common_share=0.95)),
+    ("input-mean note", record({"a": reading(common_share=0.6)},
+                               inputs={"0": replace(INPUTS, mean=1.2)})),
+    ("input-mean watch", record({"a": reading(common_share=0.6)}, losses=STILL,
+                                inputs={"0": replace(INPUTS, mean=1.2)})),
     ("input-mean no", first_layer(common_share=0.8)),
     # Queries and keys hear little of the loss while attention is even, if the values hear more.
     ("vanishing no", alone(ATTENDS, losses=STILL)),
@@ -801,7 +802,8 @@ def test_deep_networks_are_told_of_skip_connections_first(layers: int, first: st
 
 def test_traits_of_healthy_runs_come_behind_exact_causes() -> None:
     inputs = {"0": replace(INPUTS, mean=1.2)}
-    of = record({"a": reading(common_share=0.6, descent=1e-9, scale_mean=17.0)}, inputs=inputs)
+    of = record({"a": reading(common_share=0.6, descent=1e-9, scale_mean=17.0)}, inputs=inputs,
+                losses=STILL)  # fmt: skip
     assert [f.name for f in diagnose(of)][:2] == ["vanishing", "input-mean"]
 
 

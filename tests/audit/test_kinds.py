@@ -10,7 +10,7 @@ from audited import batches, seen
 from made_records import record
 from torch import Tensor, nn
 from torch.nn import functional
-from trial_setups import answer, mlp, setup
+from trial_setups import answer, loss, mlp, setup
 
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
 from adiv_monitor.diagnosis import diagnose
@@ -138,6 +138,43 @@ def shrinking(by: float, of_outputs: bool) -> Callable[[nn.Module, Any], Tensor]
 )
 def test_a_penalty_on_the_weights_in_the_loss(by: float, of_outputs: bool, hits: bool) -> None:
     assert bool(found("decay-fights", setup(loss=shrinking(by, of_outputs)))) is hits
+
+
+def at_the_ends(model: nn.Module, batch: Any) -> Tensor:
+    """Boundary values: outputs that are asked for at the same inputs in each step."""
+    return loss(model, batch) + 9 * model(torch.eye(12)[:2]).square().sum()
+
+
+class Tempered(nn.Module):
+    """An actor and a critic, with the logarithm of a temperature that begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor, self.critic = mlp(), mlp()
+        self.heat = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)
+
+
+def soft_actor_critic(model: Any, batch: Any) -> Tensor:
+    logits, value = model(batch[0])
+    p, log = logits.softmax(1), logits.log_softmax(1)
+    entropy, heat = -(p * log).sum(1), model.heat.exp().detach()
+    of_actor = (p * (heat * log - value.detach())).sum(1).mean()
+    of_heat = (model.heat * (entropy - 0.5).detach()).mean()
+    of_critic = functional.mse_loss(value.gather(1, batch[1][:, None]), batch[0][:, :1])
+    return of_critic + of_actor + of_heat
+
+
+def test_what_is_computed_at_fixed_inputs_is_no_penalty_on_the_weights() -> None:
+    assert not found("decay-fights", setup(loss=at_the_ends))
+    assert not found("decay-fights", setup(model=Tempered(), loss=soft_actor_critic))
+
+
+def test_a_detached_factor_of_a_term_is_no_cut() -> None:
+    assert not found("gradient-cut", setup(model=Tempered(), loss=soft_actor_critic))
 
 
 class Multiplied(nn.Module):

@@ -1,7 +1,6 @@
 """Forms of losses that do not fit the outputs or the targets: each beside its fixed twin."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -268,21 +267,6 @@ def test_a_likeness_to_numbers_that_is_minimised_is_named(of: OfPair, is_wrong: 
 # Labels that a loss keeps for itself
 
 
-@pytest.mark.parametrize(
-    ("first", "blank", "share"), [(0, 0, 0.25), (1, 0, 0.0), (0, 5, 0.0), (2, 5, 0.25)]
-)
-def test_labels_with_the_number_of_the_blank_are_told(first: int, blank: int, share: float) -> None:
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        scores = model(batch[0])[:, None].expand(-1, 9, 6).log_softmax(2).transpose(0, 1)
-        labels = first + torch.arange(4).expand(len(batch[0]), 4)
-        padded = functional.pad(labels, (0, 3), value=blank)
-        size = torch.full((len(batch[0]),), 9), torch.full((len(batch[0]),), 4)
-        return functional.ctc_loss(scores, padded, *size, blank=blank)
-
-    found = asked("label-is-blank", setup(loss=of, model=nn.Linear(12, 6)))
-    assert [fact.numbers["share"] for fact in found] == [share] * bool(share)
-
-
 class ActorCritic(nn.Module):
     """Gives logits of actions and an estimate of the reward."""
 
@@ -356,58 +340,6 @@ def test_pairs_that_are_meant_are_no_finding(of: OfPair) -> None:
 
 
 # Pairs, and terms of a loss that compare a tensor with itself
-
-
-def of_pairs(margin: float, drawn: bool, is_cosine: bool = False) -> Setup:
-    """A contrastive loss of neighbours in the order of classes; alike pairs are drawn together."""
-
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        order = batch[1].argsort()
-        x, y = batch[0][order], batch[1][order]
-        a, b = model(x), model(x.roll(5, 0))
-        if is_cosine:
-            a, b = functional.normalize(a, dim=1), functional.normalize(b, dim=1)
-        distance = ((a - b).square().sum(1) + 1e-9).sqrt()
-        together = (y == y.roll(5, 0)) == drawn
-        return torch.where(together, distance, (margin - distance).relu()).square().mean()
-
-    apart = tuple((x + 9 * functional.pad(one_hot(x, y), (0, 9)), y) for x, y in batches())
-    return setup(loss=of, batches=apart)
-
-
-@pytest.mark.parametrize(("margin", "is_cosine"), [(0.5, False), (9.0, True)])
-def test_pairs_that_are_drawn_together_should_be_the_near_ones(
-    margin: float, is_cosine: bool
-) -> None:
-    name = "pairs-reversed"
-    (wrong,), (right,) = (asked(name, of_pairs(margin, x, is_cosine)) for x in (False, True))
-    assert wrong.numbers["share"] < 0.1 and right.numbers["share"] > 0.9
-    assert strengths(name, (wrong,)) == ["act"] and strengths(name, (right,)) == []
-
-
-@pytest.mark.parametrize("swapped", [True, False])
-def test_positives_of_triplets_should_be_the_near_ones(swapped: bool) -> None:
-    def of(model: nn.Module, batch: Any) -> Tensor:
-        order = batch[1].argsort()
-        anchors, near = batch[0][order], batch[0][order].roll(1, 0)
-        others = near, anchors.roll(len(order) // 2, 0)
-        a, b, c = (model(x) for x in (anchors, *(others[::-1] if swapped else others)))
-        return functional.triplet_margin_loss(a, b, c, margin=0.1)
-
-    facts = asked("pairs-reversed", setup(loss=of, batches=of_pairs(0.5, True).batches))
-    assert (facts[0].numbers["share"] < 0.2) is swapped
-    assert strengths("pairs-reversed", facts) == ["act"] * swapped
-
-
-def test_labels_without_a_relation_to_the_inputs_reverse_no_pairs() -> None:
-    """Though a margin leaves out the pairs that are far apart."""
-    of = of_pairs(0.5, True)
-    generator = torch.Generator().manual_seed(0)
-    noise = tuple((torch.randn(x.shape, generator=generator), y) for x, y in of.batches)
-    facts = asked("pairs-reversed", replace(of, batches=noise))
-    assert facts[0].numbers["share"] == pytest.approx(0.5, abs=0.15)
-    assert strengths("pairs-reversed", facts) == []
-    assert asked("pairs-reversed", setup()) == ()
 
 
 class Taught(nn.Module):

@@ -122,6 +122,17 @@ def test_weights_of_samples_are_no_labels(dtype: torch.dtype) -> None:
     assert fact.numbers["label"] == 0.0
 
 
+def test_booleans_are_masks_and_no_labels() -> None:
+    def of_masked(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0])[batch[1]], batch[2][batch[1]])
+
+    chance = torch.Generator().manual_seed(0)
+    given = [torch.randint(7, (4, 9), generator=chance) for _ in range(3)]
+    made = tuple((x, torch.rand(4, 9, generator=chance) < 0.3, x % 4) for x in given)
+    bed = setup(model=Tags(pixels=False), batches=made, loss=of_masked, optimizer=adam)
+    assert told("class-untaught", bed, trained=True).facts == ()
+
+
 class Tags(nn.Module):
     """Classes for each token, or for each pixel."""
 

@@ -500,16 +500,6 @@ def slow(model: nn.Module) -> SGD:
     return SGD(model.parameters(), lr=0.02)
 
 
-def of_pairs(model: nn.Module, batch: Any, alike: bool) -> Tensor:
-    """Return the contrastive loss of neighbours in the order of classes, with a margin of 1."""
-    order = batch[1].argsort()
-    x, y = batch[0][order], batch[1][order]
-    z, other = (functional.normalize(model(part), dim=1) for part in (x, x.roll(1, 0)))
-    distance = ((z - other).square().sum(1) + 1e-9).sqrt()
-    is_drawn = (y == y.roll(1, 0)) == alike
-    return torch.where(is_drawn, distance, (1 - distance).relu()).square().mean()
-
-
 def with_setup(**changes: Any) -> Callable[[], Setup]:
     return lambda: replace(HEALTHY.setup(), **changes)
 
@@ -748,14 +738,6 @@ PICTURES: dict[str, Picture] = {
         {},
         (answers, ("LOGIT", "LOWER")),
         with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
-    ),
-    "pairs-reversed": Picture(
-        "pairs of one class are pushed apart, and others drawn together",
-        with_setup(loss=partial(of_pairs, alike=False), optimizer=slow),
-        {"share of couples in which the pair drawn together is nearer":
-             of_fact("pairs-reversed", "share")},
-        (targets, ("REVERSED", "CERTAINLY")),
-        with_setup(loss=partial(of_pairs, alike=True), optimizer=slow),
     ),
     "softmax-of-one": Picture(
         "one output for \"is it odd?\", behind a softmax; the healthy one's is behind a sigmoid",

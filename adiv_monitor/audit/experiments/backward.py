@@ -78,7 +78,7 @@ def cuts(fork: Fork) -> list[Call]:
         if any(x.requires_grad for x in taken):
             if _detaches(call) or _draws(call) or not torch.is_grad_enabled():
                 cut = cut or [call]
-            elif any(x.requires_grad and x.is_leaf for x in taken) or _is_beside(cut, call):
+            elif _meets(taken, call) or _is_beside(cut, call):
                 found.update((origin.number, origin) for origin in cut)
         cut = [call] if cut and _draws(call) else cut
         for x in tensors(call.result) if cut else ():
@@ -89,6 +89,10 @@ def cuts(fork: Fork) -> list[Call]:
         fork, see, change=lambda call: _drawn(call).detach() if _draws(call) else NotImplemented
     )
     return [*found.values()]
+
+
+def _meets(taken: list[Tensor], call: Call) -> bool:
+    return call.path is not None and any(x.requires_grad and x.is_leaf for x in taken)
 
 
 def _is_beside(cut: list[Call], call: Call) -> bool:

@@ -196,8 +196,8 @@ def _without_gradient(setup: Setup, trained: Fork) -> Iterator[Fact]:
     """Yield classes of which no label's place has a gradient, before and after training.
 
     Of the labels of other classes, more than half have one before training: what is learnt needs
-    none. There may be a label for each sample, token or pixel. A class of padding alone is none,
-    and one of most tokens marks those without a label.
+    none. There may be a label for each sample, token or pixel; booleans of places are masks. A
+    class of padding alone is none, and one of most tokens marks those without a label.
     """
     batches = spread(setup.batches, CLASS_BATCHES)
     seen: list[list[Tensor]] = []
@@ -223,7 +223,7 @@ def _labelled(fork: Fork, batch: Any) -> list[Tensor]:
     """Return labels, whether the place of each has a gradient, and whether it is no padding."""
     seen, size = _passed(fork, batch), size_of(batch)
     of_places = [x for x in (*seen.targets, *tensors(batch))
-                 if x.numel() > size and not x.is_floating_point()
+                 if x.numel() > size and x.dtype != torch.bool and not x.is_floating_point()
                  and not any(torch.equal(x, y) for y in seen.given)]  # fmt: skip
     one_each = [x for x in tensors(batch) if x.shape[:1] == (size,) and x.numel() == size > 1]
     for x in (*of_places, *one_each):

@@ -14,6 +14,7 @@ from adiv_monitor.audit.experiments.backward import backward, compared
 from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped, watched
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
 from adiv_monitor.audit.experiments.questions import Look, asks, looks
+from adiv_monitor.audit.experiments.state import last_maps
 from adiv_monitor.audit.training.batches import size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import train
@@ -118,12 +119,16 @@ def penalty_dominates(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def penalty_on_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the length of the gradient of terms that depend on the weights alone, over the rest.
 
-    They are the same for another batch, and other random numbers.
+    They are the same for another batch, other random numbers and other outputs, and not 0: values
+    that are asked for at fixed inputs, such as those at a boundary, are outputs.
     """
     batch = next((x for x in setup.batches if x is not setup.batches[0]), None)
     own = _terms(setup.fork(), exchanged=False)
-    others = _terms(replace(setup.fork(), seed=setup.seed + 1), exchanged=False, batch=batch)
-    penalties = {i for i, (x, y) in enumerate(zip(own, others, strict=False)) if _alike(x, y)}
+    fork = replace(setup.fork(), seed=setup.seed + 1)
+    for path in last_maps(setup.fork())[0]:
+        fork.model.get_submodule(path).register_forward_hook(lambda *given: 2 * given[-1] + 1)
+    others = _terms(fork, exchanged=False, batch=batch)
+    penalties = {i for i, (x, y) in enumerate(zip(own, others, strict=False)) if _alike(x, y) and x}
     if batch is None or len(own) != len(others) or not 0 < len(penalties) < len(own):
         return
     rest, both = backward(_without(setup.fork(), penalties)), backward(setup.fork())

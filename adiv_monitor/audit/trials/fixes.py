@@ -392,7 +392,7 @@ def _logits_times_10(fork: Fork, layers: Layers, record: Seen) -> None:
     replace_calls(fork, lambda call: call.name == "cross_entropy", instead)
 
 
-@fix("positions", rescales=True)
+@fix("positions")
 def _positions(fork: Fork, layers: Layers, record: Seen) -> None:
     """Add a random vector to each place's vector that the first layer gives, of their own rms."""
 

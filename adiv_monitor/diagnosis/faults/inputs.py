@@ -220,7 +220,8 @@ def input_mean(record: Record) -> Iterator[Finding]:
     for name, seen in _inputs(record).items():
         share = common_share(seen)
         if share > COMMON_SHARE_WATCH and _is_read(record, seen) and not centred:
-            yield Finding("input-mean", act_if(share > COMMON_SHARE_ACT and _costs(record)),
+            acts = share > COMMON_SHARE_ACT and _costs(record)
+            yield Finding("input-mean", "act" if acts else "watch" if suffers(record) else "note",
                 f"{share:.0%} of the mean square of input {name!r} is due to the mean, "
                 "which all samples share: each step moves all samples in the same direction.",
                 (Evidence("common share", share, COMMON_SHARE_WATCH, name),),

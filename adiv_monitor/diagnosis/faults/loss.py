@@ -90,7 +90,7 @@ told(__name__, "class-untaught", "Classes without a gradient", lasts,
      where=lambda fact: "label" in fact.numbers, explains=(*LEARNING, "collapsed"))  # fmt: skip
 told(__name__, "class-untaught", "", suffers,
      "Of the {length:.0f} {of} of the outputs, {unread:.0f} never have a gradient, before or "
-     "after training: the loss does not read them (number {first:.0f} is the first).",
+     "after training: the loss teaches them nothing (number {first:.0f} is the first).",
      [Number("parts without a gradient", "unread")],
      Advice("check the axis along which the loss gathers, slices or counts the outputs, and the "
             "lengths that it is given"),
