@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.check import Equations, of_gradient
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import has_data, on_gradient, trains
-from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows, Pass, versions
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
@@ -32,7 +32,7 @@ from adiv_monitor.capture.weights.pieces import gradient as gradient_of
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
-from adiv_monitor.features.recurrent import Map, RecurrentCall
+from adiv_monitor.features.recurrent import RecurrentCall, unroll
 from adiv_monitor.features.rows import Rows, behind_view, norms
 from adiv_monitor.features.uses import Use, as_it_is
 from adiv_monitor.maths.ceiling import KNOWN
@@ -115,9 +115,9 @@ class Catch:
                 calls[use.part] = call = rows.new_call((made.rows,), made.input.device)
                 call.precision = made.precision
         if calls:
-            late = LateRows(made, calls, self._replayed)
             paths = [call.layer.path for call in calls.values()]
-            self._hooks += late.watch(outputs, used, partial(partial, self._reached, paths))
+            arrive = partial(self._reached, paths, self._unrolled, made, calls)
+            self._hooks.append(register_multi_grad_hook(outputs, arrive))
         return used
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
@@ -126,7 +126,7 @@ class Catch:
         features = use.features(rows)
         call.features = features.restrict(**layer.trained)
         call.z = rows.copied(z)
-        if layer.weight is not None and layer.is_direct:  # its rows have scales
+        if layer.weight is not None:
             whole = use.whole()
             call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
         if rows.total and check is not None and check.only in (None, layer.path):
@@ -229,9 +229,15 @@ class Catch:
         except RuntimeError:  # `autograd.grad` of this very parameter
             return False
 
-    def _replayed(self, call: Call, linear: Map) -> None:
-        """Take the rows that a replay computed for one layer of a recurrent call."""
-        if call.layer.path in self._rows:
+    def _unrolled(
+        self, made: RecurrentCall, calls: dict[str, Call], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Take the rows of a recurrent call, once the gradients of its outputs are there."""
+        given = {i: g.detach() for i, g in enumerate(gradients) if g is not None}
+        for linear in unroll(made, given):
+            call = calls.get(linear.use.part)
+            if call is None or call.layer.path not in self._rows:
+                continue
             if not call.arrived:
                 of_rows = affine(linear.inputs, linear.use.weight, linear.use.bias)
                 self._look(call, of_rows, linear.z)
@@ -260,11 +266,9 @@ def _as_view(
 ) -> Tensor:
     """Return the gradient of a contiguous tensor in the layout of a view of its entries.
 
-    It is copied only if its own memory order does not allow the view.
+    It is copied only if it is not contiguous.
     """
-    outermost_first = sorted(range(len(shape)), key=lambda dim: -stride[dim])
-    as_in_memory = gradient.reshape([shape[dim] for dim in outermost_first])
-    return layout(as_in_memory.permute([outermost_first.index(dim) for dim in range(len(shape))]))
+    return layout(gradient.contiguous().as_strided(shape, stride))
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

@@ -24,8 +24,6 @@ from adiv_monitor.features.uses import Use
 
 # A layer with few outputs gets several vectors, until it has this many equations.
 _EQUATIONS = 16
-# The most numbers of features of all rows that are gathered for the products.
-_MOST = 2**22
 
 
 # One side of the equations of weight and bias, each a vector; None: there are none.
@@ -37,9 +35,9 @@ class Products:
     """The products φ_r·v of all rows of one call.
 
     Attributes:
-        v: the vectors, (groups, width, m); None if no weight is trained.
-        of_weight: Φ_W v, (*rows, groups, m); None without v.
-        of_bias: φ_b of every row, (*rows, groups or 1, 1), or one number; None without a bias.
+        v: the vectors, (width, m); None: the weight is not checked.
+        of_weight: Φ_W v, (*rows, m); None without v.
+        of_bias: φ_b of every row, (rows, 1), or one number; None: the bias is not checked.
     """
 
     v: Tensor | None
@@ -80,54 +78,55 @@ class Check:
     def products(self, layer: Layer, use: Use, features: Features, rows: Rows) -> Products | None:
         """Return the products of all rows of a call; None if its layer can't be checked.
 
+        Of several groups, only a bias is checked: there are as many products as activations.
+
         Args:
             layer: the layer.
             use: the use.
             features: the features of the sampled rows, untrained ones included.
             rows: the sampled rows.
         """
-        width = features.width if layer.is_direct else None
-        if width is None or (isinstance(features, DenseFeatures) and features.mixes_rows):
+        if features.width is None or (isinstance(features, DenseFeatures) and features.mixes_rows):
             return None
-        bias = features.bias if isinstance(features, DenseFeatures) else None
-        bias = bias if layer.bias is not None else None
-        v = None if layer.weight is None else self._vectors(layer, features, use)
         like = use.bias if use.weight is None else use.weight
         assert like is not None
+        has_bias, v = layer.bias is not None, None
+        bias = features.bias if isinstance(features, DenseFeatures) and has_bias else None
+        if layer.weight is not None and features.groups == 1:
+            v = self._vectors(features.width, like)
         with without_autocast(like):
-            if v is not None and len(v) > 1 and rows.chosen is not None:
-                # There are as many products as activations: only the bias is checked.
-                v, is_number = None, not isinstance(bias, Tensor)
-                return Products(v, None, bias) if is_number and bias is not None else None
+            if v is None and not isinstance(bias, Tensor):
+                return None if bias is None else Products(None, None, bias)
             if v is not None and use.times is not None:
                 return Products(v, use.times(v), bias)
-            if rows.chosen is not None:
-                numbers = sum(tensor.numel() for tensor in features._tensors.values())
-                if numbers * rows.total > _MOST * max(rows.count, 1):
-                    return None
-                features = use.features(Rows(rows.shape, None, rows.device))
-            products = None if v is None else features.times(v)
-            if isinstance(features, DenseFeatures):
-                if products is not None and features.weight_gain is not None:
-                    products = products * features.weight_gain[..., None]
-                if bias is not None:
-                    gain, bias = features.bias_gain, features.bias
-                    bias = bias if bias is None or gain is None else bias * gain
-            return Products(v, products, bias[..., None] if isinstance(bias, Tensor) else bias)
+            if not isinstance(features, DenseFeatures) or features.groups > 1:
+                return None
+            return _of_rows(use.features(Rows(rows.shape, None, rows.device)), v, has_bias=has_bias)
 
-    def _vectors(self, layer: Layer, features: Features, use: Use) -> Tensor:
-        """Return vectors for a layer, exact in every dtype."""
-        assert features.width is not None and layer.weight is not None and use.weight is not None
-        groups, width = features.width
-        outputs = max(1, use.weight.numel() // max(1, width))  # of all groups together
+    def _vectors(self, width: int, weight: Tensor) -> Tensor:
+        """Return vectors (width, m) for a weight, exact in every dtype."""
+        outputs = max(1, weight.numel() // max(1, width))
         m = max(1, min(width, math.ceil(_EQUATIONS / outputs)))
-        dtype, device = compute_dtype(use.weight), use.weight.device
-        key = groups, width, m, dtype, device
+        dtype, device = compute_dtype(weight), weight.device
+        key = width, m, dtype, device
         if key not in self._drawn:
-            drawn = np.random.default_rng(0).standard_normal((groups, width, m), np.float32)
+            drawn = np.random.default_rng(0).standard_normal((width, m), np.float32)
             rounded = torch.from_numpy(drawn).bfloat16().to(dtype)
             self._drawn[key] = rounded.to(device, non_blocking=True)
         return self._drawn[key]
+
+
+def _of_rows(every: Features, v: Tensor | None, *, has_bias: bool) -> Products:
+    """Return the products of one group from the features of all rows."""
+    assert isinstance(every, DenseFeatures)
+    of_weight, of_bias = None, every.bias if has_bias else None
+    if v is not None:
+        assert every.phi is not None
+        of_weight = every.phi[:, 0] @ v
+        of_weight = of_weight if every.weight_gain is None else of_weight * every.weight_gain
+    if of_bias is not None and every.bias_gain is not None:
+        of_bias = of_bias * every.bias_gain
+    return Products(v, of_weight, of_bias)
 
 
 def of_gradient(
@@ -137,7 +136,7 @@ def of_gradient(
     of_weight = None
     if v is not None:
         assert weight is not None
-        of_weight = features.weight_times(weight, v).flatten()
+        of_weight = (features.matrix(weight).mT.to(v.dtype) @ v).flatten()
     return of_weight, None if bias is None else to_compute_dtype(bias.clone()).flatten()
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter
 from typing import NamedTuple
-from weakref import ref
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.check import Equations, Products, added
 from adiv_monitor.capture.passes import Passes, Zeroed
-from adiv_monitor.capture.sampling import Threshold, draw, winners
+from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, Whole, to_compute_dtype, to_device
@@ -107,8 +106,9 @@ class Call:
 class Chooser:
     """Chooses the rows of calls for all layers of one step.
 
-    Layers with outputs of the same shape use the same rows in their first call, so that these are
-    drawn and copied to the device once. Only the uniformity within each layer matters.
+    Layers with outputs of the same shape use the same rows in their first call, and in each later
+    one, so that these are drawn and copied to the device once. Only the uniformity within each
+    layer matters.
 
     Args:
         max_rows: the number of rows to sample per layer; None: all rows.
@@ -118,18 +118,14 @@ class Chooser:
     def __init__(self, max_rows: int | None, generator: np.random.Generator) -> None:
         self.max_rows = max_rows
         self._generator = generator
-        self._first: dict[tuple[tuple[int, ...], torch.device], Rows] = {}
+        self._drawn: dict[object, Rows] = {}
 
-    def first(self, shape: tuple[int, ...], device: torch.device) -> Rows:
-        """Return the rows of a layer's first call."""
-        alike = shape, device
-        if alike not in self._first:
-            self._first[alike] = self.further(shape, device, np.inf)
-        return self._first[alike]
-
-    def further(self, shape: tuple[int, ...], device: torch.device, bound: float) -> Rows:
-        """Return the rows of a later call with keys below a bound."""
-        return draw(shape, self.max_rows, bound, self._generator, device)
+    def rows(self, number: int, shape: tuple[int, ...], device: torch.device) -> Rows:
+        """Return the rows of a layer's call of this number."""
+        alike = number, shape, device
+        if alike not in self._drawn:
+            self._drawn[alike] = draw(shape, self.max_rows, self._generator, device)
+        return self._drawn[alike]
 
 
 class LayerRows:
@@ -162,35 +158,22 @@ class LayerRows:
         self.versions: list[int] = []
         self.v: Tensor | None = None
         self.is_shared = False
-        self._every: list[ref[Call]] = []  # also those without a gradient
         self._chooser = chooser
-        self._bound: Threshold | None = None  # of all calls; a single call needs none
-        self._bounded = 0  # the number of these
+        self._called = 0
 
     def new_call(self, shape: tuple[int, ...], device: torch.device) -> Call:
-        """Create a call whose rows compete with those of all calls that may count.
+        """Create a call.
 
         Args:
             shape: the shape of z without its channels.
             device: the device of z.
         """
-        others = [call for each in self._every if (call := each()) is not None]
-        if not others:
-            rows = self._chooser.first(shape, device)
-        else:
-            if self._bound is None or len(others) != self._bounded:  # some have gone
-                several = [call.rows for call in others]
-                self._bound = Threshold(self._chooser.max_rows, several)
-            rows = self._chooser.further(shape, device, self._bound.bound)
-            self._bound.add(rows)
-            self._bounded = len(others) + 1
-        call = Call(self.layer, rows)
-        self._every.append(ref(call))
-        return call
+        self._called += 1
+        return Call(self.layer, self._chooser.rows(self._called, shape, device))
 
     def release(self) -> None:
         """Release all calls."""
-        self.calls, self.tasks, self._bound = {}, {}, None
+        self.calls, self.tasks = {}, {}
 
     def arrive(self, call: Call, task: int, found: Arrived) -> None:
         """Take what a backward pass brought to a call."""
@@ -236,7 +219,7 @@ class LayerRows:
         reached = [*self.calls]
         for call in reached:
             call.add_up()
-        if self._bound is not None:  # the rows of a single call are all kept
+        if reached[1:]:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):
                 if rows is not None:

@@ -6,7 +6,7 @@ Only the keys that may win are ever drawn: the smallest of T uniform numbers fol
 spacings (A. Rényi 1953), whatever T is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -18,7 +18,6 @@ from adiv_monitor.features.rows import HOST, Index, Keys, Rows
 def draw(
     shape: tuple[int, ...],
     most: int | None,
-    bound: float,
     generator: np.random.Generator,
     device: torch.device = HOST,
 ) -> Rows:
@@ -27,7 +26,6 @@ def draw(
     Args:
         shape: the shape of all rows.
         most: the number of rows to take at most; None: all.
-        bound: take only rows with keys below it.
         generator: the random number generator.
         device: the device of the tensors from which rows are gathered.
     """
@@ -38,49 +36,23 @@ def draw(
     # One more key than rows taken: it bounds the keys that are left out.
     steps = generator.exponential(size=min(count + 1, total))
     keys = -np.expm1(-np.cumsum(steps / (total - np.arange(len(steps)))))
+    bound, chosen = np.inf, None
     if count < total:
-        bound = min(bound, float(keys[count]))
-    keys = keys[:count]
-    keys = generator.permutation(keys[keys < bound])
-    chosen = None
-    if len(keys) < total:
-        chosen = np.sort(generator.choice(total, len(keys), replace=False))
+        bound = float(keys[count])
+        chosen = np.sort(generator.choice(total, count, replace=False))
+    keys = generator.permutation(keys[:count])
     return Rows(shape, chosen, device, keys, bound)
-
-
-class Threshold:
-    """The bound on the key of a row in the sample of several calls, which are added one by one.
-
-    Args:
-        most: the number of rows in the sample at most; None: all.
-        several: the rows of the first calls.
-
-    Attributes:
-        bound: the keys of sampled rows are smaller.
-    """
-
-    def __init__(self, most: int | None, several: Iterable[Rows]) -> None:
-        self.bound = np.inf
-        self._most = most
-        self._keys: Keys = np.empty(0)  # the keys below the bound
-        for drawn in several:
-            self.add(drawn)
-
-    def add(self, drawn: Rows) -> None:
-        """Add a call."""
-        self.bound = min(self.bound, drawn.bound)
-        if self._most is None:
-            return
-        keys = np.concatenate([self._keys, _keys(drawn)])
-        if len(keys) > self._most:
-            self.bound = min(self.bound, float(np.partition(keys, self._most)[self._most]))
-        self._keys = keys[keys < self.bound]
 
 
 def winners(several: Sequence[Rows], most: int | None) -> list[Index | None]:
     """Return which drawn rows of each call belong to the sample; None: all of them."""
-    bound = Threshold(most, several).bound
-    below = [_keys(drawn) < bound for drawn in several]
+    if most is None:
+        return [None] * len(several)
+    keys = [_keys(drawn) for drawn in several]
+    every, bound = np.concatenate(keys), min(drawn.bound for drawn in several)
+    if len(every) > most:
+        bound = min(bound, float(np.partition(every, most)[most]))
+    below = [of_call < bound for of_call in keys]
     return [None if are.all() else np.flatnonzero(are) for are in below]
 
 

@@ -18,9 +18,8 @@ from adiv_monitor.capture.weights.shards import (
     is_parallel,
     is_shard,
     why_unusable,
-    world_size,
 )
-from adiv_monitor.features.registry import Rule, find_rule, known_rules
+from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 from adiv_monitor.printable import quoted
 
@@ -32,9 +31,7 @@ _WRAPPERS = (
     "_checkpoint_wrapped_module",
     "_forward_module",  # Fabric
 )
-_MOST_MODULES = 10**6
 _IS_TRAINED = attrgetter("requires_grad")
-_STATE = attrgetter("requires_grad", "dtype", "device")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -76,11 +73,6 @@ class Layer:
     def trained(self) -> dict[str, bool]:
         """Whether its weight and its bias are trained, as `Features.restrict` takes it."""
         return {"weight": self.weight is not None, "bias": self.bias is not None}
-
-    @cached_property
-    def is_direct(self) -> bool:
-        """Whether it uses its pieces unchanged, so that their gradient is that of its rows."""
-        return all(source is None or source.is_view for source in (self.weight, self.bias))
 
     @cached_property
     def identity(self) -> object:
@@ -266,28 +258,6 @@ def paths_of_parameters(model: nn.Module) -> dict[int, str]:
             if p is not None:
                 found.setdefault(id(sharded.get(id(p), p)), Place(path, module, name).home[0])
     return found
-
-
-def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
-    """Return a value that stays equal until modules or parameters are added, changed or frozen.
-
-    `select` reads nothing else of the model. None means that the selection must be repeated
-    every time, because modules may hold different parameters at different times.
-    """
-    if world_size() > 1:
-        return None
-    modules, found = [model], list[object](known_rules())
-    for module in modules:  # the list grows during the loop
-        # The tables of scripted modules can't be iterated directly.
-        parameters, children = module._parameters, module._modules
-        own = [p for p in parameters.values() if p is not None]
-        found += (id(module), type(module), *children.keys(), *parameters.keys())
-        found += (*map(id, parameters.values()), *map(type, own), *map(_STATE, own))
-        modules += [child for child in children.values() if child is not None]
-        if len(modules) > _MOST_MODULES:  # a module that contains itself would loop forever
-            return None
-    every = [] if held is None else [*held.values()]
-    return found, [*map(id, every)], [*map(_IS_TRAINED, every)]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:

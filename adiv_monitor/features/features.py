@@ -60,22 +60,13 @@ class Features:
         return torch.add(of_weight, of_bias, out=out)
 
     @property
-    def width(self) -> tuple[int, int] | None:
-        """Groups, and numbers that the weight multiplies in each; None: `times` is not known."""
+    def width(self) -> int | None:
+        """Number of features that an output's weights multiply; None: not a matrix of these."""
         return None
 
-    def times(self, v: Float[Tensor, "groups width m"]) -> Float[Tensor, "rows groups m"]:
-        """Return Φ_W v for vectors v, in place of each output's weights."""
-        raise NotImplementedError(f"{type(self).__name__} must define times")
-
-    def weight_times(
-        self, weight: Tensor, v: Float[Tensor, "groups width m"]
-    ) -> Float[Tensor, "groups n_out m"]:
-        """Return Wv: for each output, the products of its weights with the vectors of `times`.
-
-        By default the weight is a table: each of its columns is an output.
-        """
-        return weight.to(v.dtype).mT[None] @ v
+    def matrix(self, weight: Tensor) -> Float[Tensor, "width n_out"]:
+        """Return the weight of one group with a column for each output, as that of a table is."""
+        return weight
 
     def restrict(self, *, weight: bool, bias: bool) -> "Features":
         """Return the features of the trained parameters alone."""
@@ -114,15 +105,7 @@ class Features:
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
-        scale = self.scale()
-        if self.width is None or scale is None:
-            return None
-        summed = self.weight_sum(active).view(*self.width, 1)
-        return self.times(summed).flatten(), scale[:, 0].sqrt()
-
-    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
-        """Return Σ_k a_k φ_W,k as a vector; only if `common` is not None."""
-        raise NotImplementedError(f"{type(self).__name__} must define weight_sum")
+        return None
 
 
 @dataclass(frozen=True)
@@ -224,19 +207,15 @@ class DenseFeatures(Features):
             return None
         groups, n_feat = self.phi.shape[-2:]
         if groups == 1:
-            return self.phi.squeeze(-2) @ self._matrix(weight)
+            return self.phi.squeeze(-2) @ self.matrix(weight)
         blocks = weight.to(self.phi.dtype).reshape(*self.phi.shape[:-3], groups, -1, n_feat)
         if blocks.shape[-2] > 1:
             return torch.einsum("...rgp,...gnp->...rgn", self.phi, blocks).flatten(-2)
         each = blocks.movedim(-2, -3)  # one output of each group: a gain, a depthwise convolution
-        if n_feat == 1:
-            return (self.phi * each).squeeze(-1)
-        if _lies_across(self.phi):  # same layout for the weight, which is read repeatedly
-            return (self.phi.mT * each.mT.contiguous()).sum(-2)
-        return (self.phi * each).sum(-1)
+        return (self.phi * each).squeeze(-1) if n_feat == 1 else (self.phi * each).sum(-1)
 
-    def _matrix(self, weight: Tensor) -> Tensor:
-        """Return the weight of one group as (n_feat, n_out)."""
+    def matrix(self, weight: Tensor) -> Float[Tensor, "width n_out"]:
+        """Return the weight of one group with a column for each output."""
         assert self.phi is not None
         weight = weight.to(self.phi.dtype)
         if self.transposed:
@@ -253,7 +232,7 @@ class DenseFeatures(Features):
             return super().move(weight, bias, out)
         row = bias.reshape(len(phi), 1, -1).to(phi.dtype)
         if phi.shape[2] == 1:
-            return torch.baddbmm(row, phi.squeeze(2), self._matrix(weight), out=out)
+            return torch.baddbmm(row, phi.squeeze(2), self.matrix(weight), out=out)
         if phi.shape[3] == 1 and weight.numel() == bias.numel():  # a gain
             of_weight = weight.reshape(row.shape).to(phi.dtype)
             return torch.addcmul(row, phi.squeeze(3), of_weight, out=out)
@@ -287,28 +266,15 @@ class DenseFeatures(Features):
         return self.phi.new_full((len(self.phi), 1), self.bias)
 
     @property
-    def width(self) -> tuple[int, int]:
-        """Groups, and numbers that the weight multiplies in each; none without a weight."""
-        return self.groups, 0 if self.phi is None else self.phi.shape[2]
-
-    def times(self, v: Float[Tensor, "groups width m"]) -> Float[Tensor, "rows groups m"]:
-        """Return Φ_W v, group by group."""
-        assert self.phi is not None
-        return torch.einsum("rgp,gpm->rgm", self.phi, v.to(self.phi.dtype))
-
-    def weight_times(
-        self, weight: Tensor, v: Float[Tensor, "groups width m"]
-    ) -> Float[Tensor, "groups n_out m"]:
-        """Return Wv, group by group."""
-        blocks = weight.mT[None] if self.transposed else weight.reshape(len(v), -1, v.shape[1])
-        return blocks.to(v.dtype) @ v
+    def width(self) -> int:
+        """Number of features of a group; none without a weight."""
+        return 0 if self.phi is None else self.phi.shape[-1]
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row, over all groups."""
         if self.phi is None:
             return None
-        # In memory order, without a copy.
-        rows = (self.phi.mT if _lies_across(self.phi) else self.phi).flatten(-2)
+        rows = self.phi.flatten(-2)
         summed = active[..., None, :] @ rows
         return (rows @ summed.mT).squeeze(-1), torch.linalg.vector_norm(rows, dim=-1)
 
@@ -318,11 +284,6 @@ class DenseFeatures(Features):
         if self._column is not None:
             parts.append(self._column[..., None].expand(-1, self.groups, 1))
         return torch.cat(parts, 2)
-
-
-def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
-    """Whether groups, not features, are adjacent in memory."""
-    return phi.stride(-2) < phi.stride(-1)
 
 
 @dataclass(frozen=True)
@@ -348,19 +309,16 @@ class OneHotFeatures(Features):
         """Return the weight's row of every token."""
         return weight[self.token].to(self.trained.dtype)
 
-    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
-        """Return the count of each token among the active rows."""
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return the count of its token among the active rows, and 1; 0 of untrained tokens."""
         weights = active * self.trained
-        return weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
+        counts = weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
+        return counts[self.token] * self.trained, self.trained
 
     @property
-    def width(self) -> tuple[int, int]:
-        """One group; every token has an entry."""
-        return 1, self.vocabulary
-
-    def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
-        """Return the entries of every token."""
-        return (v[0, self.token] * self.trained[:, None])[:, None]
+    def width(self) -> int:
+        """Number of rows of the weight."""
+        return self.vocabulary
 
 
 @dataclass(frozen=True)
@@ -392,27 +350,10 @@ class BlockFeatures(Features):
             moved.addmm_(self.phi * (self.block == block)[:, None], matrix.t())
         return moved
 
-    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
-        """Return Σ_k a_k φ_k, block by block."""
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return x_r·Σ_k a_k x_k over the rows of the same block, and ‖x_r‖."""
         sums = self.phi.new_zeros(self.count + 1, self.phi.shape[1])  # last: no block
-        return sums.index_add_(0, self.block, self.phi * active[:, None])[:-1].flatten()
-
-    @property
-    def width(self) -> tuple[int, int]:
-        """One group, with the entries of all blocks."""
-        return 1, self.count * self.phi.shape[1]
-
-    def times(self, v: Float[Tensor, "1 width m"]) -> Float[Tensor, "rows 1 m"]:
-        """Return x_r·v[block_r]."""
-        by_block = v.view(self.count, self.phi.shape[1], -1)
-        moved = v.new_zeros(len(self.phi), v.shape[2])
-        for block, vectors in enumerate(by_block):
-            moved.addmm_(self.phi * (self.block == block)[:, None], vectors)
-        return moved[:, None]
-
-    def weight_times(
-        self, weight: Tensor, v: Float[Tensor, "1 width m"]
-    ) -> Float[Tensor, "1 n_out m"]:
-        """Return Wv, over all blocks."""
-        by_output = weight.to(v.dtype).transpose(0, 1).flatten(1)
-        return (by_output @ v[0])[None]
+        sums.index_add_(0, self.block, self.phi * active[:, None])
+        return torch.linalg.vecdot(self.phi, sums[self.block]), torch.linalg.vector_norm(
+            self.phi, dim=1
+        )

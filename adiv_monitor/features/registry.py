@@ -120,11 +120,6 @@ def register_features(
     return decorate
 
 
-def known_rules() -> list[Rule]:
-    """Return all registered rules."""
-    return list(_RULES.values())
-
-
 def find_rule(module: nn.Module) -> Rule | str | None:
     """Return the rule of the module's class or nearest base class, the reason to refuse, or None.
 

@@ -5,7 +5,6 @@ one cheap pass over each yields.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,9 +17,7 @@ from torch import Tensor
 Index = np.ndarray[Any, np.dtype[np.int64]]
 Keys = np.ndarray[Any, np.dtype[np.float64]]
 HOST = torch.device("cpu")
-CHUNK = 2**17  # entries of a temporary square, so that it stays in a CPU's cache
-# Devices on which norms over a strided dimension are six times slower than squares and sums, and
-# dot products slower than NumPy's.
+# Devices on which norms over a strided dimension, and dot products, are slower than NumPy's.
 SLOW = ("cpu",)
 
 
@@ -114,40 +111,26 @@ class Whole:
 
 
 def contracted(
-    products: Float[Tensor, "*rows groups m"], gradient: Float[Tensor, "*rows channels"]
-) -> Float[Tensor, "groups n_out m"]:
+    products: Float[Tensor, "*rows m"], gradient: Float[Tensor, "*rows channels"]
+) -> Float[Tensor, "channels m"]:
     """Return Σ_r g_r (φ_r·v) of some rows from the products φ_r·v, in their precision.
 
     A gradient with the channels first in memory is not copied.
     """
-    groups, m = products.shape[-2:]
-    gradient = gradient[None] if gradient.dim() == 1 else gradient
-    shape = gradient.shape
-    if groups == 1 and (gradient.dim() < 3 or gradient.is_contiguous()):
-        gradient, products = gradient.reshape(1, -1, shape[-1]), products.reshape(1, -1, m)
-    elif groups == 1:
-        gradient, products = gradient.flatten(1, -2), products.reshape(shape[0], -1, m)
+    if gradient.dim() < 3 or gradient.is_contiguous():
+        gradient = gradient.reshape(1, -1, gradient.shape[-1])
     else:
-        gradient = gradient.reshape(*shape[:-1], groups, shape[-1] // groups)
-        products = products.reshape(*shape[:-1], groups, m)
-    if groups == 1 and len(gradient) == 1 and gradient.dtype == products.dtype:
-        return gradient.mT @ products
-    dim, size = (1, shape[-1]) if groups == 1 and len(gradient) == 1 else (0, shape[1:].numel())
-    found = products.new_zeros(groups, shape[-1] // groups, m)
-    most = gradient.shape[dim]
-    if gradient.dtype != products.dtype or groups > 1:  # casts and products part by part
-        most = max(1, (_MOST if gradient.is_cuda else CHUNK) // max(1, size))
+        gradient = gradient.flatten(1, -2)
+    products = products.reshape(len(gradient), -1, products.shape[-1])
+    if gradient.dtype == products.dtype:
+        return (gradient.mT @ products).sum(0)
+    dim = int(len(gradient) == 1)  # cast in parts
+    most = max(1, _MOST * gradient.shape[dim] // max(1, gradient.numel()))
     pairs = zip(torch.split(gradient, most, dim), torch.split(products, most, dim), strict=True)
-    for g, y in pairs if gradient.numel() else ():
-        g = g.to(y.dtype)
-        if groups == 1:
-            found += (g.mT @ y).sum(0)
-        else:
-            found += (g[..., None] * y[..., None, :]).flatten(0, -4).sum(0)
-    return found
+    return torch.stack([(g.to(y.dtype).mT @ y).sum(0) for g, y in pairs]).sum(0)
 
 
-_MOST = 2**24  # entries of a temporary tensor on a GPU
+_MOST = 2**24  # entries of a temporary tensor
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -190,16 +173,6 @@ def joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts[1:] else parts[0]
 
 
-def in_parts(x: Tensor, together: int = 1) -> Sequence[Tensor]:
-    """Split a tensor along its samples into parts that stay in a CPU's cache.
-
-    A tensor with at most `together` dimensions, or on a GPU, is not split.
-    """
-    if x.is_cuda or x.dim() <= together or x.numel() <= CHUNK:
-        return (x,)
-    return torch.split(x, max(1, CHUNK * len(x) // x.numel()))
-
-
 def hooks_keep() -> bool:
     """Whether saved-tensor hooks are active; unpacking may then rerun a forward pass."""
     holders: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -215,20 +188,18 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(_vecdot(a.numpy(), b.numpy())))
 
 
-# On a CPU, NumPy is faster for dot products from this length on, and for sums of squares of entries
-# that lie this far apart; before version 2 it had no such function as the first.
-_vecdot, _LONG, _FAR = getattr(np, "vecdot", None), 128, 64
+# On a CPU, NumPy is faster for dot products from this length on; it has them since version 2.
+_vecdot, _LONG = getattr(np, "vecdot", None), 128
 
 
 def norms(x: Tensor, dim: int = -1) -> Tensor:
     """Return √Σ x² over one dimension in the precision of the measures, without a copy of x."""
-    if x.dim() < 3 or x.device.type not in SLOW or x.stride(dim) == 1:
-        found: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
-        return found
-    if x.stride(dim) >= _FAR and x.dtype == compute_dtype(x):
+    is_slow = x.dim() > 2 and x.device.type in SLOW and x.stride(dim) > 1
+    if is_slow and x.dtype == compute_dtype(x):
         array = x.detach().movedim(dim, -1).numpy()
         return torch.from_numpy(np.asarray(np.einsum("...n,...n->...", array, array))).sqrt_()
-    return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)]).sqrt_()
+    found: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
+    return found
 
 
 def squares(x: Tensor, dim: int = -1) -> Tensor:

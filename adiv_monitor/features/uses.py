@@ -56,8 +56,8 @@ class Use:
         shaped: reshapes a tensor shaped like `weight` to the shape that the features expect.
         part: name of the part of the module, where one call uses several parts.
         form: anything else on which `shaped`, or the features' reading of weight and bias, depends.
-        times: returns Φ_W v of all rows, (*rows, groups, m), for vectors v (groups, width, m), as
-            `Features.times` does for some; None: it follows from the features.
+        times: returns Φ_W v of all rows, (*rows, m), for vectors v (width, m) in place of each
+            output's weights; None: it follows from the features.
     """
 
     kind: str

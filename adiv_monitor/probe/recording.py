@@ -109,7 +109,7 @@ class Recording:
         """Record a call of a layer whose output is z, (*rows, channels)."""
         key = self._seed, crc32(layer.path.encode()), len(self.calls.get(layer.path, ()))
         generator = np.random.default_rng(key)
-        rows = draw(tuple(z.shape[:-1]), self._max_rows, np.inf, generator, z.device)
+        rows = draw(tuple(z.shape[:-1]), self._max_rows, generator, z.device)
         call = Call(layer, rows)
         call.z = rows.take(z.detach())
         call.features = use.features(rows).restrict(**layer.trained)

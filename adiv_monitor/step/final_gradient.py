@@ -34,10 +34,9 @@ _MOVED = (
     "(weight decay by hand, a perturbation that was undone?): this change is neither in the "
     "update nor in the applied update."
 )
-_WITHOUT_CEILING = "attainable_cosine of {} is missing: "
-# Reasons for that.
-_OF_RANKS = "it needs the rows of all ranks in one place."
-_COMPUTED = "its weight is computed from parameters, which may not be able to produce every weight."
+_WITHOUT_CEILING = (
+    "attainable_cosine of {} is missing: it needs the rows of all ranks in one place."
+)
 
 
 @dataclass(eq=False)
@@ -170,13 +169,12 @@ class FinalGradient:
         every = [call.every_row for call in calls if call.every_row is not None]
         if len(every) < len(calls):  # not asked for, or not known for such features
             return
-        if layer.is_direct and self._is_alone:
-            rows = _joined_rows(every, [call.every_gradient for call in calls])
-            found = {"attainable": attainable_cosine(*rows)}
-            self.out.add("layers", [layer.path], found, has_attainable=True)
-        else:
-            why = _OF_RANKS if layer.is_direct else _COMPUTED
-            self.noted[_WITHOUT_CEILING + why].append(layer.path)
+        if not self._is_alone:
+            self.noted[_WITHOUT_CEILING].append(layer.path)
+            return
+        rows = _joined_rows(every, [call.every_gradient for call in calls])
+        found = {"attainable": attainable_cosine(*rows)}
+        self.out.add("layers", [layer.path], found, has_attainable=True)
 
 
 def _joined_rows(of_calls: Sequence[F], gradients: Sequence[Tensor | None]) -> tuple[F, Tensor]:

@@ -44,7 +44,7 @@ def prepared(
     scales = sums.seen * layers["groups"]
     for table, lines, totals in (("rows", rows, layers["total"]), ("entries", entries, scales)):
         pairs = zip(totals.tolist(), sums.lines(table).tolist(), strict=True)
-        drawn = [draw((total,), seen, np.inf, generator) for total, seen in pairs]
+        drawn = [draw((total,), seen, generator) for total, seen in pairs]
         keys = [of.keys for of in drawn if of.keys is not None]
         lines["key"] = np.concatenate([np.empty(0), *keys])
         layers[f"{table}_bound"] = [of.bound for of in drawn]

@@ -38,7 +38,7 @@ Kept = tuple[Layer, Tensor, Tensor, Tensor]  # Φ, G, z
 
 def kept(layer: Layer, features: Features, G: Tensor, z: Tensor) -> Kept | None:
     """Return the rows of a layer until the step is taken; None: they are not z = W φ."""
-    if not isinstance(features, DenseFeatures) or features.phi is None or not layer.is_direct:
+    if not isinstance(features, DenseFeatures) or features.phi is None:
         return None
     if features.groups != 1 or features.transposed:
         return None

@@ -69,7 +69,7 @@ class Family:
         self._is_stacked = first.form is not None
         self._features = first.stacked(others) if self._is_stacked else first
         dtype, shape = compute_dtype(layers[0].G), (len(layers[0].G), self._features.groups)
-        scale = self._features.scale() if layers[0].layer.is_direct else None
+        scale = self._features.scale()
         if scale is not None and (scale.shape[-2:] != shape or not scale.is_floating_point()):
             raise ValueError(
                 f"the features' scale() gave {scale.dtype} of shape {tuple(scale.shape)}, expected "
@@ -225,7 +225,7 @@ def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -
         assert x.features is not None
         form = x.features.form if x.e is None else None  # all-gathered parameters come one by one
         shapes = [g is None or (g.shape, g.dtype, g.stride()) for g in x.gamma]
-        alike[(x if form is None else form, *shapes, x.layer.is_direct, x.G.shape)].append(x)
+        alike[(x if form is None else form, *shapes, x.G.shape)].append(x)
     blocks: dict[object, list[Family]] = defaultdict(list)
     for several in alike.values():
         first = several[0]

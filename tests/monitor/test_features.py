@@ -82,7 +82,7 @@ def test_output_is_linear_in_the_parameters_with_these_features(name: str) -> No
         use, output = use_of(module, x)
         z = use.layout(output)
         for count in (z[..., 0].numel(), 3, 1):
-            chosen = draw((z[..., 0].numel(),), count, np.inf, generator).chosen
+            chosen = draw((z[..., 0].numel(),), count, generator).chosen
             rows = Rows(tuple(z.shape[:-1]), chosen)
             torch.testing.assert_close(predicted(use, rows), rows.take(z), rtol=0, atol=1e-12)
 

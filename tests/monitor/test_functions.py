@@ -189,7 +189,7 @@ def seen(
 
 
 def some(total: int, count: int) -> np.ndarray | None:
-    return draw((total,), count, np.inf, np.random.default_rng(0)).chosen
+    return draw((total,), count, np.random.default_rng(0)).chosen
 
 
 # The hooks that keep a function's overwritten inputs for the rules are absent here.

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.sampling import Threshold, draw, winners
+from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.step import vectors
 
@@ -35,9 +35,7 @@ def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
     generator = np.random.default_rng(0)
     counts, repeats = np.zeros(sum(totals)), 1500
     for _ in range(repeats):
-        draws: list = []
-        for total in totals:
-            draws.append(draw((total,), most, Threshold(most, draws).bound, generator))
+        draws = [draw((total,), most, generator) for total in totals]
         chosen = chosen_of(draws, most, totals)
         assert len(chosen) == min(most, sum(totals)) == len(set(chosen.tolist()))
         assert all((d.chosen is None) or (np.diff(d.chosen) > 0).all() for d in draws)

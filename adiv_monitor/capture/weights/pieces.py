@@ -121,36 +121,27 @@ class Piece:
         return self.own(gradient(self.parameter))
 
 
-# What is done to a tensor: a view of it; another shape, in which it may be repeated; another dtype;
-# a product with a constant.
-Step = Strides | torch.Size | torch.dtype | Tensor | float
+Step = Strides | torch.Size | torch.dtype  # done to a tensor: a view, another shape or dtype
 
 
 def _stepped(tensor: Tensor, step: Step) -> Tensor:
     if isinstance(step, Strides):
         return step.of(tensor)
-    if isinstance(step, torch.Size):
-        same = tensor.numel() == step.numel()
-        return tensor.reshape(step) if same else tensor.expand(step)
-    if isinstance(step, torch.dtype):
-        return tensor.to(step)
-    return tensor * (step.detach() if isinstance(step, Tensor) else step)
+    return tensor.reshape(step) if isinstance(step, torch.Size) else tensor.to(step)
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """How a function's argument is computed from pieces of parameters, up to a constant.
+    """The pieces of parameters whose entries, plus constants, are those of a function's argument.
 
     Attributes:
         pieces: the pieces; several where `steps` are not known, or of a module as a whole.
         steps: what is done to the piece; None: not known.
-        is_view: whether each entry is one of a piece, plus a constant, so that it has its gradient.
         through: the module through which the pieces are measured; None: functions use them.
     """
 
     pieces: Sequence[Piece]
     steps: tuple[Step, ...] | None = ()
-    is_view: bool = True
     through: nn.Module | None = None
 
     def of(self, parts: Parts) -> Tensor:
@@ -162,22 +153,14 @@ class Source:
             change = _stepped(change, step)
         return change
 
-    def then(self, *steps: Step, is_view: bool = True) -> "Source":
-        """Return the source of a tensor that is computed from this one.
-
-        Args:
-            steps: what is done to this one.
-            is_view: whether each entry is one of this tensor, plus a constant.
-        """
-        if self.steps is None:
-            return self
-        return replace(self, steps=(*self.steps, *steps), is_view=self.is_view and is_view)
+    def then(self, *steps: Step) -> "Source":
+        """Return the source of a tensor that is computed from this one by steps."""
+        return self if self.steps is None else replace(self, steps=(*self.steps, *steps))
 
     @cached_property
     def identity(self) -> object:
-        """Equal for tensors that are computed alike, with the same constants."""
-        steps = [id(x) if isinstance(x, Tensor) else x for x in self.steps or ()]
-        return self.through, *(piece.key for piece in self.pieces), *steps
+        """Equal for tensors that are computed alike."""
+        return self.through, *(piece.key for piece in self.pieces), self.steps
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The provenance of tensors in a forward pass: computed from the model alone, or data.
 
-A weight that a function gets is often not a parameter: it is a view of one, a cast, 1 + p, or a
-mask times p. Such functions are linear up to a constant, so the weight's change is the same
-function of the parameter's change. What is known of a computed tensor is noted at its node of the
+A weight that a function gets is often not a parameter: it is a view of one, a cast, or 1 + p. Each
+entry of such a weight is one of the parameter, plus a constant, so the weight's change is the
+parameter's in another arrangement. What is known of a computed tensor is noted at its node of the
 graph, which a write to it replaces. Whatever is computed from anything else is data.
 """
 
@@ -22,7 +22,6 @@ from adiv_monitor.rerun.nested import tensors_in
 CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
 _MOVES = (*CASTS, "clone", "contiguous", "reshape", "flatten")  # entries stay in their order
 _SUMS = ("add", "__add__", "__radd__")
-_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
 _NOTE = "adiv_monitor"  # at a node of the graph: a source and the tensor's version; None: data
 
 
@@ -111,11 +110,10 @@ class Provenance:
         if source.steps is None and self._follows_all:
             raise NotFollowed(
                 "its weight is computed from parameters in a way that can't be followed: only "
-                "views, casts, constants and masks are"
+                "views, casts and sums with constants are"
             )
         for piece in source.pieces:
-            lies = piece.view is None or not is_shard(piece.parameter) or piece.contiguous_range
-            if is_shard(piece.parameter) and not (source.is_view and lies):
+            if is_shard(piece.parameter) and piece.view and not piece.contiguous_range:
                 raise Refused(
                     "its weight is computed from a parameter of which each rank holds a part: "
                     "only a whole parameter, or a contiguous range of one, can be all-gathered"
@@ -141,17 +139,11 @@ class Provenance:
         """
         source = _unknown(given)
         if len(given) == 1 and isinstance(made, Tensor) and made.is_floating_point():
-            others = [x for x in args if self.followed(x) is None]
-            is_alone = len(others) < len(args) <= 2 and not kwargs
-            done = made.shape, compute_dtype(made)
-            if name in _MOVES and made.device == args[0].device:
-                source = given[0].then(*done)
-            elif name in _PRODUCTS and is_alone:
-                source = given[0].then(*others, *done, is_view=False)
-            elif name in _SUMS and is_alone:
-                # Where it is broadcast, entries are repeated.
-                is_view = made.numel() == max(x.numel() for x in args if self.followed(x))
-                source = given[0].then(*done, is_view=is_view)
+            weights = [x for x in args if self.followed(x)]
+            is_moved = name in _MOVES and made.device == args[0].device
+            is_sum = name in _SUMS and len(weights) == 1 and not kwargs
+            if (is_moved or is_sum) and made.numel() == weights[0].numel():  # else it is repeated
+                source = given[0].then(made.shape, compute_dtype(made))
         for tensor in tensors_in(made):
             whole = whole_of(tensor)
             node: Any = whole.grad_fn
@@ -197,4 +189,4 @@ def _viewed(source: Source, view: Tensor, whole: Tensor) -> Source:
 def _unknown(sources: Iterable[Source]) -> Source:
     """Return the source of a tensor that is computed from these in an unknown way."""
     pieces = {piece.key: piece for source in sources for piece in source.pieces}
-    return Source(tuple(pieces.values()), None, is_view=False)
+    return Source(tuple(pieces.values()), None)

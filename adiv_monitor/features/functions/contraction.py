@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features
-from adiv_monitor.features.rows import Rows, Whole, norms, to_device
+from adiv_monitor.features.rows import Rows, Whole, norms, to_compute_dtype, to_device
 from adiv_monitor.features.uses import FunctionCall, Use
 
 
@@ -90,8 +90,13 @@ def contraction(
         norm = norms(x.flatten(len(form.rows)) if form.inner else x[..., None])
         return Whole(norm.reshape(-1), of_bias or 0.0)
 
+    def times(v: Tensor) -> Tensor:
+        every = x.flatten(len(form.rows)) if form.inner else x[..., None]
+        return to_compute_dtype(every) @ v
+
     made = Use("linear", weight.tensor, bias, features, form.layout, whole, form.shaped)
-    return replace(made, form=(form.weight, form.dropped, form.blocks, form.channels, form.inner))
+    read = form.weight, form.dropped, form.blocks, form.channels, form.inner
+    return replace(made, form=read, times=None if form.blocks or form.groups else times)
 
 
 @dataclass(frozen=True)

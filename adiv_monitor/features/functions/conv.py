@@ -9,18 +9,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import (
-    Rows,
-    Whole,
-    in_parts,
-    squares,
-    to_compute_dtype,
-)
+from adiv_monitor.features.rows import Rows, Whole, squares, to_compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
@@ -109,8 +102,7 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
         return Whole(patch_squares(geometry, input).flatten().sqrt_(), of_bias or 0.0)
 
     def times(v: Tensor) -> Tensor:
-        parts = in_parts(geometry.batched(input))
-        return torch.cat([patch_products(geometry, part, v) for part in parts])
+        return patch_products(geometry, geometry.batched(input), v)
 
     return Use("convolution", weight, bias, features, geometry.spatial_last, whole, times=times)
 
@@ -182,20 +174,19 @@ def _convolved(geometry: Geometry, x: Tensor, kernels: Tensor) -> Tensor:
     if len(sides) < dims or geometry.spacing:  # a convolution cannot pad like this
         x, sides = _padded(geometry, x), [0] * dims
     convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
-    return convolve(x, kernels, None, geometry.stride, sides, geometry.dilation, geometry.groups)
+    return convolve(x, kernels, None, geometry.stride, sides, geometry.dilation)
 
 
 def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
-    """Return the products of all patches with vectors, (batch, *positions, groups, m).
+    """Return the products of all patches of one group with vectors, (batch, *positions, m).
 
     Args:
         geometry: the positions of the patches.
         input: the input, (batch, channels, *spatial).
-        v: (groups, patch size, m).
+        v: (patch size, m).
     """
     kernels = v.mT.reshape(-1, geometry.channels, *geometry.kernel)
-    found = _convolved(geometry, to_compute_dtype(input), kernels).movedim(1, -1)
-    return found.reshape(*found.shape[:-1], geometry.groups, v.shape[2])
+    return _convolved(geometry, to_compute_dtype(input), kernels).movedim(1, -1)
 
 
 def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:
@@ -205,21 +196,14 @@ def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:
         taken = rows.take(geometry.spatial_last(input))
         return taken.reshape(len(taken), geometry.groups, per_output)
     batched = geometry.batched(input)
-    # Where all rows are copied, it is several times faster with the channels last in memory.
-    padded = _padded(geometry, batched, channels_last=rows.chosen is None)
-    windows = _windows(geometry, padded).movedim(1, -1)  # (batch, *positions, *kernel, channels)
+    # (batch, *positions, *kernel, channels)
+    windows = _windows(geometry, _padded(geometry, batched)).movedim(1, -1)
     taken = rows.take(windows if input is batched else windows[0]).flatten(1, -2)
     return taken.transpose(1, 2).reshape(len(taken), geometry.groups, per_output)
 
 
-def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Tensor:
-    """Return the input with padding and with zeros between its entries, as the geometry requires.
-
-    Args:
-        geometry: the geometry.
-        x: the input.
-        channels_last: store the result with the channels last in memory.
-    """
+def _padded(geometry: Geometry, x: Tensor) -> Tensor:
+    """Return the input with padding, and with zeros between its entries."""
     if any(step > 1 for step in geometry.spacing):
         sizes = [(n - 1) * step + 1 for n, step in zip(x.shape[2:], geometry.spacing, strict=True)]
         spaced = x.new_zeros(*x.shape[:2], *sizes)
@@ -227,11 +211,7 @@ def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Te
         spaced[(slice(None), slice(None), *steps)] = x
         x = spaced
     pad = [side for sides in reversed(geometry.padding) for side in sides]
-    if any(pad) and channels_last:  # pad and reorder in one copy
-        x = functional.pad(x.movedim(1, -1), [0, 0, *pad]).movedim(-1, 1)
-    elif any(pad):
-        x = functional.pad(x, pad)
-    return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
+    return functional.pad(x, pad) if any(pad) else x
 
 
 def _windows(geometry: Geometry, x: Tensor) -> Tensor:

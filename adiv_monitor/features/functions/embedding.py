@@ -56,7 +56,11 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
         are_trained = trained(tokens, table, padding)
         return Whole(are_trained, trained=None if padding is None else are_trained)
 
-    return Use("embedding", table, None, features, whole=whole)
+    def times(v: Tensor) -> Tensor:
+        tokens = token.reshape(-1)
+        return v[tokens] * trained(tokens, table, padding)[:, None]
+
+    return Use("embedding", table, None, features, whole=whole, times=times)
 
 
 @uses("__getitem__")
@@ -96,18 +100,10 @@ class BagFeatures(Features):
         """Return the weighted sum of the weight's rows for every bag."""
         return self.phi @ weight.to(self.phi)
 
-    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
-        """Return Σ_k a_k φ_k."""
-        return self.phi.t() @ active
-
-    @property
-    def width(self) -> tuple[int, int]:
-        """One group; every token has an entry."""
-        return 1, self.phi.shape[1]
-
-    def times(self, v: Float[Tensor, "1 vocabulary m"]) -> Float[Tensor, "rows 1 m"]:
-        """Return the weighted sum of the entries for every bag."""
-        return (self.phi @ v[0].to(self.phi.dtype))[:, None]
+    def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
+        """Return φ_r·Σ_k a_k φ_k and ‖φ_r‖."""
+        summed = self.phi.t() @ active[:, None]
+        return (self.phi @ summed)[:, 0], self.scale()[:, 0].sqrt()
 
     def pick(self, rows: Tensor) -> "BagFeatures":
         """Return the features of some of the rows."""

@@ -1,12 +1,10 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, Whole, in_parts, joined, norms, to_compute_dtype
+from adiv_monitor.features.rows import Rows, Whole, norms, to_compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
@@ -44,8 +42,7 @@ def affine(
         return Whole(norms(x).flatten(), of_bias or 0.0)
 
     def times(v: Tensor) -> Tensor:
-        parts = in_parts(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
-        return joined([to_compute_dtype(part) @ v[0] for part in parts])[:, None]
+        return to_compute_dtype(x) @ v
 
     def layout(tensor: Tensor) -> Tensor:
         return tensor if outputs is None else tensor.narrow(-1, *outputs)
