@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.audit.experiments.questions import asked
-from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.setup import Fork, Loss, Setup
 from adiv_monitor.audit.training.train import train
-from adiv_monitor.diagnosis.record import Probed, Record
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.record import Fact, Probed, Record
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -90,3 +91,30 @@ def ran(of: Setup, **known: Any) -> Record:
 def answer(name: str, of: Setup, trained: Fork) -> Probed:
     """Return the answer to one question about copies."""
     return asked(of, trained, [name])[name]
+
+
+def told(name: str, of: Setup, trained: bool = False) -> Probed:
+    """Return the answer to one question about a copy, which was trained or not."""
+    fork = of.fork()
+    if trained:
+        train(fork)
+    return answer(name, of, fork)
+
+
+def said(name: str, *facts: Fact, **values: Any) -> list[str]:
+    """Return strength and sentence of the findings of these facts in an else healthy run."""
+    found = diagnose(made_records.record(probed={name: Probed(facts)}, **values))
+    return [f"{each.strength}: {each.summary}" for each in found if each.name == name]
+
+
+def assert_said(name: str, of: Setup, part: str, trained: bool = False) -> None:
+    """Assert what a question says of a run whose loss stands still, or why nothing; "": nothing."""
+    answered = told(name, of, trained)
+    sentences = said(name, *answered.facts, losses=made_records.STILL)
+    sentences = sentences or [f"untold: {answered.untold}"] * bool(answered.untold)
+    assert [part in each for each in sentences] == [True] * bool(part), sentences
+
+
+def of_outputs(compare: Callable[[Any, Tensor], Tensor]) -> Loss:
+    """Return the loss of model and batch that compares outputs with targets."""
+    return lambda model, batch: compare(model(batch[0]), batch[1])

@@ -621,6 +621,11 @@ def alone(layers: dict[str, LayerReading], **values: object) -> Record:
     return record(reports=reports, **values)
 
 
+def between_players(removed: float) -> Record:
+    cut = probed("gradient-cut", WELL, cosine=0.0, removed=removed)
+    return replace(cut, descent_share=-1.0)
+
+
 def first_layer(**values: float) -> Record:
     return record({"a": reading(features=64, **values)}, inputs={})
 
@@ -637,6 +642,7 @@ QUIET = reading(descent=1e-9, scale_mean=33.0)
 ATTENDS = {"q": QUIET, "k": QUIET, "v": reading(scale_mean=33.0), "o": reading(), "h": reading()}
 TOKENS = {"tokens": reading(kind="embedding"), **VANISHES, "b": reading(), "c": reading()}
 IDLE = LAYERS | {"a": reading(idle_share=1.0)}
+LEAKS = record(probed=dict(HITS["future-leak"].probed, **HITS["reshape-scrambles"].probed))
 FURTHER = [  # a finding and its strength, or "no" where it is not made, and a record
     ("projection-fights act", record(TURNED, losses=STILL)),
     ("projection-fights no", record(TURNED, facts=replace(FACTS, resumed=True), losses=STILL)),
@@ -703,6 +709,11 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
     ("penalty-dominates no", outgrown(2.0)),  # below a constant prediction's loss
     ("row-spread no", counted(20.0)),
     ("row-spread no", replace(counted(4.0), losses=STILL)),
+    # The leak lowers the loss, so that no run suffers, and no trial of the fix pays.
+    ("reshape-scrambles act", LEAKS),
+    ("future-leak watch", LEAKS),
+    ("gradient-cut no", between_players(removed=-1.0)),
+    ("gradient-cut watch", between_players(removed=-0.1)),
     ("dead-units act", by_reports(*[IDLE] * 6)),
     ("dead-units no", by_reports(*[IDLE] * 3, *[LAYERS] * 3)),
 ]  # fmt: skip

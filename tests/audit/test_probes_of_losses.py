@@ -1,0 +1,743 @@
+"""What is asked about the loss: each bug is named where it is planted, its healthy kin are not."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trial_setups import answer, assert_said, batches, loss, mlp, of_outputs, setup, told
+
+from adiv_monitor.audit.experiments.loss_inputs import activated_output
+from adiv_monitor.audit.experiments.observe import observe
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.faults.loss import AGAINST
+from adiv_monitor.diagnosis.record import ActivatedOutput
+
+HERE = "test_probes_of_losses.py:"
+OfPair = Callable[[Any, Tensor], Tensor]
+Target = Callable[[Tensor, Tensor], Tensor]
+Row = tuple[
+    str, str, Callable[[], Setup], str
+]  # question, what is asked about, its setup, sentence
+
+
+def classes(x: Tensor, y: Tensor) -> Tensor:
+    return y
+
+
+def one_hot(x: Tensor, y: Tensor) -> Tensor:
+    return F.one_hot(y, 3).float()
+
+
+def several(x: Tensor, y: Tensor) -> Tensor:
+    """Any number of three classes."""
+    return (x[:, :3] > 0).float()
+
+
+def values(x: Tensor, y: Tensor) -> Tensor:
+    """Targets of three outputs, between −6 and 6."""
+    return 6 * x[:, :3].sin()
+
+
+def inputs(x: Tensor, y: Tensor) -> Tensor:
+    return x[:, :3].contiguous()
+
+
+def compared(
+    of: OfPair, target: Target = classes, make: Callable[[], nn.Module] = mlp
+) -> Callable[[], Setup]:
+    """A setup whose loss compares the outputs with targets of inputs and classes."""
+    made = tuple((x, target(x, y)) for x, y in batches())
+    return lambda: setup(batches=made, loss=of_outputs(of), model=make())
+
+
+def with_loss(of: Callable[[Any, Any], Tensor], **changes: Any) -> Callable[[], Setup]:
+    return lambda: setup(loss=of, **changes)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.03)
+
+
+# Targets that the outputs can't reach, and logits in place of probabilities
+
+
+def reached(change: Callable[[Tensor], Tensor]) -> Callable[[], Setup]:
+    return compared(lambda z, y: F.mse_loss(change(z), y), values)
+
+
+def as_mask(x: Tensor, y: Tensor) -> Tensor:
+    """A mask as it is read from a file: 0 and 255."""
+    return 255.0 * (x[:, :3] > 0)
+
+
+def unknown(x: Tensor, y: Tensor) -> Tensor:
+    return several(x, y).masked_fill(x[:, 3:6] > 0.5, -1.0)
+
+
+def of_known(z: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z, y, reduction="none")[y >= 0].mean()
+
+
+def shares_of(z: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy(z.softmax(1), y)
+
+
+def dice(p: Tensor, y: Tensor) -> Tensor:
+    return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
+
+
+def of_classes(of: OfPair) -> OfPair:
+    return lambda z, y: of(z, F.one_hot(y, 3))
+
+
+def close_to_a_pole(z: Tensor, y: Tensor) -> Tensor:
+    return dice(z - z.mean() - (y.sum() + 0.9) / z.numel() if z.requires_grad else z, y)
+
+
+BCE, IN_RANGE = F.binary_cross_entropy_with_logits, "lie between -1 and 1"
+RANGES: list[Row] = [
+    ("targets-out-of-range", "tanh", reached(lambda z: z.tanh().flatten().view(-1, 3)), IN_RANGE),
+    ("targets-out-of-range", "clamp", reached(lambda z: z.clamp(-1, 1)), IN_RANGE),
+    ("targets-out-of-range", "a sigmoid, moved", reached(lambda z: 1 - 2 * z.sigmoid()), IN_RANGE),
+    ("targets-out-of-range", "7 tanh", reached(lambda z: 7 * z.tanh()), ""),
+    ("targets-out-of-range", "9 tanh in place", reached(lambda z: (z.tanh() + 0).mul_(9.0)), ""),
+    ("targets-out-of-range", "a ReLU, moved", reached(lambda z: z.relu() - 8), ""),
+    ("targets-out-of-range", "nearly all", reached(lambda z: z.clamp(-5.9, 5.9)), ""),
+    ("targets-out-of-range", "a mask of 255", compared(BCE, as_mask), "(such as 255)"),
+    ("targets-out-of-range", "a mask of 1", compared(BCE, lambda x, y: as_mask(x, y) / 255), ""),
+    ("targets-out-of-range", "unknown ones", compared(BCE, unknown), "(such as -1)"),
+    ("targets-out-of-range", "unknown ones left out", compared(of_known, unknown), ""),
+    ("targets-out-of-range", "several classes", compared(shares_of, several), "act: The targets"),
+    ("targets-out-of-range", "several, by cross-entropy", compared(F.cross_entropy, several),
+     "watch: The targets"),
+    ("targets-out-of-range", "one class", compared(shares_of, one_hot), ""),
+    ("targets-out-of-range", "one, by cross-entropy", compared(F.cross_entropy, one_hot), ""),
+    ("targets-out-of-range", "sigmoids of several", compared(BCE, several), ""),
+    ("targets-out-of-range", "one of a softmax",
+     compared(lambda z, y: F.mse_loss(z.softmax(1)[:, 0], y[:, 0]), several), ""),
+    ("targets-out-of-range", "a likelihood of counts",
+     compared(lambda z, y: -(y * z.log_softmax(1)).sum(1).mean(), several), ""),
+    ("logits-as-probabilities", "a Dice loss", compared(dice, several), "exceed 0 to 1"),
+    ("logits-as-probabilities", "of sigmoids",
+     compared(lambda z, y: dice(z.sigmoid(), y), several), ""),
+    ("logits-as-probabilities", "of one class", compared(of_classes(dice)), "exceed 0 to 1"),
+    ("logits-as-probabilities", "of a softmax",
+     compared(of_classes(lambda z, y: dice(z.softmax(1), y))), ""),
+    ("logits-as-probabilities", "close to a pole", compared(close_to_a_pole, several), "exceed"),
+    ("logits-as-probabilities", "a cross-entropy", compared(BCE, several), ""),
+    ("logits-as-probabilities", "a squared error", compared(F.mse_loss, several), ""),
+    ("logits-as-probabilities", "clamped", compared(lambda z, y: dice(z.clamp(0, 1), y), several),
+     ""),
+    ("logits-as-probabilities", "cosines",
+     compared(lambda z, y: 1 - F.cosine_similarity(z, y + 1e-3).mean(), several), ""),
+    ("logits-as-probabilities", "NaN at the targets",
+     compared(lambda z, y: -(y * (y - z).log()).sum(), several), ""),
+]  # fmt: skip
+
+
+# Samples, places and pairs
+
+
+class ByTime(nn.Module):
+    """A recurrent network that returns time first, (T, B, classes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x.transpose(0, 1))[0])
+
+
+def over_time(targets: Callable[[Tensor], Tensor]) -> Setup:
+    made = tuple((torch.randn(6, 5, 4), torch.randint(3, (6, 5))) for _ in range(4))
+    of = of_outputs(lambda z, y: F.cross_entropy(z.flatten(0, 1), targets(y).flatten()))
+    return setup(model=ByTime(), batches=made, loss=of)
+
+
+def one_value(of: OfPair) -> Callable[[], Setup]:
+    make = lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1))  # noqa: E731
+    return compared(of, lambda x, y: 2.0 * (y % 2) - 1, make)
+
+
+def margin(z: Tensor, y: Tensor) -> Tensor:
+    return (1 - z * y).relu().mean()
+
+
+def ranking(z: Tensor, y: Tensor) -> Tensor:
+    """Return a ranking loss of all pairs of samples."""
+    above = (y[:, None] > y).float()
+    return (F.softplus(z.T - z) * above).mean()
+
+
+def over_places(change: Callable[[Tensor], Tensor]) -> Setup:
+    """Four places and four classes, which a cross-entropy expects along axis 1."""
+    of = of_outputs(lambda z, y: F.cross_entropy(change(z), y))
+    made = ((torch.randn(8, 4, 5), torch.randint(4, (8, 4))),)
+    return setup(model=nn.Linear(5, 4), batches=made, loss=of)
+
+
+def given(of: Callable[..., Tensor], change: Callable[[Tensor], Tensor]) -> Callable[[], Setup]:
+    return compared(lambda z, y: of(change(z), y))
+
+
+def of_axis(axis: int) -> Callable[[], Setup]:
+    """Log-probabilities (B, 3, 4) of places, along an axis; the classes are along axis 1."""
+    change = lambda z: z[..., None].expand(-1, -1, 4).log_softmax(axis)  # noqa: E731
+    return compared(lambda z, y: F.nll_loss(change(z), y[:, None].expand(-1, 4)))
+
+
+def ctc(axis: int) -> Setup:
+    """Four labels of nine places of six scores."""
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        scores = (model(batch[0])[:, None].expand(-1, 9, 6) + torch.eye(9, 6)).transpose(0, 1)
+        labels = 1 + torch.arange(4).expand(len(batch[0]), 4)
+        size = torch.full((len(batch[0]),), 9), torch.full((len(batch[0]),), 4)
+        return F.ctc_loss(scores.log_softmax(axis), labels, *size)
+
+    return setup(loss=of, model=nn.Linear(12, 6))
+
+
+NO_LOG, OTHER = "receives probabilities", "another axis than that of the classes"
+SAMPLES: list[Row] = [
+    ("targets-misplaced", "time first", lambda: over_time(lambda y: y), "act: The outputs"),
+    ("targets-misplaced", "both transposed", lambda: over_time(lambda y: y.t()), ""),
+    ("targets-misplaced", "over the samples",
+     compared(lambda z, y: F.nll_loss(z.log_softmax(0), y)), "untold: inputs or"),
+    ("targets-misplaced", "pairs",
+     compared(lambda z, y: (torch.cdist(z, z) * (y[:, None] == y)).mean()), "untold: inputs or"),
+    ("broadcast-loss", "a margin", one_value(margin), "shapes (32, 1) and (32,)"),
+    ("broadcast-loss", "one axis", one_value(lambda z, y: margin(z[:, 0], y)), ""),
+    ("broadcast-loss", "a ranking", one_value(ranking), ""),
+    ("broadcast-loss", "ones",
+     one_value(lambda z, y: (z.expand(-1, 4) * torch.ones(4)).square().mean()), ""),
+    ("broadcast-loss", "an accuracy", one_value(
+        lambda z, y: z.square().mean() + 0 * ((z > 0) == (y > 0)).float().mean()), ""),
+    ("broadcast-loss", "a matrix",
+     one_value(lambda z, y: (torch.ones(32, 32) @ z[:, 0]).square().mean()), ""),
+    ("softmax-over-samples", "places", lambda: over_places(lambda z: z), "runs over the places"),
+    ("softmax-over-samples", "classes", lambda: over_places(lambda z: z.mT), ""),
+    ("no-log", "logits", given(F.nll_loss, lambda z: z), "receives logits"),
+    ("no-log", "small logits", given(F.nll_loss, lambda z: z / 10), "receives logits"),
+    ("no-log", "probabilities", given(F.nll_loss, lambda z: z.softmax(1)), NO_LOG),
+    ("no-log", "their logarithms", given(F.nll_loss, lambda z: z.log_softmax(1)), ""),
+    ("no-log", "of 16 bits", given(F.nll_loss, lambda z: z.half().log_softmax(1).float()), ""),
+    ("no-log", "over the samples", given(F.nll_loss, lambda z: z.log_softmax(0)), ""),
+    ("no-log", "a class masked", given(F.nll_loss, lambda z: z.masked_fill(
+        torch.arange(3) == 2, -torch.inf).log_softmax(1).clamp(min=-1e9)), ""),
+    ("no-log", "over places", of_axis(2), OTHER),
+    ("no-log", "over classes", of_axis(1), ""),
+    ("no-log", "over samples", of_axis(0), OTHER),
+    ("no-log", "over labels", lambda: ctc(2), ""),
+    ("no-log", "over lines", lambda: ctc(1), OTHER),
+    ("no-log", "over time", lambda: ctc(0), OTHER),
+]  # fmt: skip
+
+
+# Losses that reward what contradicts the targets
+
+
+def contrastive(d: Tensor, same: Tensor) -> Tensor:
+    return (same * d.square() + (1 - same) * (1 - d).relu().square()).mean()
+
+
+class ActorCritic(nn.Module):
+    """Gives logits of actions and an estimate of the reward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.actor, self.critic = nn.Linear(12, 3), nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)[:, 0]
+
+
+def sampled(given: tuple[Tensor, Tensor], y: Tensor, sign: int) -> Tensor:
+    """The loss of A2C: actions are drawn, and rewarded if they are the class.
+
+    Its value is higher for right outputs at either sign, and its gradient right at one.
+    """
+    z, value = given
+    policy = torch.distributions.Categorical(logits=z)
+    action = policy.sample()
+    reward = (action == y).float()
+    of_policy = -(policy.log_prob(action) * (reward - value).detach()).mean()
+    return sign * of_policy + (reward - value).square().mean()
+
+
+def surrogate(sign: int) -> Callable[[], Setup]:
+    return compared(partial(sampled, sign=sign), make=ActorCritic)
+
+
+def cosine(z: Tensor, y: Tensor) -> Tensor:
+    return F.cosine_similarity(z, y).mean()
+
+
+def distances() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 3), nn.Softplus())
+
+
+REVERSED: list[Row] = [
+    ("loss-reversed", "1 − Dice", compared(lambda z, y: 1 - dice(z.sigmoid(), y), several), "act"),
+    ("loss-reversed", "a minus", compared(lambda z, y: -BCE(z, y), several), "act"),
+    ("loss-reversed", "1 − y", compared(lambda z, y: F.mse_loss(z.sigmoid(), 1 - y), several),
+     "act"),
+    ("loss-reversed", "a minus, of classes", compared(lambda z, y: -F.cross_entropy(z, y)), "act"),
+    ("loss-reversed", "distances", compared(contrastive, several, distances), "watch"),
+    ("loss-reversed", "a likeness", compared(cosine, inputs), "act"),
+    ("loss-reversed", "a surrogate with a minus", surrogate(-1), " "),
+    ("loss-reversed", "a surrogate", surrogate(1), ""),
+    ("loss-reversed", "1 − likeness", compared(lambda z, y: 1 - cosine(z, y), inputs), ""),
+    ("loss-reversed", "moved", compared(lambda z, y: F.mse_loss(z + 2, 3 * y), inputs), ""),
+    ("loss-reversed", "a critic, which may call the real ones -1",
+     compared(lambda z, y: (z * y).mean(), lambda x, y: x[:, :3].sign()), ""),
+    ("loss-reversed", "a squared error", compared(F.mse_loss, several), ""),
+    ("loss-reversed", "Dice", compared(dice, several), ""),
+    ("loss-reversed", "a hinge", compared(lambda z, y: margin(z, 2 * y - 1), several), ""),
+    ("loss-reversed", "no targets", compared(lambda z, y: z.square().mean(), several), ""),
+    ("loss-reversed", "a cross-entropy", compared(F.cross_entropy), ""),
+]  # fmt: skip
+
+
+# Gradients of the loss
+
+
+class Taught(nn.Module):
+    """A student, which begins as a copy of its teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.student, self.teacher = nn.Linear(12, 3), nn.Linear(12, 3).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.student(x), self.teacher(x)
+
+
+def distilled(z: tuple[Tensor, Tensor], y: Tensor, right: bool) -> Tensor:
+    student, teacher = z
+    given = (student if right else teacher).log_softmax(1)
+    soft = F.kl_div(given, teacher.softmax(1), reduction="batchmean")
+    return soft + 0.1 * F.cross_entropy(student, y)
+
+
+def quantised(z: Tensor, y: Tensor) -> Tensor:
+    """Stopped targets of other features are compared with others."""
+    q = z + (z.round() - z).detach()
+    return F.mse_loss(q, z.detach()) + F.cross_entropy(q, y)
+
+
+def ratio(z: Tensor, y: Tensor, cut: bool) -> Tensor:
+    logits = z.log_softmax(1).gather(1, y[:, None])
+    return -(logits - (logits.detach() if cut else logits)).exp().mean()
+
+
+def itself(z: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(z, z.detach())
+
+
+def satisfied(z: Tensor, y: Tensor) -> Tensor:
+    return (z.square().mean() - 1e4).relu()
+
+
+def after(change: Callable[[Tensor], Tensor]) -> Callable[[], Setup]:
+    return compared(lambda z, y: (change(z) - F.one_hot(y, 3)).square().mean())
+
+
+def difference(discount: float, cut: bool) -> Callable[[], Setup]:
+    def of_times(model: nn.Module, batch: Any) -> Tensor:
+        x, ends = batch[0], batch[1] == 0
+        then = discount * model(x.roll(1, 0)).amax(1) * ends
+        then = x[:, 0] + (then.detach() if cut else then)
+        return F.smooth_l1_loss(model(x).gather(1, batch[1][:, None])[:, 0], then)
+
+    return with_loss(of_times)
+
+
+def size(model: nn.Module) -> Tensor:
+    return torch.stack([p.square().mean() for p in model.parameters()]).sum()
+
+
+def shrinking(by: float, outputs: bool = False) -> Callable[[], Setup]:
+    def penalised(model: nn.Module, batch: Any) -> Tensor:
+        made = model(batch[0])
+        shrunk = [made] if outputs else [p for p in model.parameters() if p.ndim > 1]
+        return F.cross_entropy(made, batch[1]) + by * sum(x.abs().sum() for x in shrunk)
+
+    return with_loss(penalised)
+
+
+def at_the_ends(model: nn.Module, batch: Any) -> Tensor:
+    """Boundary values: outputs that are asked for at the same inputs in each step."""
+    return loss(model, batch) + 9 * model(torch.eye(12)[:2]).square().sum()
+
+
+class Tempered(nn.Module):
+    """An actor and a critic, with the logarithm of a temperature that begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = mlp(), mlp()
+        self.heat = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x), self.critic(x)
+
+
+def soft_actor_critic(model: Any, batch: Any) -> Tensor:
+    logits, value = model(batch[0])
+    p, log = logits.softmax(1), logits.log_softmax(1)
+    entropy, heat = -(p * log).sum(1), model.heat.exp().detach()
+    of_actor = (p * (heat * log - value.detach())).sum(1).mean()
+    of_heat = (model.heat * (entropy - 0.5).detach()).mean()
+    of_critic = F.mse_loss(value.gather(1, batch[1][:, None]), batch[0][:, :1])
+    return of_critic + of_actor + of_heat
+
+
+def tempered() -> Setup:
+    return setup(model=Tempered(), loss=soft_actor_critic)
+
+
+def slope(model: nn.Module, batch: Any, graph: bool) -> Tensor:
+    x = batch[0].clone().requires_grad_()
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=graph)
+    return (g.norm(dim=1) - 1).square().mean()
+
+
+def accumulated(model: nn.Module, batch: Any) -> Tensor:
+    total = loss(model, batch)
+    total += 0.1 * size(model).detach()
+    return total / 2
+
+
+class Players(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12))
+        self.told = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.made(z)
+
+
+def real(logits: Tensor, label: float) -> Tensor:
+    return BCE(logits, torch.full_like(logits, label))
+
+
+def players(joint: bool) -> Callable[[], Setup]:
+    """Both players' losses in one, where each trains its own player or both."""
+
+    def of(model: Any, batch: Any) -> Tensor:
+        made = model(torch.randn(len(batch[0]), 4))
+        fixed = {name: p.detach() for name, p in model.told.named_parameters()}
+        own = model.told(made) if joint else torch.func.functional_call(model.told, fixed, (made,))
+        other = model.told(made if joint else made.detach())
+        return real(model.told(batch[0]), 1.0) + real(other, 0.0) + real(own, 1.0)
+
+    return with_loss(of, model=Players())
+
+
+def critic(model: nn.Module, batch: Any) -> Tensor:
+    return model(torch.randn_like(batch[0])).mean() - model(batch[0]).mean()
+
+
+GRADIENTS: list[Row] = [
+    ("zero-gradient", "itself", compared(itself), f"mse_loss ({HERE}"),
+    ("zero-gradient", "a satisfied margin", compared(satisfied), ""),
+    ("zero-gradient", "stopped targets", compared(quantised), ""),
+    ("zero-gradient", "a ratio of itself", compared(partial(ratio, cut=False)), "with itself"),
+    ("zero-gradient", "a ratio of stored ones", compared(partial(ratio, cut=True)), ""),
+    ("zero-gradient", "the teacher itself",
+     compared(partial(distilled, right=False), make=Taught), "with itself"),
+    ("zero-gradient", "the student", compared(partial(distilled, right=True), make=Taught), ""),
+    ("zero-slope", "round", after(torch.round), "round"),
+    ("zero-slope", "sign", after(lambda z: torch.sign(z.tanh())), "sign"),
+    ("zero-slope", "straight-through", after(lambda z: z + (z.round() - z).detach()), ""),
+    ("zero-slope", "tanh", after(torch.tanh), ""),
+    ("zero-slope", "a factor", after(lambda z: z.sign() * z.abs().log1p()), ""),
+    ("zero-slope", "clamp", after(lambda z: z.clamp(0, 1)), ""),
+    ("target-attached", "the next value", difference(0.9, cut=False), "0.9"),
+    ("target-attached", "cut", difference(0.9, cut=True), ""),
+    ("target-attached", "no discount", difference(1.0, cut=False), ""),
+    ("decay-fights", "a penalty", shrinking(0.1), "weights alone"),
+    ("decay-fights", "a small one", shrinking(1e-4), ""),
+    ("decay-fights", "of the outputs", shrinking(0.1, outputs=True), ""),
+    ("decay-fights", "boundary values", with_loss(at_the_ends), ""),
+    ("decay-fights", "a temperature", tempered, ""),
+    ("gradient-cut", "a detached factor", tempered, ""),
+    ("term-without-graph", "no create_graph",
+     with_loss(lambda m, b: loss(m, b) + 10 * slope(m, b, graph=False)), HERE),
+    ("term-without-graph", "item()", with_loss(lambda m, b: loss(m, b) - size(m).item()), HERE),
+    ("term-without-graph", "in place", with_loss(accumulated), HERE),
+    ("term-without-graph", "one term", with_loss(loss), ""),
+    ("term-without-graph", "a graph",
+     with_loss(lambda m, b: loss(m, b) + 10 * slope(m, b, graph=True)), ""),
+    ("term-without-graph", "constants",
+     with_loss(lambda m, b: loss(m, b) + 3.0 + b[0].square().mean()), ""),
+    ("term-without-graph", "straight-through",
+     with_loss(lambda m, b: loss(m, b).detach() + size(m) - size(m).detach()), ""),
+    ("terms-opposed", "two players in one", players(joint=True), "opposed"),
+    ("terms-opposed", "a term and 2 less it",
+     with_loss(lambda m, b: loss(m, b) + (2 - loss(m, b))), "the cosine of their gradients is -1"),
+]  # fmt: skip
+
+
+# Outputs of free choice, and losses that lower themselves
+
+
+def contrast(model: nn.Module, batch: Any, scale: float) -> Tensor:
+    views = [F.normalize(model(batch[0] + d), dim=1) for d in (0.0, 0.1)]
+    return F.cross_entropy(scale * views[0] @ views[1].T, torch.arange(len(batch[0])))
+
+
+def smooth_dice(z: Tensor, y: Tensor, smooth: float) -> Tensor:
+    p, t = z.softmax(1), F.one_hot(y, 3)
+    both, every = (p * t).sum(0), (p + t).sum(0)
+    return (1 - (2 * both + smooth) / (every + smooth)).mean()
+
+
+def bounded(model: nn.Module, batch: Any, mean: float) -> Tensor:
+    return F.mse_loss(2 * model(batch[0])[:, 0].tanh(), mean + batch[0][:, 0].tanh())
+
+
+class Queued(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(12, 8)
+        self.register_buffer("queue", F.normalize(torch.randn(16, 8), dim=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(self.layer(x), dim=1)
+
+
+def queued(model: Any, batch: Any) -> Tensor:
+    """A queue that the loss fills, which begins anew each time."""
+    query, key = model(batch[0]), F.normalize(batch[0][:, :8], dim=1)
+    before = model.queue.clone()
+    model.queue[: len(key)] = key[:16]
+    logits = torch.cat([(query * key).sum(1, keepdim=True), query @ before.T], 1)
+    return F.cross_entropy(logits / 0.1, torch.zeros(len(query), dtype=torch.long))
+
+
+class Balanced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.heads = nn.ModuleList([nn.Linear(12, 3), nn.Linear(12, 1)])
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(x) for head in self.heads]
+
+
+def balanced(joined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
+    def of(model: Any, batch: Any) -> Tensor:
+        logits, value = model(batch[0])
+        wanted = batch[0].mean(1, keepdim=True)
+        terms = [F.cross_entropy(logits, batch[1]), F.mse_loss(value, wanted)]
+        return joined(model.weights, torch.stack(terms))
+
+    return with_loss(of, model=Balanced())
+
+
+class Beside(nn.Module):
+    """Factors beside the last layer, which are no weights of terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(12, 3), nn.Parameter(torch.randn(3, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.factor.T
+
+
+def seeds(model: nn.Module, batch: Any) -> Tensor:
+    torch.manual_seed(3)
+    return loss(model, batch)
+
+
+def seeds_apart(model: nn.Module, batch: Any) -> Tensor:
+    own = torch.randn(12, generator=torch.Generator().manual_seed(3))
+    return loss(model, (batch[0] + own, batch[1]))
+
+
+def restores(model: nn.Module, batch: Any) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return seeds(model, batch)
+
+
+VAIN = "outputs-in-vain"
+FREE: list[Row] = [
+    (VAIN, "a low scale", with_loss(partial(contrast, scale=0.1)), "does not fall below"),
+    (VAIN, "a scale", with_loss(partial(contrast, scale=10.0)), ""),
+    (VAIN, "a smoothed Dice", compared(partial(smooth_dice, smooth=1e6)), "does not fall below"),
+    (VAIN, "a Dice", compared(partial(smooth_dice, smooth=1.0)), ""),
+    (VAIN, "smoothed labels", compared(partial(F.cross_entropy, label_smoothing=0.9)), "not fall"),
+    (VAIN, "labels smoothed less", compared(partial(F.cross_entropy, label_smoothing=0.1)), ""),
+    (VAIN, "targets far off", with_loss(partial(bounded, mean=40.0)), "does not fall below"),
+    (VAIN, "targets", with_loss(partial(bounded, mean=0.0)), ""),
+    (VAIN, "a queue", with_loss(queued, model=Queued()), ""),
+    ("weighs-itself", "exp(-w)", balanced(lambda w, of: (of * torch.exp(-w)).sum()), "falls from"),
+    ("weighs-itself", "softplus", balanced(lambda w, of: (of * F.softplus(w)).sum()), "falls from"),
+    ("weighs-itself", "held", balanced(lambda w, of: (of * torch.exp(-w) + w).sum()), ""),
+    ("weighs-itself", "shares", balanced(lambda w, of: (of * w.softmax(0)).sum()), ""),
+    ("weighs-itself", "no weights", balanced(lambda w, of: of.sum()), ""),
+    ("weighs-itself", "beside a layer", lambda: setup(model=nn.Sequential(Beside())), ""),
+    ("seed-again", "in the loss", with_loss(seeds), "a seed is set in each"),
+    ("seed-again", "of a generator", with_loss(seeds_apart), ""),
+    ("seed-again", "restored", with_loss(restores), ""),
+    ("seed-again", "none", with_loss(loss), ""),
+]
+# Asked of a trained copy, as an audit does.
+TRAINED = ("logits-as-probabilities", "loss-reversed", "zero-gradient")
+ROWS = [*RANGES, *SAMPLES, *REVERSED, *GRADIENTS, *FREE]
+
+
+@pytest.mark.parametrize(
+    ("question", "make", "part"),
+    [pytest.param(q, make, part, id=f"{q}, {what}") for q, what, make, part in ROWS],
+)
+def test_a_fault_is_named_and_what_is_like_it_is_not(
+    question: str, make: Callable[[], Setup], part: str
+) -> None:
+    assert_said(question, make(), part, trained=question in TRAINED)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [players(joint=False), with_loss(critic), with_loss(lambda m, b: loss(m, b) + 0.1 * size(m))],
+    ids=["players", "critic", "penalty"],
+)
+def test_terms_that_only_pull_apart_are_far_from_opposed(make: Callable[[], Setup]) -> None:
+    answered = told("terms-opposed", make())
+    assert not answered.untold
+    assert all(fact.numbers["largest"] > AGAINST + 0.1 for fact in answered.facts)
+
+
+def test_shares_and_limits_are_those_of_the_outputs() -> None:
+    (fact,) = told("targets-misplaced", over_time(lambda y: y)).facts
+    assert fact.numbers["share"] <= 1 / 3, "only the first place of the first sample"
+    (fact,) = told(VAIN, compared(lambda z, y: (z - 5).square().mean() + 0.25)()).facts
+    assert fact.numbers["lowest"] == pytest.approx(0.25, abs=1e-5), "least squares, exactly"
+    assert fact.numbers["zeros"] == pytest.approx(25.25)
+    (fact,) = told("logits-as-probabilities", compared(dice, several)(), trained=True).facts
+    assert fact.numbers["at"] == pytest.approx(0, abs=0.02) and fact.numbers["beyond"] < -0.2
+    bed = setup(loss=lambda m, b: loss(m, b) - size(m).item())
+    (fact,) = told("term-without-graph", bed).facts
+    assert fact.numbers["value"] == pytest.approx(size(bed.model).item())
+    for of, target in ((BCE, as_mask), (shares_of, several)):
+        (fact,) = told("targets-out-of-range", compared(of, target)()).facts
+        assert fact.numbers["share"] == pytest.approx(0.5, abs=0.2)
+
+
+def test_a_loss_without_a_bound_is_told_from_one_with_a_bound() -> None:
+    """Samples with negative weights have none by construction."""
+
+    def policy(model: nn.Module, batch: Any) -> Tensor:
+        x, action, advantage = batch
+        chosen = model(x).log_softmax(1).gather(1, action[:, None])[:, 0]
+        return -(chosen * advantage).mean()
+
+    def error(model: nn.Module, batch: Any) -> Tensor:  # no weight: it is not linear so far
+        return -(100 + model(batch[0])[:, 0] - batch[2]).abs().mean()
+
+    def likelihood(model: nn.Module, batch: Any) -> Tensor:
+        """Of a normal distribution whose variance is learnt: it is below zero, and has a bound."""
+        mean, log_variance = model(batch[0])[:, 0] / 10, model(batch[0])[:, 1]
+        wanted = 0.01 * (batch[1] - 1)
+        return (log_variance + (wanted - mean).square() / log_variance.exp()).mean()
+
+    with_rewards = tuple((x, y, -1.0 - y) for x, y in batches())
+    minus, likeness = of_outputs(lambda z, y: -F.cross_entropy(z, y)), lambda z, y: -cosine(z, y)
+    for of, given, negative in (
+        *((policy, with_rewards, [32]), (error, with_rewards, [0]), (minus, batches(), [0])),
+        *(
+            (likelihood, batches(), []),
+            (of_outputs(likeness), compared(likeness, one_hot)().batches, []),
+        ),
+        (loss, batches(), []),
+    ):
+        bed = setup(loss=of, batches=given, optimizer=adam)
+        answered = told("unbounded-loss", bed, trained=True)
+        assert [fact.numbers["negative"] for fact in answered.facts] == negative, of
+        assert {fact.numbers["times"] for fact in answered.facts} <= {64} and not answered.untold
+
+
+def test_a_run_whose_loss_has_no_gradient_is_to_be_acted_on() -> None:
+    """Through a whole run: a question names the place, or else the gradient that is zero."""
+    for of, strength in ((itself, "act"), (satisfied, "act"), (F.cross_entropy, None)):
+        seen = observe(setup(loss=of_outputs(of), steps=12), every_n_steps=6)
+        found = {finding.name: finding.strength for finding in diagnose(seen)}
+        assert found.get("zero-gradient") == strength
+
+
+def test_the_users_model_and_random_numbers_stay_as_they_are() -> None:
+    of, state = setup(), torch.get_rng_state()
+    before = [p.clone() for p in of.model.parameters()]
+    for name in (VAIN, "weighs-itself", "seed-again"):
+        answer(name, of, of.fork())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, of.model.parameters(), before))
+
+
+# Outputs that pass a function which the loss has, too
+
+
+class Calls(nn.Module):
+    """A model that applies a function to a layer's outputs."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(12, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+def poisson(log_input: bool) -> OfPair:
+    return lambda z, y: F.poisson_nll_loss(z[:, 0], y.float(), log_input=log_input)
+
+
+def binary(of: OfPair) -> OfPair:
+    return lambda z, y: of(z[:, 0], y / 2)
+
+
+@pytest.mark.parametrize(
+    ("last", "of", "name"),
+    [
+        (nn.ReLU(inplace=True), F.cross_entropy, "relu"),
+        (nn.Hardtanh(), F.cross_entropy, "hardtanh"),
+        (nn.Softmax(1), F.cross_entropy, "softmax"),
+        (nn.Identity(), F.cross_entropy, None),
+        (nn.Sigmoid(), binary(BCE), "sigmoid"),
+        (nn.Sigmoid(), binary(F.binary_cross_entropy), None),
+        (Calls(torch.exp), poisson(True), "exp"),
+        (nn.Softplus(), poisson(True), "softplus"),
+        (nn.Identity(), poisson(True), None),
+        (Calls(torch.exp), poisson(False), None),
+        (nn.Softplus(), poisson(False), None),
+    ],
+)
+def test_a_function_behind_the_last_layer_that_the_loss_has_too(
+    last: Any, of: OfPair, name: str | None
+) -> None:
+    model = last if isinstance(last, Calls) else nn.Sequential(mlp(), last)
+    found = activated_output(setup(model=model, loss=of_outputs(of)).fork())
+    path = "" if isinstance(last, Calls) else "1"
+    assert found == (name and ActivatedOutput(name, path))
+
+
+@pytest.mark.parametrize("function", [lambda x: x.clamp(min=0), lambda x: x.relu()[:, :3]])
+def test_a_relu_that_is_called_is_told(function: Any) -> None:
+    found = activated_output(setup(model=Calls(function)).fork())
+    assert found == ActivatedOutput("relu", "")
