@@ -84,6 +84,7 @@ LOOKS = {
         8, 8, attention_entropy=0.01, attention_first_share=0.1, attention_logit_max=300.0
     )
 }
+COARSE = {"attention_logit_max": 90.0, "attention_logit_step": 0.7}
 UNSCALED = [
     {n: reading(descent=0.01 * (i + 1), update_ratio=1e-5, gradient_factor=2**-16) for n in "abc"}
     for i in range(6)
@@ -176,6 +177,9 @@ HITS = {
     "seed-again": run(random_states=(1, 2)),
     "running-statistics": run(norm_passes=[1, 8, 23, 30, 45, 52]),
     "attention-saturated": run(losses=STILL, attention=LOOKS),
+    "attention-saturated by coarse logits": run(
+        losses=STILL, attention={"a": replace(LOOKS["a"], attention_entropy=0.6, **COARSE)}
+    ),
     "rounded-away": run(losses=STILL, layers=dict.fromkeys("abc", reading(unchanged_share=0.6))),
     "loss-spike": run(spikes=(Spike(5, 9.0, 0.5, 20.0, {"b": 40.0}),)),
     "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
@@ -219,6 +223,9 @@ MEANT = {
     "a group that begins later": run(**ONE_GROUP, learning_rates=[(0.1, 0.0), *[(0.1, 0.1)] * 5]),
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),
     "attention of two keys": run(attention={"a": replace(LOOKS["a"], attention_entropy=0.1)}),
+    "large logits in float32": run(
+        attention={"a": replace(LOOKS["a"], attention_entropy=0.6, attention_logit_step=1e-5)}
+    ),
     "weights of which few stay": run(layers=dict.fromkeys("abc", reading(unchanged_share=0.4))),
     "a layer that no step moves": run(layers=dict.fromkeys("abc", reading(unchanged_share=1.0))),
     "one layer whose weights stay": run(

@@ -179,6 +179,7 @@ _OTHERS = {**SIZES,  # title, and formula with how to read it
     "attention_scale_mean": ("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
     "attention_scale_cv": ("Spread of the attention scales", "std / mean of ‖∂Y/∂Θ‖²"),
     "attention_logit_max": ("Largest logit", "max Y·scale: softmax saturates far above 0"),
+    "attention_logit_step": ("Step at the largest logit", "largest logit × last digit of q, k"),
     "attention_query_norm": ("Norm of queries", "largest ‖q‖"),
     "attention_key_norm": ("Norm of keys", "largest ‖k‖"),
     "attention_entropy": ("Entropy of attention", "1: all keys alike; 0: a single one"),

@@ -56,10 +56,12 @@ def attention_scale_cv(sums: AttentionSums[Array]) -> Estimate:
     return Estimate(value, error)
 
 
-def attention_looks(spread: Float[Array, "heads samples 6"]) -> dict[str, Array]:
+def attention_looks(spread: Float[Array, "heads samples 7"]) -> dict[str, Array]:
     """Return the measures of where the attention looks, by name, of heads: `AttentionSums.spread`.
 
     - attention_logit_max: largest Y_ts·scale + mask, over the queries that see two keys or more.
+    - attention_logit_step: the same times the last digit of 1 in the dtype of q and k: the step
+      between the numbers of that dtype at the largest logit, or up to twice it.
     - attention_query_norm, attention_key_norm: largest ‖q_t‖ and ‖k_s‖, ≥ 0, of all: no logit
       exceeds their product by the scale.
     - attention_entropy: mean of −Σ_s P_ts ln P_ts / ln n_t, in [0, 1], n_t the keys that query t
@@ -68,11 +70,11 @@ def attention_looks(spread: Float[Array, "heads samples 6"]) -> dict[str, Array]
 
     All are NaN where no query sees two keys.
     """
-    names = ("logit_max", "query_norm", "key_norm", "entropy", "first_share")
+    names = ("logit_max", "logit_step", "query_norm", "key_norm", "entropy", "first_share")
     with np.errstate(divide="ignore", invalid="ignore"):
-        count = spread[..., 5].sum(1, keepdims=True)
-        means = spread[..., 3:5].sum(1) / count
-        values = np.where(count > 0, np.concatenate([spread[..., :3].max(1), means], 1), np.nan)
+        count = spread[..., 6].sum(1, keepdims=True)
+        means = spread[..., 4:6].sum(1) / count
+        values = np.where(count > 0, np.concatenate([spread[..., :4].max(1), means], 1), np.nan)
     return {f"attention_{name}": value for name, value in zip(names, values.T, strict=True)}
 
 
@@ -104,7 +106,7 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
     found["attention_scale_mean"] = attention_scale_mean(sums)
     found["attention_scale_cv"] = attention_scale_cv(sums)
     if (spread := sums.spread) is not None:
-        spread[0, :, :3] = spread[1:, :, :3].max(0)  # the largest of all heads, not their sum
+        spread[0, :, :4] = spread[1:, :, :4].max(0)  # the largest of all heads, not their sum
         exact = np.zeros(len(spread))
         found |= {name: Estimate(x, exact) for name, x in attention_looks(spread).items()}
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}

@@ -38,9 +38,10 @@ class AttentionSums(Generic[T]):
         e: ⟨ΔY, g⟩ and ‖ΔY‖² of a plain gradient step, as a descent direction, (samples, heads, 2);
             None if g is not known.
         d: the same of the optimizer's step; None if no step was taken.
-        spread: (samples, heads, 6): the largest logit that a query sees, ‖q‖ and ‖k‖; Σ of the
-            entropies of P, each over the largest one that is possible, Σ of P at the first key, and
-            the number of queries, of those that see two keys or more, as are the logits.
+        spread: (samples, heads, 7): the largest logit that a query sees, the same times `digit`,
+            ‖q‖ and ‖k‖; Σ of the entropies of P, each over the largest one that is possible, Σ of P
+            at the first key, and the number of queries, of those that see two keys or more, as are
+            the logits.
     """
 
     broken: T
@@ -102,8 +103,8 @@ def scale_sums(
     return count, total, square
 
 
-def spread_sums(call: Attention) -> Float[Tensor, "samples heads 6"]:
-    """Return `spread` of an attention."""
+def spread_sums(call: Attention, digit: float) -> Float[Tensor, "samples heads 7"]:
+    """Return `spread` of an attention; digit: the last digit of 1 in the dtype of q and k."""
     norms, parts = [x.norm(dim=-1).amax(-1) for x in (call.query, call.key)], []
     for queries in call.parts:
         logits = call.logits(queries)
@@ -116,7 +117,8 @@ def spread_sums(call: Attention) -> Float[Tensor, "samples heads 6"]:
         largest = logits.where(counts[..., None] & is_seen, -math.inf).amax((2, 3))
         parts.append(torch.stack([largest, *sums, counts.sum(-1)]))
     found = torch.stack(parts)
-    return torch.stack([found[:, 0].amax(0), *norms, *found[:, 1:].sum(0)], -1)
+    largest = found[:, 0].amax(0)
+    return torch.stack([largest, largest * digit, *norms, *found[:, 1:].sum(0)], -1)
 
 
 def combined(of: Callable[..., Any], *records: AttentionSums[Any]) -> AttentionSums[Any]:

@@ -193,7 +193,8 @@ class Attentions:
         e = [torch.zeros_like(p) if p.grad is None else p.grad for p in call.held]
         is_finite = call.query.isfinite().all() & call.key.isfinite().all()
         broken = (~is_finite).to(call.scores.query.dtype)
-        scales, spread = call.scale(self._generator), spread_sums(call.scores)
+        scales = call.scale(self._generator)
+        spread = spread_sums(call.scores, torch.finfo(call.query.dtype).eps)
         call.sums = replace(AttentionSums(broken, *scales, *call.moved(e)), spread=spread)
         del call._push  # its graph holds the parameters, which the step changes in place
 

@@ -1,14 +1,13 @@
 """The reading of one layer's alignment with its inputs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
-from adiv_monitor.report.written import plain, read
+from adiv_monitor.report.reading import Reading, measures_of
 
 
 @dataclass(frozen=True)
-class AlignmentReading:
+class AlignmentReading(Reading):
     """Alignment of one layer's weights, and of their change, with its inputs. See `alignment/`.
 
     W₀ and z₀ are the weight and the inputs at the reference point, dW and dz their changes since.
@@ -39,7 +38,6 @@ class AlignmentReading:
         output_change_rms: RMS of W z − W₀ z₀.
     """
 
-    _null_is_nan: ClassVar[bool] = True  # values that are None are left out
     role: str
     kind: str
     fan_in: int
@@ -67,23 +65,6 @@ class AlignmentReading:
         """Empty: every step of a probe uses the same rows, and all of them."""
         return {}
 
-    def measures(self) -> dict[str, float]:
-        """Return the defined measures, by name."""
-        taken = ((name, getattr(self, name)) for name in ALIGNMENT_MEASURES)
-        return {name: value for name, value in taken if value is not None}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the reading as plain data, without the measures that are undefined."""
-        record: dict[str, Any] = plain(self)
-        return record
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "AlignmentReading":
-        """Read the reading back from a record of `to_dict`; see `StepReport.from_dict`."""
-        return read(AlignmentReading, record)
-
 
 # All measures of alignment, in the order of tables and dashboards.
-ALIGNMENT_MEASURES: tuple[str, ...] = tuple(
-    f.name for f in fields(AlignmentReading) if f.default is None
-)
+ALIGNMENT_MEASURES = measures_of(AlignmentReading)

@@ -1,14 +1,14 @@
 """The reading of one attention module."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
-from adiv_monitor.report.written import plain, read
+from adiv_monitor.report.reading import Reading, measures_of
 
 
 @dataclass(frozen=True)
-class AttentionReading:
+class AttentionReading(Reading):
     """One attention module at one step: how the step changed its scores. See `maths/attention.py`.
 
     Attributes:
@@ -22,7 +22,6 @@ class AttentionReading:
     All other attributes are the measures, over all heads together.
     """
 
-    _null_is_nan: ClassVar[bool] = True  # values that are None are left out
     samples_seen: int
     samples_total: int
     attention_cosine: float | None = None
@@ -30,6 +29,7 @@ class AttentionReading:
     attention_scale_mean: float | None = None
     attention_scale_cv: float | None = None
     attention_logit_max: float | None = None
+    attention_logit_step: float | None = None
     attention_query_norm: float | None = None
     attention_key_norm: float | None = None
     attention_entropy: float | None = None
@@ -37,21 +37,6 @@ class AttentionReading:
     standard_error: Mapping[str, float] = field(default_factory=dict)
     heads: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
     heads_standard_error: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
-
-    def measures(self) -> dict[str, float]:
-        """Return the measures that were taken, by name; NaN where there is no direction."""
-        taken = ((name, getattr(self, name)) for name in ATTENTION_MEASURES)
-        return {name: value for name, value in taken if value is not None}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the reading as plain data, without the measures that were not taken."""
-        record: dict[str, Any] = plain(self)
-        return record
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "AttentionReading":
-        """Read the reading back from a record of `to_dict`; see `StepReport.from_dict`."""
-        return read(AttentionReading, record)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return a flat record per head, with `<measure>_standard_error` for inexact measures."""
@@ -64,6 +49,4 @@ class AttentionReading:
 
 
 # All measures of attention, in the order of tables and dashboards.
-ATTENTION_MEASURES: tuple[str, ...] = tuple(
-    f.name for f in fields(AttentionReading) if f.name.startswith("attention_")
-)
+ATTENTION_MEASURES = measures_of(AttentionReading)

@@ -1,11 +1,11 @@
 """The reading of one layer, and the list of measures."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from adiv_monitor.report.written import plain, read
+from adiv_monitor.report.reading import Reading, measures_of
 
 # Kinds of layers that do not map features to features: gains and offsets of normalisations, and
 # look-up tables. Their scales and steps are not comparable with those of maps.
@@ -16,7 +16,7 @@ QUANTILE_LEVELS = tuple(i / 32 for i in range(33))
 
 
 @dataclass(frozen=True)
-class LayerReading:
+class LayerReading(Reading):
     """The reading of one layer at one step.
 
     Attributes:
@@ -47,7 +47,6 @@ class LayerReading:
     All other attributes are the measures of `measures.py`, under their names there.
     """
 
-    _null_is_nan: ClassVar[bool] = True  # values that are None are left out
     kind: str
     rows_seen: int
     rows_total: int
@@ -106,14 +105,9 @@ class LayerReading:
     module: str = ""
     own: Mapping[str, float] = field(default_factory=dict)
 
-    def measures(self) -> dict[str, float]:
-        """Return the measures that were taken, by name; NaN where there is no direction."""
-        taken = ((name, getattr(self, name)) for name in MEASURES)
-        return {name: value for name, value in taken if value is not None}
-
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Return the reading as plain data, without measures not taken; quantiles on request."""
-        record: dict[str, Any] = plain(self)
+        record = super().to_dict()
         for name in ("module", "features", "non_finite", "earlier_share", "foreign_share", "own"):
             if not record.get(name):
                 record.pop(name, None)
@@ -127,23 +121,11 @@ class LayerReading:
         bare.__dict__.update({**self.__dict__, **_WITHOUT_QUANTILES})
         return bare
 
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "LayerReading":
-        """Read the reading back from a record of `to_dict`; see `StepReport.from_dict`."""
-        return read(LayerReading, record)
 
-
-_RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
 _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
 _WITHOUT_QUANTILES = dict.fromkeys(_QUANTILES, ())
-_ABOUT_MEASURES = (
-    *("features", "non_finite", "earlier_share", "foreign_share"),
-    *("module", "own", "standard_error", *_QUANTILES),
-)
 # All measures, in the order of tables and dashboards.
-MEASURES: tuple[str, ...] = tuple(
-    f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES
-)
+MEASURES = measures_of(LayerReading)
 
 # Measures that need a second run of the step's forward passes.
 REALISED_MEASURES = ("realised_cosine", "single_layer_share", "first_order_error")

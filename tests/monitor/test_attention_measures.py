@@ -200,11 +200,12 @@ def read_of(q: Tensor, k: Tensor, sees: Tensor) -> dict[str, float]:
         entropies.append(-sum(p * math.log(p) for p in P) / math.log(len(P)))
         firsts.append(P[0] if keys[0] == 0 else 0.0)
     means = (sum(x) / len(x) for x in (entropies, firsts))
-    return dict(zip(SPREAD, (largest, *norms, *means), strict=True))
+    step = largest * torch.finfo(q.dtype).eps
+    return dict(zip(SPREAD, (largest, step, *norms, *means), strict=True))
 
 
 SPREAD = (
-    *("attention_logit_max", "attention_query_norm", "attention_key_norm"),
+    *("attention_logit_max", "attention_logit_step", "attention_query_norm", "attention_key_norm"),
     *("attention_entropy", "attention_first_share"),
 )
 
@@ -303,6 +304,9 @@ def test_half_precision_reads_what_single_does() -> None:
         [reading], [expected] = report.attention.values(), single.attention.values()
         # The update is computed from rounded weights.
         but = {"attention_cosine"} if dtype == torch.bfloat16 else set()
+        but |= {"attention_logit_step"}  # both run attention in bfloat16, whose last digit is 2⁻⁷
+        largest = reading.attention_logit_max
+        assert reading.attention_logit_step == pytest.approx(largest * 2**-7, rel=1e-6)
         for measure in expected.measures().keys() - but:
             value = getattr(reading, measure)
             assert value == pytest.approx(getattr(expected, measure), rel=0.05)

@@ -41,6 +41,7 @@ FLAT_AT_BOTH_ENDS = {"tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "
 # and more, queries and keys that are each 20 times too large less than 0.02. A first key with most
 # of the attention is a sink, which trained language models have.
 FEW_KEYS, SINK = 0.05, 0.5
+COARSE = 50 * 2**-7  # the step between bfloat16's numbers at a logit of 50; healthy: 11
 # Share of clipped steps; above half, a lower learning rate is the better fix (Google's deep
 # learning tuning playbook).
 CLIPPED_SHARE = 0.5
@@ -58,29 +59,33 @@ told(__name__, "bounded-logits", "Logits of too narrow a range", suffers,
      unless=lambda record: record.activated_output is not None,
      acts_below=1.0)  # fmt: skip
 
+_LOOKS = "entropy", "first_share", "logit_max", "logit_step"
+
 
 def _attends(record: Record) -> dict[str, list[float]]:
-    """Return entropy, share of the first key and largest logit: medians over half of the run."""
+    """Return entropy, share of the first key, largest logit, its step: medians of half a run."""
     found: dict[str, list[list[float]]] = defaultdict(list)
     for report in record.reports[len(record.reports) // 2 :]:
         for path, x in report.attention.items():
-            of = x.attention_entropy, x.attention_first_share, x.attention_logit_max
-            found[path].append([math.nan if look is None else look for look in of])
+            found[path].append([x.measures().get(f"attention_{of}", math.nan) for of in _LOOKS])
     return {path: [*map(median, zip(*of, strict=True))] for path, of in found.items()}
 
 
 @fault("attention-saturated", "Attention that looks at single keys", "monitor",
        shown_by=lambda record: several(record) and _attends(record))  # fmt: skip
 def attention_saturated(record: Record) -> Iterator[Finding]:
-    """Find attention each query of which sees one key, which is not the first."""
+    """Find attention whose queries each see one key, not the first, or whose logits are coarse."""
     attends = _attends(record)
-    if sharp := {p: -x[0] for p, x in attends.items() if x[0] < FEW_KEYS and x[1] < SINK}:
-        path, *_ = layers = worst_first(sharp)
-        entropy, _, logit = attends[path]
+    sharp = {p: -x[0] for p, x in attends.items() if x[0] < FEW_KEYS and x[1] < SINK}
+    if found := sharp or {p: x[3] for p, x in attends.items() if x[3] > COARSE}:
+        path, *_ = layers = worst_first(found)
+        entropy, _, logit, step = attends[path]
+        of_entropy = Evidence("attention_entropy", entropy, FEW_KEYS, path)
+        of_step = Evidence("attention_logit_step", step, COARSE, path)
         yield Finding("attention-saturated", act_if(suffers(record)),
-            f"In {path}, each query looks at hardly more than one key: the entropy of its "
-            f"attention is {entropy:.2g} of what is possible, its largest logit {logit:.3g}.",
-            (Evidence("attention_entropy", entropy, FEW_KEYS, path),),
+            f"In {path}, attention has {entropy:.2g} of the possible entropy (0: each query looks "
+            f"at one key), and logits to {logit:.3g}, where q and k have steps of {step:.1g}.",
+            (of_entropy if sharp else of_step,),
             (Advice("normalise queries and keys (QK-norm)"), Advice("lower the rate", "rate*0.3")),
             "A higher learning rate sharpens it further.", layers=layers)  # fmt: skip
 
