@@ -208,10 +208,6 @@ class Monitor:
     def _now(self) -> int:
         return self.step
 
-    def __del__(self) -> None:
-        if "_unattached" in vars(self):
-            self._unattached.check()
-
     @property
     def reports(self) -> list[StepReport]:
         """The last reports, at most `keep` of them.
@@ -276,10 +272,6 @@ class Monitor:
             )
         return {**vars(self), "_hooks": []}  # they belong to the optimizer of the original
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._unattached.follow()
-
     def attach(self) -> None:
         """Start to measure, with the next optimizer step.
 
@@ -331,7 +323,7 @@ class Monitor:
                 self._unattached.end()
                 _attached.discard(self)
                 call_all(
-                    partial(self._failures.safely, self._controller.end, patience),
+                    partial(self._guarded, self._controller.end, patience),
                     partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
                     *self._outlet.closings("" if self._is_alone else self._name(), quietly=quietly),
@@ -396,7 +388,7 @@ class Monitor:
                 "attached one with optimizer=None; an optimizer marks its steps itself"
             )
         try:
-            self._controller.step_ends()
+            self._guarded(self._controller.step_ends)
         except AlarmError:  # by the report of this very step, which was taken
             self.step += 1
             raise

@@ -54,9 +54,8 @@ _MONITOR_TESTS = {
     "capture/check.py": ["test_contributions", *_COURSE],
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules", "test_trace"],
     "capture/layer_rows.py": [*_BOOKS, "test_recurrent", "test_realised"],
-    "step/final_gradient.py": ["test_whole_modules", *_BOOKS],
     "step/gradient_check.py": ["test_contributions", *_BOOKS],
-    "step/measured_step.py": ["test_several_uses", *_BOOKS],
+    "step/measured_step.py": ["test_several_uses", "test_whole_modules", *_BOOKS],
     "step/outcome.py": [
         *("test_measures", "test_realised", "test_idle_rows", "test_contributions"),
         *_BOOKS,

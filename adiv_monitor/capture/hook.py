@@ -66,10 +66,10 @@ class GlobalHooks:
 
     def __init__(self, before: Callable[..., None] | None, after: Callable[..., None]) -> None:
         # Weakly: in a reference cycle this object would wait for Python's garbage collector.
-        self._before = None if before is None else _weakly(before)
-        self._after = _weakly(after)
+        self._before = None if before is None else weakly(before)
+        self._after = weakly(after)
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, remove, self._handles).atexit = False
 
     def put_on(self) -> None:
         """Register the hooks; call `remove` afterwards, even if this raises."""
@@ -86,10 +86,10 @@ class GlobalHooks:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        _remove(self._handles)
+        remove(self._handles)
 
 
-def _weakly(method: Any) -> Callable[..., None]:
+def weakly(method: Any) -> Callable[..., None]:
     """Return a hook that keeps no object alive, and that compiled code passes over."""
     reference, function = weakref.ref(method.__self__), method.__func__
 
@@ -100,7 +100,8 @@ def _weakly(method: Any) -> Callable[..., None]:
     return hook
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def remove(handles: list[RemovableHandle]) -> None:
+    """Remove hooks, whatever fails; it can be called again."""
     call_all(*[handle.remove for handle in handles])
     for handle in handles:
         _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves it

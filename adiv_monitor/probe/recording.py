@@ -34,7 +34,6 @@ class RowsOfLayer:
         z: the outputs of the chosen ones.
         features: their features.
         G: ∂L/∂z, NaN where it is not known.
-        d: the move of the optimizer's step, as a descent direction.
     """
 
     def __init__(self, calls: Sequence[Call], max_rows: int | None) -> None:
@@ -50,7 +49,6 @@ class RowsOfLayer:
         unknown = torch.nan if all(g is None for g in known) else 0.0
         pairs = zip(calls, known, strict=True)
         self.G = joined([torch.full_like(c.z, unknown) if g is None else g for c, g in pairs])
-        self.d: Tensor | None = None
 
 
 class Recording:

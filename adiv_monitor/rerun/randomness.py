@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.rerun.thread import surely
-
 
 class Randomness:
     """The present states of random number generators, to rerun code that draws from them.
@@ -30,7 +28,7 @@ class Randomness:
         return self._states.keys()
 
     def set(self) -> None:
-        """Set the generators to the saved states; after an interrupt, it can be called again."""
+        """Set the generators to the saved states."""
         for device, state in self._states.items():
             if device.type == "cpu":
                 torch.set_rng_state(state)
@@ -53,7 +51,7 @@ def restored_after(devices: Iterable[torch.device]) -> Iterator[None]:
     try:
         yield
     finally:
-        surely(before.set)
+        before.set()
 
 
 def _state(device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.thread import apart, surely
+from adiv_monitor.rerun.thread import apart
 
 T = TypeVar("T")
 # The attributes and the buffers of modules, each with values by name.
@@ -128,19 +128,15 @@ def untouched(
     own = _state_of(modules)
     given = {**_copies(modules, frozen=parameters is not None), **(parameters or {})}
     data = {parameter: parameter.data for parameter in given}
-    cached = parametrize._cache_enabled, parametrize._cache
-
-    def put_back() -> None:
-        parametrize._cache_enabled, parametrize._cache = cached
-        _set_data(data)
-        _set(own)
-        random.set()
-
     with ExitStack() as stack:
         stack.callback(setattr, _rerun, "depth", _rerun.depth)
         stack.enter_context(apart(functions=True))
-        stack.callback(surely, put_back)
-        parametrize._cache_enabled, parametrize._cache = 0, {}
+        for name, value in (("_cache_enabled", 0), ("_cache", {})):
+            stack.callback(setattr, parametrize, name, getattr(parametrize, name))
+            setattr(parametrize, name, value)
+        stack.callback(random.set)
+        stack.callback(_set, own)
+        stack.callback(_set_data, data)
         _rerun.depth += 1
         for context in (forced_eager(), torch.inference_mode(False), torch.enable_grad()):
             stack.enter_context(context)

@@ -12,7 +12,7 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 R = TypeVar("R")
 
@@ -31,13 +31,6 @@ def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
         _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def _set_dispatch_modes(wanted: Sequence[TorchDispatchMode]) -> None:
-    for _ in _get_current_dispatch_mode_stack():
-        torch._C._pop_torch_dispatch_stack(None)
-    for mode in wanted:
-        torch._C._push_on_torch_dispatch_stack(mode)
-
-
 def apart(*, functions: bool = False) -> AbstractContextManager[None]:
     """Return a context for what the monitor computes: the training's modes do not see it.
 
@@ -46,7 +39,7 @@ def apart(*, functions: bool = False) -> AbstractContextManager[None]:
     mode that draws random numbers would draw more of them.
 
     Args:
-        functions: also suspend function modes.
+        functions: also suspend function modes and autocast.
     """
     return _apart(functions=functions) if functions or is_seen() else _AS_IT_IS
 
@@ -60,14 +53,14 @@ def run_apart(body: Callable[..., R], *args: Any, functions: bool = False) -> R:
 @contextmanager
 def _apart(*, functions: bool) -> Iterator[None]:
     outside = function_modes() if functions else []
-    modes = [] if is_traced() else _get_current_dispatch_mode_stack()
     with ExitStack() as stack:
+        if functions:
+            stack.enter_context(torch._C._DisableAutocast())
         if outside:
             stack.callback(set_function_modes, outside)
             set_function_modes(())
-        if modes:
-            stack.callback(_set_dispatch_modes, modes)
-            _set_dispatch_modes(())
+        if torch._C._len_torch_dispatch_stack() and not is_traced():
+            stack.enter_context(_disable_current_modes())
         hooks = _SAVED._top_saved_tensors_default_hooks(True)
         if hooks is not None and hooks[0] is not _same and _SAVED._saved_tensors_hooks_is_enabled():
             _SAVED._push_saved_tensors_default_hooks(_same, _same)
@@ -101,12 +94,3 @@ def _same(tensor: Tensor) -> Tensor:
 
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
-
-
-def surely(action: Callable[..., object], *args: object) -> None:
-    """Call a repeatable action; if it raises or is interrupted, call it once more and re-raise."""
-    try:
-        action(*args)
-    except BaseException:
-        action(*args)
-        raise

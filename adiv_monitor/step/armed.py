@@ -1,10 +1,11 @@
 """A step to be measured, with its hooks."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,19 +14,36 @@ from adiv_monitor.capture.coverage import coverage_of
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.loss_hook import LossHook
-from adiv_monitor.capture.selection import Selection
-from adiv_monitor.report import Turn
+from adiv_monitor.capture.selection import Selection, listed
+from adiv_monitor.maths.attention_sums import AttentionSums, merge
+from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, Array, StepSums
+from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.surroundings import reruns
-from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
-from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.parameter_steps import ParameterSteps
+from adiv_monitor.step.rank_contribution import (
+    RULE_TOLERANCE,
+    RankContribution,
+    add_parameters,
+    misdescribed,
+)
 from adiv_monitor.step.stepping import NO_RATES, Others, Rates
-from adiv_monitor.step.transfer import fetch_numbers
+from adiv_monitor.step.transfer import fetch, fetch_numbers
 
 if TYPE_CHECKING:
     from adiv_monitor.step.probing import ProbeStep
+
+_SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
+_GRADIENT_LOST = (
+    "The optimizer changed .grad during its step, unlike before: parameter_cosine, applied_cosine "
+    "and descent of {} are not known; from the next report on they are."
+)
+_UPDATE_LOST = (
+    "The weights changed after the optimizer's step, unlike before: projection_cosine and "
+    "applied_cosine of {} are not known; from the next report on they are."
+)
 
 
 @dataclass(eq=False)
@@ -59,6 +77,7 @@ class Armed:
     attempts: int = 0
     closure_calls: int | None = None
     told: dict[str, Any] = field(default_factory=dict)
+    _is_late: bool = field(default=False, init=False)  # the backward pass: it follows the step
     _off: list[Callable[[], object]] = field(default_factory=list, init=False)  # may be repeated
 
     def attach(self) -> None:
@@ -76,7 +95,7 @@ class Armed:
 
     def release(self) -> None:
         """Take everything off; after an interrupt, this can be called again."""
-        surely(call_all, *reversed(self._off))
+        call_all(*reversed(self._off))
         self._off.clear()
 
     def _drop(self) -> None:
@@ -96,8 +115,11 @@ class Armed:
         late = [p for p in self.selection.parameters if p.requires_grad and id(p) in without]
         if late and len(without) == len(self.selection.parameters):
             hooked: Any = late[-1]
-            hook = hooked.register_post_accumulate_grad_hook(self.step.whole.comes_late)
+            hook = hooked.register_post_accumulate_grad_hook(self._comes_late)
             self._off.append(hook.remove)
+
+    def _comes_late(self, parameter: object) -> None:
+        self._is_late = True
 
     def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
         if (
@@ -116,35 +138,137 @@ class Armed:
         found = self.capture.layers.found
         return {path: [id(of.parameter) for of in found[path].pieces] for path in paths}
 
-    def describe(self, part: RankContribution, failures: Failures, interval: int) -> None:
-        """Fill in which parameters a contribution covers, and why it does not cover others."""
-        seen, rates, off = self.capture.layers.found, self.rates, failures.switched_off
+    # --- the contribution to the report -----------------------------------------------------------
+
+    def contribution(self, failures: Failures, interval: int) -> RankContribution:
+        """Transfer all numbers to the host at once, and return this rank's contribution.
+
+        Args:
+            failures: tells which layers are off, and has notes, which are taken.
+            interval: present number of steps from one measured step to the next.
+        """
+        step, capture, probe, rates = self.step, self.capture, self.step.probe, self.rates
+        sums, flags, attention = self._fetched()
+        errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
+        step.history.checked_rules |= {p for p, error in errors.items() if error <= RULE_TOLERANCE}
+        wrong = misdescribed(errors)
+        failures.switched_off |= wrong
+        sums = sums.pick(np.flatnonzero([path not in wrong for path in sums.paths]))
+        skipped = _SKIPPED if _is_set(flags, "skipped") else ""
+        refused = tuple(why for why in (skipped, step.refused) if why)
+        if refused:
+            sums = NO_SUMS
+        elif step.steps is not None:
+            dots = {name: np.concatenate(of) for name in OF_PARAMETERS if (of := flags.get(name))}
+            if "w_w" in dots and sums.paths:
+                step.history.seen |= {*sums.paths, *step.unreached, *wrong}
+                self._learn(step.steps, flags, dots, sums.paths)
+            add_parameters(sums, dots, step.pieces, step.steps.keys)
         covered = coverage_of(
-            part.sums.paths,
+            sums.paths,
             self.selection,
-            self.capture,
-            told=part.report.unsupported,
-            off=off,
-            is_measured=not part.refused,
+            capture,
+            told={} if refused else {**step.unreached, **wrong},
+            off=failures.switched_off,
+            is_measured=not refused,
         )
         learning_rates = tuple(fetch_numbers(rates.of_groups))
         group_of = rates.groups if len(set(learning_rates)) > 1 else {}
-        firsts = {path: id(seen[path].pieces[0].parameter) for path in part.sums.paths}
-        part.elements = covered.elements
-        part.rows_lost = (*part.rows_lost, *off)
-        part.report = replace(
-            part.report,
-            unsupported=covered.unsupported,
-            coverage=covered.share,
-            notes=(*failures.notes, *part.report.notes),
+        firsts = {path: keys[0] for path, keys in self.parameters(sums.paths).items()}
+        notes = (
+            *failures.notes,
+            *capture.notes(overflowed=not np.isfinite(flags["zeroed"]).all()),
+            *(note.format(listed(paths)) for note, paths in step.noted.items()),
+            *([] if probe is None else probe.notes),
+        )
+        failures.notes.clear()
+        report = StepReport(
+            self.number,
+            {},
+            covered.unsupported,
+            covered.share,
+            notes=notes,
             unmeasured=covered.unmeasured,
             interval=interval,
             turn=self.turn,
             learning_rates=learning_rates,
             groups={path: group_of[key] for path, key in firsts.items() if key in group_of},
-            **rates.told,
-            **self.told,
             other_optimizers=tuple(self.others.writes),
             changed_by=tuple(+self.others.writes),
+            **{**rates.told, **self.told, **self._facts(sums, flags, is_refused=bool(refused))},
         )
-        failures.notes.clear()
+        lost = [path for path in step.reached if path not in sums.paths]
+        part = RankContribution(report, sums, refused, wrong, (*lost, *failures.switched_off))
+        part.elements = covered.elements
+        if probe is not None and not refused:
+            part.attention = {path: merge(calls) for path, calls in attention.items()}
+            part.no_attention = dict(probe.refused)
+        return part
+
+    def _fetched(
+        self,
+    ) -> tuple[StepSums, dict[str, list[Array]], dict[str, list[AttentionSums[Array]]]]:
+        """Transfer the numbers of layers, those of the step as a whole, and those of attention."""
+        step, capture = self.step, self.capture
+        step.out.flags |= {
+            "loss_gradients": [*capture.passes.losses],
+            "zeroed": [*capture.passes.norms],
+            "batch": [*capture.watching.batch],
+            "next_batch": [*capture.next_batch],
+            "probable": [*capture.passes.probable],
+            "norm_passes": capture.norm_passes,
+            **({} if step.steps is None else {n: [*of] for n, of in step.steps.products.items()}),
+        }
+        return fetch(step.out, {} if step.probe is None else step.probe.attention())
+
+    def _learn(
+        self,
+        steps: ParameterSteps,
+        flags: Mapping[str, Sequence[Array]],
+        dots: dict[str, Array],
+        paths: Sequence[str],
+    ) -> None:
+        """Record the habits that this step showed; make NaN, with a note, what they spoil in it."""
+        gradient_changed, applied = _is_set(flags, "gradient_changed"), dots.get("a_a")
+        # Computed in the same way, they are equal to the last bit unless θ has changed.
+        weights_changed = _is_set(flags, "weights_changed") or (
+            applied is not None and not np.array_equal(dots["w_w"], applied, equal_nan=True)
+        )
+        self.step.history.learn(gradient_changed=gradient_changed, weights_changed=weights_changed)
+        lost = dict[str, tuple[str, ...]]()
+        if gradient_changed and not steps.has_copies:
+            lost[_GRADIENT_LOST] = ("w_gamma", "a_gamma", "reached", "changed")
+        if weights_changed and applied is None:
+            lost[_UPDATE_LOST] = ("a_w", "a_gamma")
+        for note, names in lost.items():
+            self.step.noted[note] += paths
+            dots |= dict.fromkeys(names, np.full(len(steps.keys), np.nan))
+
+    def _facts(
+        self, sums: StepSums, flags: Mapping[str, Sequence[Array]], *, is_refused: bool
+    ) -> dict[str, Any]:
+        """Return for the report what was seen of the whole model, of the loss and of batches."""
+        capture, whole = self.capture, self.step.whole
+        found = {} if whole is None else whole.facts(sums, flags, comes_late=self._is_late)
+        if is_refused:
+            return found
+        given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
+        gradients, zeroed = capture.passes.told(*given)
+        return found | {
+            "probabilities": _is_set(flags, "probable"),
+            "loss_shapes": capture.passes.shapes,
+            "norm_passes": next(map(int, flags["norm_passes"]), None),
+            "zeroed_passes": zeroed,
+            "loss_gradients": tuple(gradients),
+            "unused_losses": capture.passes.unused,
+            "evaluated": capture.evaluated,
+            "batch": tuple(float(of[0]) for of in flags["batch"]),
+            "batch_spread": tuple(float(of[1]) for of in flags["batch"]),
+            "next_batch": tuple(float(of[0]) for of in flags["next_batch"]),
+            "realised_loss_change": next(map(float, flags.get("loss_change", ())), None),
+            "realised_loss_changes": tuple(*(x.tolist() for x in flags.get("loss_changes", ()))),
+        }
+
+
+def _is_set(flags: Mapping[str, Sequence[Array]], name: str) -> bool:
+    return any(of.any() for of in flags.get(name, ()))

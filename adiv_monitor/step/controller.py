@@ -7,7 +7,7 @@
   `LayerInProgress`.
 - stepped: `step_ends`, also from `end_step` without an optimizer. `MeasuredStep.updated` computes
   d. All hooks are off, but one waits for the next batch.
-- read: `read`, as the next step begins or somebody asks. `MeasuredStep.contribution` makes one
+- read: `read`, as the next step begins or somebody asks. `Armed.contribution` makes one
   transfer to the host: `StepSums`, in a `RankContribution`. Once all ranks have sent theirs,
   `Assembly` calls `understand`: a `LayerReading` each, in the `StepReport`.
 """
@@ -48,7 +48,6 @@ from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import NO_RATES, Others, RateFalls, learning_rates, state_of
 from adiv_monitor.step.training import Training
 from adiv_monitor.step.unsharded import UnshardedParameters
-from adiv_monitor.step.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from adiv_monitor.alignment.instrument import Alignment
@@ -162,7 +161,6 @@ class StepController:
         """Remove the hooks, and drop the current step and copies, whatever has failed before."""
         taken, self._taken = self._taken, None
         call_all(self.disarm, *([] if taken is None else [taken.release]))
-        self._history.flats.clear()
         self._history.state = None
 
     def leave(self) -> None:
@@ -223,14 +221,13 @@ class StepController:
         capture = Capture(training.model, selection, chooser, context, plan)
         probe = None if self._probe is None else self._probe(selection)
         step = MeasuredStep(
+            training,
             capture,
             history,
             fail=failures.switch_off,
             generator=self.generator,
             probe=probe,
             unsharded=UnshardedParameters(selection, self._agree),
-            whole=WholeModel(training.model, training.trained, history),
-            own=training.on_rows,
         )
         loss = None if self._loss is None or self._loss.stays else self._loss
         hooks = [each for each in (probe, loss) if each is not None]
@@ -290,8 +287,6 @@ class StepController:
         before = [*map(version, armed.selection.parameters)]
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
-            if armed.closure_calls:  # several calls are refused: no more rows are needed
-                self.failures.safely(armed.capture.detach)
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
             if armed.closure_calls == 1:
@@ -371,17 +366,16 @@ class StepController:
             return
         taken.release()
         taken.step.applied()
-        part = taken.step.contribution(taken.number)
-        self.failures.switched_off |= part.misdescribed
-        taken.describe(part, self.failures, self.schedule.planned)
+        part = taken.contribution(self.failures, self.schedule.planned)
         # Last: losses that are taken are in no later report, even if this one fails.
-        loss = "" if self._loss is None else self._loss.of_torch
         losses, counts = self.losses.take(taken.number)
-        part.report = replace(part.report, losses=losses, loss_counts=counts, loss_module=loss)
+        told: dict[str, Any] = {"losses": losses, "loss_counts": counts}
+        if self._loss is not None:
+            told["loss_module"] = self._loss.of_torch
         if self._norms is not None:
-            gradients, updates = self._norms.take()
-            part.report = replace(part.report, gradient_norms=gradients, update_norms=updates)
+            told["gradient_norms"], told["update_norms"] = self._norms.take()
             self._norms.layers = taken.parameters(part.sums.paths)
+        part.report = replace(part.report, **told)
         for path, reason in part.misdescribed.items():
             self.failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
         self.assembly.add(part)

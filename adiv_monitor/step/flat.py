@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
-from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor
 
@@ -30,7 +29,6 @@ class Flat:
     """
 
     def __init__(self, like: Parts) -> None:
-        self._like = _described(like)
         alike: dict[object, list[Key]] = defaultdict(list)
         for key, x in like.items():
             alike[x.shape, x.stride()].append(key)
@@ -52,11 +50,6 @@ class Flat:
                 start += length * _LINE
             self.buffers.append(buffer)
             self._lengths.append(torch.tensor(lines).to(buffer.device, non_blocking=True))
-
-    def fits(self, like: Parts) -> bool:
-        """Whether the parts are as those of other tensors; then their memory can be used again."""
-        # Tensors that were made in inference mode can't be written to outside of it.
-        return self._like == _described(like) and not any(x.is_inference() for x in self.buffers)
 
     def apply(self, function: Callable[..., object], others: Parts) -> None:
         """Call a `_foreach` function that writes to the parts, with other tensors by key."""
@@ -97,10 +90,6 @@ class Flat:
         )
 
 
-def _described(tensors: Parts) -> list[object]:
-    return [(key, x.shape, x.stride(), x.dtype, x.device) for key, x in tensors.items()]
-
-
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     """Return a part of a buffer with the shape of a tensor, and its strides if it is dense."""
     if torch.ops.aten.is_non_overlapping_and_dense(like):
@@ -114,7 +103,6 @@ def _line_dots(a: Tensor, b: Tensor) -> Tensor:
     Part by part: the product of all entries would be one more copy of them.
     """
     dtype, parts = compute_dtype(a), []
-    with without_autocast(a):
-        for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
-            parts.append(dots(x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)))
+    for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
+        parts.append(dots(x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)))
     return joined(parts)

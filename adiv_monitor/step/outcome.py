@@ -54,8 +54,8 @@ _IDLE = (
 _ZEROED = "The gradient of {} was set to zero after the backward pass."
 _ROUNDED_AWAY = (
     "Most weights of {} that have a gradient did not change, because the step is below their last "
-    "digit. If the optimizer steps copies of higher precision that are not in its state, then what "
-    "reports say of the update and of its moves is true of the rounded weights alone."
+    "digit. If the optimizer steps copies of higher precision, then what reports say of the update "
+    "and of its moves is true of the rounded weights alone."
 )
 _ROUNDED = (
     "The real change of {} is lost in rounding, or hardly larger: realised_cosine and "

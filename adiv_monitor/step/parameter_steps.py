@@ -8,7 +8,7 @@ and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has wr
 parameters since the step, by their version counters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ class ParameterSteps:
         history: the run history so far.
         scale: the number by which a fused optimizer divides `.grad` in its step (AMP); None: 1.
         new: whether some of the layers were not measured before.
-        masters: by id of a parameter, the copy of higher precision that the optimizer steps.
 
     Attributes:
         keys: the pieces.
@@ -44,11 +43,8 @@ class ParameterSteps:
         *,
         scale: Tensor | None,
         new: bool,
-        masters: Mapping[int, Tensor],
     ) -> None:
-        self._masters = masters
         self._pieces = {piece.key: piece for piece in pieces}
-        self._history = history
         self._keeps_update = new or history.weights_change
         # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
         self.has_copies = scale is not None or history.gradient_changes or self._keeps_update
@@ -59,7 +55,7 @@ class ParameterSteps:
         self._given = {
             key: piece.own(gradients[id(piece.parameter)]) for key, piece in self._pieces.items()
         }
-        self._copied: Flat | None = self._copy(self._values(), self._given)  # γ
+        self._copied: Flat | None = _copy(self._values(), self._given)  # γ
         if scale is not None:
             for buffer in self._copied.buffers:
                 buffer.div_(scale.to(buffer.device))
@@ -74,35 +70,21 @@ class ParameterSteps:
     def keep_parameters(self) -> None:
         """Copy the parameters before an optimizer step, over the copy of γ if it is not needed."""
         values = self._values()
-        if not self.has_copies:
+        if self.has_copies:
+            self._before = _copy(values, values)
+        else:
             assert self._copied is not None
-            self._history.flats.append(self._copied)
-            self._copied, self._gamma = None, self._given
-        self._before = self._copy(values, values)
+            self._before, self._copied, self._gamma = self._copied, None, self._given
+            self._before.apply(torch._foreach_copy_, values)
         self.products["theta_theta"] = self._before.dots(self._before)
         self._at_first = _versions(self._given.values())
 
     def _values(self) -> dict[Key, Tensor]:
         """Return the pieces as they are now; a plain parameter stands for itself."""
-        found: dict[Key, Tensor] = {}
-        for key, piece in self._pieces.items():
-            master = self._masters.get(id(piece.parameter))
-            if master is not None:
-                found[key] = piece.of(master)
-            elif piece.view is None and type(piece.parameter) is nn.Parameter:
-                found[key] = piece.parameter
-            else:
-                found[key] = piece.value()
-        return found
-
-    def _copy(self, like: Parts, tensors: Parts) -> Flat:
-        """Return a copy of tensors that are laid out like others, in spare memory if there is."""
-        spare = self._history.flats
-        if not (spare and spare[-1].fits(like)):
-            spare[:] = [Flat(like)]  # the memory of others is free before
-        flat = spare.pop()
-        flat.apply(torch._foreach_copy_, tensors)
-        return flat
+        return {
+            key: x.parameter if x.view is None and type(x.parameter) is nn.Parameter else x.value()
+            for key, x in self._pieces.items()
+        }
 
     def update_of(self, parameter: nn.Parameter) -> Tensor:
         """Return w of a parameter of which a piece is the whole, after the optimizer's step."""
@@ -130,9 +112,8 @@ class ParameterSteps:
         values = self._values()
         self._after = _versions(values.values())
         before = self._before
-        self._taken = taken = self._copy(values, before.views) if self._keeps_update else before
+        self._taken = taken = _copy(values, before.views) if self._keeps_update else before
         taken.apply(torch._foreach_sub_, values)
-        self._history.flats.clear()  # no more are needed
 
     def finish_update(self) -> Tensor:
         """Take the products of w, and return whether `.grad` has changed since its copy.
@@ -174,12 +155,16 @@ class ParameterSteps:
             self.products |= {"a_a": a.dots(a), "a_w": a.dots(w), "a_gamma": a.dots(gamma)}
         else:
             differs = torch.tensor(self._after != _versions(self._values().values()))
-        # On a CPU the next step uses the copies' memory again.
-        flats = dict.fromkeys(x for x in (self._before, self._taken, self._copied) if x)
-        self._history.flats = [x for x in flats if all(b.is_cpu for b in x.buffers)]
-        self._before = self._copied = None
+        self._before = self._taken = self._copied = None
         self._gamma = self._given = {}
         return differs
+
+
+def _copy(like: Parts, tensors: Parts) -> Flat:
+    """Return a copy of tensors that are laid out like others."""
+    flat = Flat(like)
+    flat.apply(torch._foreach_copy_, tensors)
+    return flat
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -30,7 +30,6 @@ from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
 from adiv_monitor.step.transfer import Outgoing
-from adiv_monitor.step.vectors import Change
 
 T = TypeVar("T")
 
@@ -164,22 +163,13 @@ class ProbeStep:
             return False
         return True
 
-    def attended(self) -> None:
-        """Measure how the optimizer's step moved the scores, while its copies still exist."""
+    def updated(self, out: Outgoing) -> None:
+        """Measure how the optimizer's step moved the scores, and what else moved; send it."""
         if self._attentions is not None and self._attentions.calls:
             calls = chain.from_iterable(self._attentions.calls.values())
             held = set(chain.from_iterable(call.held for call in calls))
             taken = {p: self._before[p] - p.detach() for p in held}
             self._safely(self._run, partial(self._attentions.updated, taken))
-
-    def take(self, path: str, change: Change) -> None:
-        """Take the change of a layer's weight and bias."""
-        layer = self._layers.get(path)
-        if layer is not None:
-            layer.d = layer.features.move(*change)
-
-    def updated(self, out: Outgoing) -> None:
-        """Run the model with the parameters half-way and after the step; send what moved."""
         if self._layers:
             self._safely(self._compare, out)
         self._layers.clear()
@@ -187,6 +177,8 @@ class ProbeStep:
 
     @torch.no_grad()
     def _compare(self, out: Outgoing) -> None:
+        """Run the model with the parameters half-way and after the step; send what moved."""
+        moves = {path: self._move(path, layer) for path, layer in self._layers.items()}
         for parameter, old in self._before.items():
             old.lerp_(parameter, 0.5)
         half = self._run(self._again)[0]
@@ -198,11 +190,11 @@ class ProbeStep:
             again = [after[path] for after in (half, whole) if path in after]
             if [after.shapes for after in again] != 2 * [layer.shapes]:
                 lost.append(path)
-            elif layer.d is not None:
+            else:
                 z_half, z = (after.z for after in again)
                 r = layer.z - z
                 b = r - 2 * (layer.z - z_half)
-                vectors = dict(zip(MOVES, (layer.G, r, layer.d, b, layer.z), strict=True))
+                vectors = dict(zip(MOVES, (layer.G, r, moves[path], b, layer.z), strict=True))
                 products = [torch.linalg.vecdot(vectors[a], vectors[b]) for a, b in REALISED]
                 out.add("moves", [path], dict(zip(names_of(REALISED), products, strict=True)))
                 out.add("layers", [path], {}, moved=layer.total)
@@ -216,6 +208,12 @@ class ProbeStep:
             out.flags["loss_change"] = [(losses.whole - before.whole).detach()]
             if losses.samples is not None and before.samples is not None:
                 out.flags["loss_changes"] = [losses.samples - before.samples]
+
+    def _move(self, path: str, layer: RowsOfLayer) -> Tensor:
+        """Return d, the move of a layer's rows by the optimizer's step."""
+        known, before = self._capture.layers.found[path], self._before
+        pieces = {x.key: x.of(before[x.parameter] - x.parameter.detach()) for x in known.pieces}
+        return layer.features.move(*known.change(pieces))
 
     def _again(self) -> tuple[dict[str, RowsOfLayer], Losses | None]:
         with (rows := self._recording()):

@@ -6,14 +6,11 @@ from weakref import ref
 
 import numpy as np
 from torch import Tensor
-from torch.optim import Optimizer
 
 from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.report import LayerReading
 from adiv_monitor.step.earlier_weights import EarlierWeights
-from adiv_monitor.step.flat import Flat
 from adiv_monitor.step.gradient_check import tells
-from adiv_monitor.step.stepping import masters, name_of_masters
 
 # In a run in which nothing changes, all gradients are checked at every so many measured steps.
 _CHECKED_EVERY = 16
@@ -46,11 +43,8 @@ class RunHistory:
             measured steps in a row.
         readings: by layer, its last readings, each with its step.
         clipped: the number of steps whose gradient was clipped, and was not, as far as known.
-        name_of_masters: see there; None: not known yet.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
-        flats: on a CPU, the copies of the last step, whose memory the next step uses again: each
-            page of new memory costs a fault, more than the copy itself.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
         weights: some weights of earlier steps.
         state: the state of the optimizer as the last measured step ended, see `state_of`.
@@ -66,10 +60,8 @@ class RunHistory:
     sound: set[str] = field(default_factory=set)
     readings: dict[str, deque[tuple[int, LayerReading]]] = field(default_factory=dict)
     clipped: Counter[bool] = field(default_factory=Counter)
-    name_of_masters: str | None = None
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
-    flats: list[Flat] = field(default_factory=list)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
     untrained: dict[int, tuple[ref[Tensor], int, float]] = field(default_factory=dict)
@@ -88,12 +80,6 @@ class RunHistory:
         before, self.state = self.state, ended
         is_other = before is not None and before is not began
         return ended is not None and (began is None or is_other)
-
-    def masters(self, optimizer: Optimizer) -> dict[int, Tensor]:
-        """Return the copies of higher precision that the optimizer steps, by id of the weight."""
-        if self.name_of_masters is None:
-            self.name_of_masters = name_of_masters(optimizer)
-        return masters(optimizer, self.name_of_masters) if self.name_of_masters else {}
 
     def asks(self, *, surveys: bool) -> str | None:
         """Return `telling` of the coming step, in which all functions may be watched."""

@@ -5,11 +5,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.weights.shards import is_shard
+from adiv_monitor.capture.hook import remove, weakly
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.failures import Failures
 
@@ -115,33 +115,6 @@ def state_of(optimizer: Optimizer) -> object:
     return next((of for of in several if any(isinstance(x, Tensor) for x in of.values())), None)
 
 
-def masters(optimizer: Optimizer, name: str) -> dict[int, Tensor]:
-    """Return the tensors of this name in the optimizer's state, by id of the 16-bit weight."""
-    return {
-        id(p): of[name]
-        for p, of in optimizer.state.items()
-        if p.dtype.itemsize == 2 and name in of and not is_shard(p)
-    }
-
-
-def name_of_masters(optimizer: Optimizer) -> str | None:
-    """Return the name of the float32 copies of 16-bit weights that an optimizer's state holds.
-
-    They are all float32, and rounded they are the weights; "": there are none; None: no state yet.
-    """
-    coarse = [(p, of) for p, of in optimizer.state.items() if p.dtype.itemsize == 2]
-    names: set[str] = {k for _, of in coarse for k, x in of.items() if isinstance(x, Tensor)}
-    for name in sorted(names):
-        pairs = [(p, of.get(name, p)) for p, of in coarse]
-        if (
-            all(x.shape == p.shape and x.dtype == torch.float32 for p, x in pairs)
-            and all(torch.equal(x.to(p.dtype), p) for p, x in pairs)
-            and any(p.any() for p, _ in coarse)
-        ):
-            return name
-    return "" if names or (not coarse and optimizer.state) else None
-
-
 def _settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
     found: dict[str, tuple[float, ...]] = {}
     for name in sorted(set.intersection(*map(set, groups)) - _NO_SETTINGS):
@@ -210,24 +183,21 @@ class Others:
             overtaken: called once, if other optimizers take the steps.
         """
         self._drop = overtaken
-        me = weakref.ref(self)  # torch keeps the hooks, also of a monitor that nobody closes
-
-        def guarded(body: Callable[["Others", Optimizer], None]) -> Callable[..., None]:
-            def hook(stepping: Optimizer, *args: Any) -> None:
-                if (others := me()) is not None:
-                    others.failures.safely(body, others, stepping)
-
-            return hook
-
-        handles = self._handles
-        handles.append(register_optimizer_step_pre_hook(guarded(Others._begins)))
-        handles.append(register_optimizer_step_post_hook(guarded(Others._ends)))
-        weakref.finalize(self, _remove, handles)
+        for register, body in (
+            (register_optimizer_step_pre_hook, Others._begins),
+            (register_optimizer_step_post_hook, Others._ends),
+        ):
+            # Weakly: torch keeps the hooks, also of a monitor that nobody closes.
+            self._handles.append(register(partial(weakly(self._safely), body)))
+        weakref.finalize(self, remove, self._handles).atexit = False
 
     def leave(self) -> None:
         """Remove the hooks."""
         self._drop = list
-        _remove(self._handles)
+        remove(self._handles)
+
+    def _safely(self, body: Callable[..., None], stepping: Optimizer, *args: Any) -> None:
+        self.failures.safely(body, self, stepping)
 
     def _begins(self, stepping: Optimizer) -> None:
         self.begun += 1
@@ -250,8 +220,3 @@ class Others:
                 "parameters. Nothing is measured until the monitor's optimizer steps again; create "
                 "a new Monitor for the new optimizer",
             )
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

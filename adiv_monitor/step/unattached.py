@@ -1,8 +1,8 @@
 """Warns of a monitor that was never attached, although weights were changed."""
 
-import atexit
+import weakref
 from collections.abc import Sequence
-from weakref import WeakSet
+from typing import Any
 
 from torch import Tensor
 
@@ -14,18 +14,10 @@ _SAID = (
     "nothing: train inside `with Monitor(…) as monitor:`, or call its attach() before training and "
     "close() afterwards"
 )
-_all: WeakSet["Unattached"] = WeakSet()
-
-
-@atexit.register
-def _check_all() -> None:
-    """Check the monitors that exist at the end of the program, as not all are collected then."""
-    for each in list(_all):
-        each.check()
 
 
 class Unattached:
-    """A monitor that is not attached yet.
+    """A monitor that is not attached yet: it warns once it is collected, or the program ends.
 
     Args:
         weights: some parameters, to which training writes.
@@ -33,20 +25,23 @@ class Unattached:
     """
 
     def __init__(self, weights: Sequence[Tensor], failures: Failures) -> None:
-        self._weights, self._failures = weights, failures
-        self.follow()
+        self._given = weights, [*map(version, weights)], failures
+        self._end = weakref.finalize(self, _check, *self._given)
 
-    def follow(self) -> None:
-        """Record the versions of the weights; copies of tensors count from their own."""
-        self._versions = [*map(version, self._weights)]
-        _all.add(self)
+    def __reduce__(self) -> Any:
+        """Return what stands for it in a copy, whose tensors count from their own versions."""
+        return Unattached, self._given[::2]
 
     def end(self) -> None:
         """Check no more: the monitor is attached, or closed."""
-        self._weights = ()
-        _all.discard(self)
+        self._given = (), [], self._given[2]
+        self._end.detach()
 
     def check(self) -> None:
         """Warn once if weights were changed."""
-        if self._weights and [*map(version, self._weights)] != self._versions:
-            self._failures.warn("never attached", _SAID)
+        _check(*self._given)
+
+
+def _check(weights: Sequence[Tensor], versions: list[int], failures: Failures) -> None:
+    if [*map(version, weights)] != versions:
+        failures.warn("never attached", _SAID)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,47 +16,34 @@ from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.step.earlier_weights import chosen, sampled
 from adiv_monitor.step.run_history import RunHistory
+from adiv_monitor.step.training import Training
 from adiv_monitor.step.transfer import Flags
 
 
 class WholeModel:
     """What a measured step does not train of a model, and how far earlier steps were undone.
 
+    It reads the model as the optimizer's step begins.
+
     Args:
-        model: the model.
-        trained: returns the parameters that the optimizer holds.
+        training: the training.
         history: the run history; what this step shows is recorded there.
+        capture: the capture of this step, which is finished.
+        flags: takes numbers for the host.
     """
 
     def __init__(
-        self, model: nn.Module, trained: Callable[[], Iterable[Tensor]], history: RunHistory
+        self, training: Training, history: RunHistory, capture: Capture, flags: Flags
     ) -> None:
-        self._model = model
-        self._trained = trained
-        self._history = history
-        self._capture: Capture | None = None
-        self._sample: list[nn.Parameter] = []  # the parameters whose weights are compared
-        self._cut_off: list[nn.Parameter] = []
-        self._comes_late = False
-        self._unheld: list[nn.Parameter] = []  # those with a gradient
-        self._versions: dict[nn.Parameter, int] = {}  # of both
-
-    def gradient_is_final(self, capture: Capture, flags: Flags) -> None:
-        """Read the model as the optimizer's step begins; add numbers for the host to `flags`.
-
-        Args:
-            capture: the capture of this step, which is finished.
-            flags: the numbers of the step.
-        """
-        self._capture = capture
-        self._sample = chosen(capture.selection.parameters)
+        self._model, self._history, self._capture = training.model, history, capture
+        self._sample = chosen(capture.selection.parameters)  # whose weights are compared
         flags["began"] = [sampled(self._sample)] if self._sample else []
-        held, every = set(map(id, self._trained())), trainable(self._model)
+        held, every = set(map(id, training.trained())), trainable(self._model)
         self._unheld = [p for p in every if p.grad is not None and id(p) not in held]
         found = capture.cut_off()
         if found is not None:
-            self._history.cut_off = set(map(id, found))
-        of_history = (p for p in capture.selection.parameters if id(p) in self._history.cut_off)
+            history.cut_off = set(map(id, found))
+        of_history = (p for p in capture.selection.parameters if id(p) in history.cut_off)
         self._cut_off = [p for p in of_history if p.requires_grad and p.grad is None]
         self._versions = {p: version(p) for p in (*self._unheld, *self._cut_off)}
         plain = [part_of(p) for p in self._versions if is_shard(p) or type(p.data) is Tensor]
@@ -67,23 +54,20 @@ class WholeModel:
         """Read the model as the optimizer's step ends; add numbers for the host to `flags`."""
         flags["stepped"] = [sampled(self._sample)] if self._sample else []
 
-    def comes_late(self, parameter: Tensor) -> None:
-        """Record that a gradient comes after the step, which had none."""
-        self._comes_late = True
-
-    def facts(self, sums: StepSums, flags: Mapping[str, Sequence[Array]]) -> dict[str, Any]:
+    def facts(
+        self, sums: StepSums, flags: Mapping[str, Sequence[Array]], *, comes_late: bool
+    ) -> dict[str, Any]:
         """Return for the report what this step showed, and record it in the run history.
 
         Args:
             sums: the numbers of the layers.
             flags: the numbers of the step on the host.
+            comes_late: whether a gradient came after the step, which had none.
         """
-        if self._capture is None:  # the gradient was never final
-            return {}
         found = self._capture.layers.found
         zeroed = [found[sums.paths[i]] for i in np.flatnonzero(sums.was_zeroed)]
         removed = [*self._capture.removed, *(p for layer in zeroed for p in layer.parameters)]
-        if self._comes_late:
+        if comes_late:
             removed = [*self._capture.selection.parameters]
         removed = [p for p in removed if not is_shard(p)]  # other ranks may hold the gradient
         is_as_before = self._are_as_before(flags.get("untrained", ()))

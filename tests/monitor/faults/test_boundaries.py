@@ -48,7 +48,7 @@ GUARDS = {
     "capture/catch.py": {"_reached", "_begins"},
     "capture/forwards.py": {"opened", "without_overrides", "<lambda>"},  # they call torch's own
     # They pass their arguments to a guarded function; hooks are also removed with garbage.
-    "capture/hook.py": {"__call__", "<lambda>", "hook", "_remove"},
+    "capture/hook.py": {"__call__", "<lambda>", "hook", "remove"},
     "probe/batch.py": {"_guarded"},
     # They end a context, or read a flag.
     "alignment/passes.py": {"__exit__"},
@@ -58,11 +58,10 @@ GUARDS = {
     "capture/loss_hook.py": {"_guarded"},
     "step/armed.py": {"release", "_ran"},
     "step/controller.py": {"leave", "release", "closure_then_read", "<lambda>"},
-    "step/stepping.py": {"hook"},
+    "step/stepping.py": {"_safely"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
         *("_before_step", "_after_step", "_guarded", "_take_off"),
-        "__del__",  # whenever garbage is collected
     },
 }
 
