@@ -44,6 +44,7 @@ def test_runs_and_writes_what_it_found(
     assert "| MLP" in text
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_midst_of_a_run_is_found_and_its_twin_is_not_accused(tmp_path: Path) -> None:
     result = tmp_path / "result.md"
     spikes.main(["--quick", "--threads", "1", "--write", str(result)])

@@ -11,7 +11,7 @@ from audited import mlp, seen
 from torch import nn
 
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.command.options import Config, load
+from adiv_monitor.audit.command.options import Config, load, read
 from adiv_monitor.report.plain import HIDDEN, hidden_keys, without_secrets
 
 HERE = "audit.command_models"
@@ -98,4 +98,4 @@ def test_no_file_of_an_audit_has_it(audited: list[str], capsys: pytest.CaptureFi
     told = capsys.readouterr().err
     assert "api_key" in told and "--model-args" in told and told.count("\n") == 1
     assert not Path("again").exists()
-    assert main([*again, *audited[1:3]]) == 0
+    assert read([*again, *audited[1:3]], "")[0].model_args == json.loads(audited[2])

@@ -82,7 +82,7 @@ def test_networks_do_not_depend_on_those_beside_them(data: Data) -> None:
         return Course(SETTING._replace(networks=networks), data, dtype=torch.float64)
 
     whole, pieces = course(0, 1), [course(0), course(1)]
-    for epoch in range(1, EPOCHS + 1):
+    for epoch in (1, 2):
         found = whole.epoch(epoch)
         in_pieces = [piece.epoch(epoch) for piece in pieces]
         for each, theirs in zip(pieces, in_pieces, strict=True):
