@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 from audit.fault_benchmark.cases import CASES, HEALTHY
-from audit.fault_benchmark.course import course
+from audit.fault_benchmark.course import at_the_end, losses_of
 from audit.fault_benchmark.judge import Another, diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reported import REPORTED
 from audit.fault_benchmark.reports import reported
-from audit.fault_benchmark.run import BATCHES, error_of
+from audit.fault_benchmark.run import BATCHES, STEPS, error_of
 
 from adiv_monitor.diagnosis.diagnose import NOTHING
 
@@ -63,7 +63,8 @@ def test_equal_seeds_make_equal_runs() -> None:
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_costs_and_is_named_first(name: str) -> None:
     case = CASES[name]
-    assert course(case, 0)["loss"] > 1.5 * course(case.twin, 0)["loss"]
+    faulty, well = (losses_of(x.build(0).setup(STEPS, 0).fork()) for x in (case, case.twin))
+    assert at_the_end(faulty, STEPS) > 1.5 * at_the_end(well, STEPS)
     name, strength = diagnosed(case, 0)["findings"][0]
     assert name in case.expected and strength == "act"
 

@@ -1,11 +1,10 @@
 """The fault benchmark: planted faults and healthy runs, judged with several seeds, as one table.
 
     python tests/audit/fault_benchmark/benchmark.py [--seeds 5] [--first-seed 0]
-        [--only NAME …] [--one-in 4] [--jobs 2] [--parts course audit] [--rows FILE]
+        [--only NAME …] [--one-in 4] [--jobs 2] [--parts audit] [--rows FILE]
 
 Each row of the results is written to a file at once, and rows that the file has are not computed
-again, so an interrupted benchmark continues. It has four parts. `course` trains faulty and healthy
-runs without the audit, to check that the faulty ones are worse. `audit` audits every run, and tries
+again, so an interrupted benchmark continues. Of its parts, `audit` audits every run, and tries
 the advice (`judge.py`). `names` only audits, in a third of the time. `reports` trains every run
 under the monitor, for the verdicts from its reports alone (`reports.py`); without other parts it
 has a table of its own (`verdicts.py`).
@@ -29,7 +28,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what write
 
 from audit.fault_benchmark import reported_page, verdicts
 from audit.fault_benchmark.cases import CASES, HEALTHY
-from audit.fault_benchmark.course import course
 from audit.fault_benchmark.judge import diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
@@ -44,7 +42,7 @@ HALVES = {
     "set-by": {case.name for case in SET_BY} | {case.twin.name for case in SET_BY},
 }
 HALVES["held-out"] = {case.name for case in HELD_OUT} | {case.twin.name for case in HELD_OUT}
-PARTS = {"course": course, "audit": judge, "names": diagnosed, "reports": reported}
+PARTS = {"audit": judge, "names": diagnosed, "reports": reported}
 
 
 def tasks(
@@ -85,7 +83,7 @@ def main() -> None:
         "--reported", choices=HALVES, help="bugs that people report, in their place"
     )
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:2])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["audit"])
     parser.add_argument("--rows", type=Path, default=Path("runs/fault-benchmark.jsonl"))
     given = parser.parse_args()
 

@@ -80,7 +80,6 @@ class Case:
         expected: names of findings that are right, the planted fault first.
         plant: changes the run, in place.
         because: why more than one name is right.
-        source: which public fault it is written after.
         judged_by: "loss", or "error" where the fault changes what the loss means.
         padding: the target of places that only fill up, which have no error; None: there are none.
     """
@@ -90,7 +89,6 @@ class Case:
     expected: Sequence[str]
     plant: Callable[[Run], None]
     because: str = ""
-    source: str = ""
     judged_by: str = field(default="loss")
     padding: int | None = None
 
@@ -116,11 +114,10 @@ def case(
     plant: Callable[[Run], None],
     *expected: str,
     because: str = "",
-    source: str = "",
     judged_by: str = "loss",
 ) -> Case:
     """Return a case that is named after its twin and what is planted; see `Case`."""
-    return Case(f"{twin.name}: {what}", twin, expected, plant, because, source, judged_by)
+    return Case(f"{twin.name}: {what}", twin, expected, plant, because, judged_by)
 
 
 class _Heard(nn.Module):
@@ -190,17 +187,3 @@ def error_of(output: Tensor, targets: Tensor, padding: int | None = None) -> flo
         pairs = output[targets == 1][:, None] - output[targets == 0][None]
         return float((pairs < 0).float().mean() + (pairs == 0).float().mean() / 2)
     return float((output - targets).square().mean() / targets.var(correction=0))
-
-
-def error(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the share of wrong answers, or of the targets' variance that remains."""
-    model.eval()
-    with torch.no_grad():
-        outputs = torch.cat([model(inputs).detach() for inputs, _ in batches])
-    targets = torch.cat([targets for _, targets in batches])
-    if not outputs.isfinite().all():
-        return math.inf
-    if targets.dtype.is_floating_point:
-        left = (outputs - targets).square().mean()
-        return float(left / targets.var(correction=0))
-    return float((outputs.argmax(-1) != targets).float().mean())

@@ -1,10 +1,10 @@
 """Faults of the inputs: their scale, mean, features and lengths."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from audit.fault_benchmark import healthy
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Run, case
 from torch import Tensor
 
 MEAN_INTERFERES = "the rows disturb each other because of the mean that they share"
@@ -57,50 +57,22 @@ def rare_long(factor: float) -> Callable[[Run], None]:
     return changed(change)
 
 
-def _on(twins: tuple[Healthy, ...], what: str, finding: str, plant: Callable[[Run], None]) -> None:
-    CASES.extend(Case(f"{twin.name}: {what}", twin, (finding,), plant) for twin in twins)
-
-
-def _uncentred() -> Iterator[Case]:
-    strengths = (
-        (healthy.MLP_SGD, 3),
-        (healthy.MLP_ADAM, 10),
-        (healthy.CNN_SGD, 3),
-        (healthy.REGRESSION, 3),
-        (healthy.VIT_SGD, 30),
-    )
-    for twin, by in strengths:
-        expected = ("input-mean", "interference")
-        name = f"{twin.name}: inputs + {by}"
-        yield Case(name, twin, expected, shifted(by), because=MEAN_INTERFERES)
-
-
-CASES: list[Case] = []
-_on(
-    (healthy.MLP_SGD, healthy.CNN_SGD, healthy.CNN_ADAM, healthy.VIT),
-    "inputs × 160",
-    "input-scale",
-    scaled(160),
-)
-_on((healthy.REGRESSION,), "inputs × 8", "input-scale", scaled(8))
-_on(
-    (healthy.MLP_SGD, healthy.CNN_SGD, healthy.VIT_SGD),
-    "inputs × 0.01",
-    "input-scale",
-    scaled(0.01),
-)
-CASES += _uncentred()
-_on((healthy.BLOBS, healthy.REGRESSION), "one feature × 100", "input-scale", one_feature(100))
-_on((healthy.MLP_SGD, healthy.CNN_SGD), "exposure ×/÷ e^1.5", "row-spread", unequal(1.5))
-_on(
-    (healthy.MLP_SGD, healthy.VIT_SGD),
-    "exposure ×/÷ e^1",
-    "row-spread",
-    unequal(1),
-)
-_on(
-    (healthy.REGRESSION, healthy.MLP_SGD),
-    "one row of 32 × 30",
-    "row-spread",
-    rare_long(30),
-)
+SHIFTED = ("input-mean", "interference")
+CASES = [
+    *(case(twin, "inputs × 160", scaled(160), "input-scale")
+      for twin in (healthy.MLP_SGD, healthy.CNN_SGD, healthy.CNN_ADAM, healthy.VIT)),
+    case(healthy.REGRESSION, "inputs × 8", scaled(8), "input-scale"),
+    *(case(twin, "inputs × 0.01", scaled(0.01), "input-scale")
+      for twin in (healthy.MLP_SGD, healthy.CNN_SGD, healthy.VIT_SGD)),
+    *(case(twin, f"inputs + {by}", shifted(by), *SHIFTED, because=MEAN_INTERFERES)
+      for twin, by in ((healthy.MLP_SGD, 3), (healthy.MLP_ADAM, 10), (healthy.CNN_SGD, 3),
+                       (healthy.REGRESSION, 3), (healthy.VIT_SGD, 30))),
+    *(case(twin, "one feature × 100", one_feature(100), "input-scale")
+      for twin in (healthy.BLOBS, healthy.REGRESSION)),
+    *(case(twin, "exposure ×/÷ e^1.5", unequal(1.5), "row-spread")
+      for twin in (healthy.MLP_SGD, healthy.CNN_SGD)),
+    *(case(twin, "exposure ×/÷ e^1", unequal(1), "row-spread")
+      for twin in (healthy.MLP_SGD, healthy.VIT_SGD)),
+    *(case(twin, "one row of 32 × 30", rare_long(30), "row-spread")
+      for twin in (healthy.REGRESSION, healthy.MLP_SGD)),
+]  # fmt: skip

@@ -102,8 +102,6 @@ def wide_normal(run: Run) -> None:
             layer.weight.normal_()
 
 
-CHECKER, CRIME, TRAINCHECK = "TheDeepChecker", "DeepCrime, in dl-fl-repair", "TrainCheck"
-CIRCLE = "Circle and Blob, in DeepDiagnosis"
 CONSTANT = ("softmax-of-one", "input-ignored", "unreached", "cannot-overfit")
 SCALES = ("exploding", "bad-initialisation")
 TOO_WIDE = "the initial scale of the weights is what makes the signal grow"
@@ -115,102 +113,36 @@ UNSCALED = "targets × 1000 make every gradient 1000 times too long for the rate
 GROWS = ("exploding", "non-finite", "bad-initialisation")
 EXPONENTIAL = "what a row of exponentials ends in depends on the seed"
 
+# By their sources.
 CASES = [
-    case(
-        ONES_AND_ZEROS,
-        "softmax over one output",
-        softmax_over_one,
-        *CONSTANT,
-        because=ONE_OUTPUT,
-        source="Stack Overflow 31880720, in dl-fl-repair",
-    ),
-    case(healthy.CNN_SGD, "scaled twice", scaled(1 / 255), "input-scale", source=CHECKER),
-    case(healthy.REGRESSION, "rate × 30", times(30), "rate-too-high", source=CHECKER),
-    case(healthy.CNN_SGD, "L2 0.1 in the loss", penalised(0.1, 2), "decay-fights", source=CHECKER),
-    case(healthy.REGRESSION, "normal init", wide_normal, *SCALES, because=TOO_WIDE, source=CHECKER),
-    case(
-        healthy.RESNET, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION, source=CHECKER
-    ),
-    case(
-        healthy.REGRESSION,
-        "sigmoid as output",
-        sigmoid_output,
-        "targets-out-of-range",
-        *OUTPUTS,
-        because=OUT_OF_REACH,
-        source=CHECKER,
-        judged_by="error",
-    ),
-    case(
-        healthy.REGRESSION,
-        "targets × 1000",
-        scaled_targets,
-        *TARGETS,
-        because=UNSCALED,
-        source=CHECKER,
-        judged_by="error",
-    ),
-    case(
-        healthy.CNN_ADAM,
-        "Adadelta 0.001",
-        with_algorithm(Adadelta, lr=0.001),
-        "rate-too-low",
-        source=CRIME,
-    ),
-    case(
-        healthy.MLP_RMSPROP,
-        "Adam 1.0",
-        with_algorithm(Adam, lr=1.0),
-        "rate-too-high",
-        source=CRIME,
-    ),
-    case(
-        healthy.MLP_RMSPROP,
-        "SGD 0.01",
-        with_algorithm(SGD, lr=0.01),
-        "rate-too-low",
-        source=CRIME,
-    ),
-    case(healthy.MLP_RMSPROP, "L1 0.1", penalised(0.1, 1), "decay-fights", source=CRIME),
-    case(
-        healthy.CNN_SGD,
-        "weights 1",
-        constant(1),
-        *SYMMETRIC,
-        because=ALL_ONE,
-        source=CRIME,
-    ),
-    case(healthy.CNN_SGD, "weights 0", constant(0), *SYMMETRIC, because=ALIKE, source=CRIME),
-    case(
-        healthy.DEEP_RELU,
-        "exponential activation",
-        with_activation(Exponential),
-        *GROWS,
-        because=EXPONENTIAL,
-        source=CRIME,
-    ),
-    case(
-        healthy.DEEP_CNN,
-        "hard sigmoid",
-        with_activation(nn.Hardsigmoid),
-        "vanishing",
-        source=CRIME,
-    ),
-    case(healthy.CIRCLES, "rate × 100", times(100), "rate-too-high", source=CIRCLE),
-    case(healthy.CIRCLES, "rate × 0.01", times(0.01), "rate-too-low", source=CIRCLE),
-    case(healthy.BLOBS, "inputs × 100", scaled(100), "input-scale", source=CIRCLE),
-    case(
-        healthy.CNN_ADAM,
-        "optimizer holds what is frozen",
-        holds_frozen,
-        "not-held",
-        source=f"{TRAINCHECK}: PyTorch forum 84911",
-    ),
-    case(
-        healthy.MLP_ADAM,
-        "optimizer holds what is frozen",
-        holds_frozen,
-        "not-held",
-        source=f"{TRAINCHECK}: Stack Overflow 60335387",
-    ),
-]
+    # Stack Overflow 31880720, in dl-fl-repair
+    case(ONES_AND_ZEROS, "softmax over one output", softmax_over_one, *CONSTANT,
+         because=ONE_OUTPUT),
+    # TheDeepChecker
+    case(healthy.CNN_SGD, "scaled twice", scaled(1 / 255), "input-scale"),
+    case(healthy.REGRESSION, "rate × 30", times(30), "rate-too-high"),
+    case(healthy.CNN_SGD, "L2 0.1 in the loss", penalised(0.1, 2), "decay-fights"),
+    case(healthy.REGRESSION, "normal init", wide_normal, *SCALES, because=TOO_WIDE),
+    case(healthy.RESNET, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION),
+    case(healthy.REGRESSION, "sigmoid as output", sigmoid_output, "targets-out-of-range", *OUTPUTS,
+         because=OUT_OF_REACH, judged_by="error"),
+    case(healthy.REGRESSION, "targets × 1000", scaled_targets, *TARGETS, because=UNSCALED,
+         judged_by="error"),
+    # DeepCrime, in dl-fl-repair
+    case(healthy.CNN_ADAM, "Adadelta 0.001", with_algorithm(Adadelta, lr=0.001), "rate-too-low"),
+    case(healthy.MLP_RMSPROP, "Adam 1.0", with_algorithm(Adam, lr=1.0), "rate-too-high"),
+    case(healthy.MLP_RMSPROP, "SGD 0.01", with_algorithm(SGD, lr=0.01), "rate-too-low"),
+    case(healthy.MLP_RMSPROP, "L1 0.1", penalised(0.1, 1), "decay-fights"),
+    case(healthy.CNN_SGD, "weights 1", constant(1), *SYMMETRIC, because=ALL_ONE),
+    case(healthy.CNN_SGD, "weights 0", constant(0), *SYMMETRIC, because=ALIKE),
+    case(healthy.DEEP_RELU, "exponential activation", with_activation(Exponential), *GROWS,
+         because=EXPONENTIAL),
+    case(healthy.DEEP_CNN, "hard sigmoid", with_activation(nn.Hardsigmoid), "vanishing"),
+    # Circle and Blob, in DeepDiagnosis
+    case(healthy.CIRCLES, "rate × 100", times(100), "rate-too-high"),
+    case(healthy.CIRCLES, "rate × 0.01", times(0.01), "rate-too-low"),
+    case(healthy.BLOBS, "inputs × 100", scaled(100), "input-scale"),
+    # TrainCheck: PyTorch forum 84911, and Stack Overflow 60335387
+    case(healthy.CNN_ADAM, "optimizer holds what is frozen", holds_frozen, "not-held"),
+    case(healthy.MLP_ADAM, "optimizer holds what is frozen", holds_frozen, "not-held"),
+]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from audit.fault_benchmark import healthy
 from audit.fault_benchmark.networks import layers
-from audit.fault_benchmark.run import Case, Healthy, Run
+from audit.fault_benchmark.run import Case, Healthy, Run, case
 from torch import nn
 
 HIGH = (
@@ -65,28 +65,20 @@ def own_rate(position: int, factor: float) -> Callable[[Run], None]:
     return plant
 
 
-def _of_group(twin: Healthy, what: str, plant: Callable[[Run], None]) -> Case:
-    return Case(f"{twin.name}: {what}", twin, ("group-rates",), plant)
-
-
 def _scales(twin: Healthy, first: int, factor: float) -> Case:
-    return Case(
-        f"{twin.name}: layer {first + 1} × {factor:g}, next ÷ {factor:g}",
-        twin,
-        ("uneven-rates", "bad-initialisation"),
-        rescaled(first, factor),
-        because=CAUSED_BY_SCALES,
-    )
+    what = f"layer {first + 1} × {factor:g}, next ÷ {factor:g}"
+    expected = ("uneven-rates", "bad-initialisation")
+    return case(twin, what, rescaled(first, factor), *expected, because=CAUSED_BY_SCALES)
 
 
 CASES = [
-    *(Case(f"{t.name}: rate × {f:g}", t, ("rate-too-high",), times(f)) for t, f in HIGH),
-    *(Case(f"{t.name}: rate × {f:g}", t, ("rate-too-low",), times(f)) for t, f in LOW),
+    *(case(twin, f"rate × {by:g}", times(by), "rate-too-high") for twin, by in HIGH),
+    *(case(twin, f"rate × {by:g}", times(by), "rate-too-low") for twin, by in LOW),
     _scales(healthy.MLP_SGD, 0, 30),
     _scales(healthy.DEEP_RELU, 3, 10),
     _scales(healthy.CNN_SGD, 0, 30),
-    _of_group(healthy.REGRESSION, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
-    _of_group(healthy.CNN_SGD, "rate of the head × 30", own_rate(-1, 30)),
-    _of_group(healthy.MLP_ADAM, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
-    _of_group(healthy.VIT, "rate of layer 2 × 100", own_rate(1, 100)),
+    case(healthy.REGRESSION, "rate of layer 1 × 0.001", own_rate(0, 0.001), "group-rates"),
+    case(healthy.CNN_SGD, "rate of the head × 30", own_rate(-1, 30), "group-rates"),
+    case(healthy.MLP_ADAM, "rate of layer 1 × 0.001", own_rate(0, 0.001), "group-rates"),
+    case(healthy.VIT, "rate of layer 2 × 100", own_rate(1, 100), "group-rates"),
 ]
