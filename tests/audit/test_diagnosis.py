@@ -83,10 +83,6 @@ def grouped(rate: float, move: float = 30.0) -> Record:
     return record(reports=(first, *(StepReport(10 * i, layers, {}, 1.0) for i in (1, 2, 3))))
 
 
-def opposed(largest: float) -> Record:
-    return probed("terms-opposed", WELL, {"other": "b"}, cosine=-0.99, largest=largest, ratio=0.9)
-
-
 def explained(reference: float, model: float, per_class: float = 40.0) -> Record:
     numbers = {"per class": per_class, "held out": 200.0, "error": 0.05}
     return probed("behind-reference", WELL, reference=reference, model=model, **numbers)
@@ -181,8 +177,9 @@ HITS = {
     "outputs-constant": probed("outputs-constant", words={"by": "norm"}, share=0.0),
     "collapsed": probed("collapsed", WELL, before=0.5, after=0.05, loss=-1.0),
     "term-without-graph": probed("term-without-graph", value=9.0, loss=8.8),
-    "terms-opposed": opposed(-0.98),
     "weighs-itself": probed("weighs-itself", share=0.01, first=2.0, lowest=0.02),
+    "arguments-exchanged": probed("arguments-exchanged", WELL),
+    "outputs-forced": probed("outputs-forced", share=0.5),
     "outputs-in-vain": probed("outputs-in-vain", share=0.97, first=2.0, zeros=2.1, lowest=1.94),
     "seed-again": probed("seed-again"),
     "zero-slope": replace(probed("zero-slope"), wiring=ZERO),
@@ -256,6 +253,9 @@ MILDER = [
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),
+    ("target-leak watch", probed("target-leak", WELL, entry=3.0, share=1.0, samples=64.0)),
+    ("collapsed watch",
+     probed("collapsed", WELL, {"zero": "True"}, before=0.5, after=1e-5, loss=0.0)),
     ("batch-part-unread act", probed("batch-part-unread", WELL, {"drawn": "sample"}, unread=1.0)),
     ("batch-part-unread watch", probed("batch-part-unread", unread=1.0, read=0.0)),
     ("state-carried note",
@@ -321,8 +321,8 @@ NEAR_MISSES = {
     "targets-out-of-range": probed("targets-out-of-range", share=0.005),
     "gradient-cut": probed("gradient-cut", cosine=0.995),
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
-    "terms-opposed": opposed(-0.9),
     "weighs-itself": probed("weighs-itself", share=0.5, first=2.0, lowest=1.0),
+    "outputs-forced": probed("outputs-forced", share=0.05),
     "outputs-in-vain": probed("outputs-in-vain", share=0.3, first=2.0, zeros=2.1, lowest=0.6),
     "zero-slope": record(),
     "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9)),
@@ -785,6 +785,18 @@ def test_an_exact_cause_comes_before_its_symptom(cause: Record, symptom: Record)
                  gradient_norms=symptom.gradient_norms)  # fmt: skip
     first, *_ = [f for f in diagnose(of) if f.name in (*cause.probed, *symptom.probed)]
     assert first.name in cause.probed and first.strength == "act"
+
+
+def test_what_has_a_place_comes_before_what_has_none() -> None:
+    vain = HITS["outputs-in-vain"]
+    for name, hit in HITS.items():
+        if "outputs-in-vain" in FAULTS[name].explains and found(hit)[name].strength == "act":
+            both = replace(hit, losses=STILL, probed={**hit.probed, **vain.probed})
+            after = found(both)["outputs-in-vain"]
+            assert (after.strength, after.advice) == ("watch", FIRST_THAT), name
+    dead = replace(HITS["zero-gradient"], units=units(dead=64).units, losses=STILL)
+    assert next(f.name for f in diagnose(dead)) == "dead-units"
+    assert found(dead)["zero-gradient"].advice == FIRST_THAT
 
 
 def test_targets_that_are_of_the_outputs_samples_are_not_transposed() -> None:

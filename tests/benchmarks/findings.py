@@ -491,11 +491,6 @@ def decayed(detached: bool) -> Any:
     return of
 
 
-def taken_back(share: float) -> Any:
-    """Two terms, the second of which is the first, with the other sign."""
-    return lambda model, batch: loss(model, batch) - share * loss(model, batch)
-
-
 def slow(model: nn.Module) -> SGD:
     return SGD(model.parameters(), lr=0.02)
 
@@ -972,13 +967,6 @@ PICTURES: dict[str, Picture] = {
         {},
         None,
         with_setup(loss=decayed(detached=False)),
-    ),
-    "terms-opposed": Picture(
-        "the cross-entropy is added, and its value for the same batch is subtracted again",
-        with_setup(loss=taken_back(1.0)),
-        {"cosine of the gradients": of_fact("terms-opposed", "cosine")},
-        (loss_rules, ("AGAINST", "ALIKE")),
-        with_setup(loss=taken_back(0.1)),
     ),
     "zero-slope": Picture(
         "a classifier whose outputs are rounded, with the squared error",

@@ -219,3 +219,26 @@ def _targets(setup: Setup) -> list[Fact]:
                        "samples": float(sum(map(size_of, setup.batches)))}  # fmt: skip
             return [Fact("", numbers, {"of": "rest" if min(shares) > 0 else "labels"})]
     return []
+
+
+# Is the target among the inputs?
+
+COPIED = 1e-9  # share of the target's variance that rounding leaves to a copy
+
+
+@asks("target-leak")
+def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the entries of inputs that are the target of all samples, up to factor and offset."""
+    batches = spread(setup.batches)
+    y = torch.cat(_labels_of(batches) or [torch.zeros(0)]).double()
+    for name, parts in _given(setup, batches).items():
+        is_rows = 1 < parts[0].ndim < 4 and parts[0].is_floating_point()  # or sequences; no images
+        x = _features([part.flatten(1) for part in parts]) if is_rows else y[:, None]
+        if not len(x) == len(y) >= SAMPLES or x.shape[1] < 2:
+            continue
+        apart, own = x - x.mean(0), y - y.mean()
+        squares = apart.square().sum(0) * own.square().sum()
+        shares = ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0)
+        numbers = {"entry": float(shares.argmax()), "samples": float(len(y))}
+        if (share := float(shares.max())) > 1 - COPIED:
+            yield Fact(f"input '{name}'", {**numbers, "share": share})

@@ -309,6 +309,12 @@ class Part(NamedTuple):
         """Return a view of this part of an input."""
         return x.narrow(self.axis, self.entries.start, len(self.entries))
 
+    def exchanged(self, x: Tensor) -> Tensor:
+        """Return the input with this part of the next sample."""
+        changed = x.clone()
+        self.of(changed).copy_(_next_sample(self.of(x)))
+        return changed
+
 
 @asks("input-partly-ignored")
 def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
@@ -321,16 +327,11 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     after = ChangedInputs(fork, batch)
     before = cache(lambda: ChangedInputs(still(setup.fork()), batch))
 
-    def is_silent(number: int, part: Part) -> bool:
+    def is_silent(i: int, part: Part) -> bool:
         """Return whether no output changes."""
 
-        def exchanged(x: Tensor) -> Tensor:
-            changed = x.clone()
-            part.of(changed).copy_(_next_sample(part.of(x)))
-            return changed
-
         def is_same(run: ChangedInputs) -> bool:
-            return bool(run.own) and all(map(torch.equal, run.own, run.outputs(exchanged, number)))
+            return bool(run.own) and all(map(torch.equal, run.own, run.outputs(part.exchanged, i)))
 
         return is_same(after) and is_same(before())
 
@@ -426,7 +427,8 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the tensors that change no loss, of the shape of another that does; and flags.
 
     A flag is 0 or 1 for each sample, beside inputs and targets: a mask, or the ends of episodes.
-    Also tensors of as many entries as the loss draws itself, such as actions.
+    Also tensors of as many entries as the loss draws itself, such as actions, and columns of
+    targets, of which others are read.
     """
     batch = setup.batches[0]
     parts, size = [*tensors(batch)], size_of(batch)
@@ -437,8 +439,6 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
              and set(x.flatten().tolist()) == {0, 1}]  # fmt: skip
     drawn = {call.result.numel(): call.place for call in calls_of(
         setup.fork(), lambda call: call.name in SAMPLES_OF and call.path is None)}  # fmt: skip
-    if not (like or flags or drawn):
-        return
     loss = RepeatedLoss(setup.fork())
     own = loss.of(batch)
 
@@ -452,6 +452,16 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     for i, x in enumerate(parts):
         if x.numel() in drawn and len(x) == size > 1 and is_unread(i, _next_sample):
             yield Fact("", {"unread": float(i)}, {"drawn": drawn[x.numel()]})
+    inputs = [*given_inputs(setup.fork(), batch).values()]
+    for i in floats:
+        x, count = parts[i], parts[i][0].numel()
+        if x.ndim == 2 and 1 < count <= PARTS and not any(torch.equal(x, y) for y in inputs):
+            columns = [Part("", 1, range(j, j + 1)) for j in range(count)]
+            silent = [j for j, part in enumerate(columns) if _varies(part.of(x))
+                      and is_unread(i, part.exchanged)]  # fmt: skip
+            if 0 < len(silent) < count:
+                words = {"columns": listed([str(j) for j in silent])}
+                yield Fact("", {"unread": float(i)}, {**fact(i).words, **words})
     unread = [i for i in like if is_unread(i, _next_sample, lambda x: 0.5 * x)]
     for i in unread:
         read = [j for j in like if j not in unread and parts[j].shape == parts[i].shape]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import (
+    MULTIPLIES,
     Call,
     Derived,
     calls_of,
@@ -88,6 +89,14 @@ def broadcast(call: Call, fork: Fork) -> Fact | None:
     words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
     is_met = times > 1 and (is_difference or is_entrywise)
     return Fact(call.place, {"times": times}, words) if is_met else None
+
+
+@of_each_call("arguments-exchanged")
+def exchanged(call: Call, fork: Fork) -> Fact | None:
+    """Find losses of unlike sides whose target depends on parameters, and whose input does not."""
+    x, y = (call.argument(i, name) for i, name in enumerate(("input", "target")))
+    is_met = call.name in CLASSIFIES and y.requires_grad and not x.requires_grad
+    return Fact(call.place) if is_met else None
 
 
 # Log-probabilities
@@ -261,8 +270,10 @@ class OutOfRange:
 
     def see(self, call: Call) -> None:
         """Note bounds and softmaxes, and what a call compares with targets."""
-        for output, target in compared(call) if call.name in (*DIFFERENCES, *CLASSIFIES) else ():
-            if target.numel() > 1 and output.requires_grad:  # no number that scales or moves
+        known = (*DIFFERENCES, *CLASSIFIES, *MULTIPLIES)  # overlaps multiply
+        for output, target in compared(call) if call.name in known else ():
+            is_read = call.name not in MULTIPLIES or _is_mask(target)
+            if is_read and target.numel() > 1 and output.requires_grad:  # no number that scales
                 self._compare(call, output, target.double())
         if call.name == "softmax" and isinstance(call.argument(1, "dim"), int):
             self._known.note(call.result, (call, None))
@@ -304,6 +315,42 @@ class OutOfRange:
                     words["farthest"] = f"{float(at[(at - 0.5).abs().argmax()]):.3g}"
                 words["function"] = source.name
                 yield Fact(source.place, {"share": share}, words)
+
+
+def _is_mask(x: Tensor) -> bool:
+    """Return whether entries are 0 or another number, as 255 in masks that are read from files."""
+    return bool(((x == 0) | (x == x.max())).all()) and float(x.max()) not in (0.0, 1.0)
+
+
+# Statistics of the outputs that a normalisation at the end forces
+
+_AXES = {"instance_norm": 2, "layer_norm": -1}  # the first axis that each normalises over
+
+
+@looks("outputs-forced")
+class Forced:
+    """Tells a normalisation of samples at the end, and what it leaves out of the targets.
+
+    That is the variance of the targets' means over its axes, over that of the targets.
+    """
+
+    def __init__(self, fork: Fork) -> None:
+        self._made, self._found = Derived(), dict[str, Fact]()
+
+    def see(self, call: Call) -> None:
+        """Follow the results of normalisations to what they are compared with."""
+        for x, y in compared(call) if call.name in DIFFERENCES else ():
+            if x.shape == y.shape and (norm := self._made.source(x)) and x.requires_grad:
+                means = y.double().flatten(_AXES[norm.name]).mean(-1)
+                share = float(means.var(0).mean() / y.double().var())
+                self._found[norm.place] = Fact(norm.place, {"share": share})
+        self._made.follow(call)
+        if call.name in _AXES and call.result.ndim > 1:
+            self._made.begin(call)
+
+    def facts(self, loss: Tensor) -> Iterable[Fact]:
+        """Return a fact for each such normalisation."""
+        return self._found.values()
 
 
 # Dropout

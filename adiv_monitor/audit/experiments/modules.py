@@ -37,6 +37,7 @@ VARIES = 1e-4  # share of the mean square, from which inputs vary over samples
 CONSTANT = 1e-6  # share below which outputs do not
 ROUNDING = 1e-9  # share of the inputs' variance: what is left of x − x in single precision
 LEFT = 0.5  # share of the outputs' variation that is left after training
+NEARLY = 1e-2  # of the first loss: what outputs of 0 leave of it, where they solve the task
 _AS_LOW = 1e-2  # share of the fall of the loss: what training has still to go
 
 
@@ -169,7 +170,9 @@ def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """
     if size_of(setup.batches[0]) < FEWEST:
         raise Untold(f"the batch has fewer than {FEWEST} samples")
-    (first, start), (last, end) = _passed(setup.fork()), _passed(setup.fork_like(trained))
+    (first, start, own), (last, end, left) = map(_passed, (setup.fork(), setup.fork_like(trained)))
+    if left < LEFT * own and (zero := _passed(setup.fork(), 0)[0]) <= min(last, NEARLY * first):
+        return (Fact("", {"before": own, "after": left, "loss": zero}, {"zero": "True"}),)
     if end >= LEFT * start or first <= last:
         return ()
     loss = max(_passed(setup.fork(), sign)[0] for sign in (1, -1))
@@ -177,15 +180,18 @@ def collapsed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     return (Fact("", {"before": start, "after": end, "loss": loss}),) if is_lowest else ()
 
 
-def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
-    """Run a fork's loss with the samples' own outputs (0), or the first one's times a sign.
+def _passed(fork: Fork, sign: int | None = None) -> tuple[float, float, float]:
+    """Run a fork's loss with the samples' own outputs (None), or the first one's times a sign.
+
+    Outputs that are multiplied by 0 keep their gradients.
 
     These are the outputs of the modules that no other module calls, if they depend on trained
     parameters: a teacher keeps its own. Every call with outputs of the same shape then gives the
     same ones, so two views of a sample do not differ either.
 
     Returns:
-        The loss, and the variance over the samples of the last such outputs over their mean square.
+        The loss, the variance over the samples of the last such outputs over their mean square,
+        and this.
     """
     size = size_of(fork.batches[0])
     running: list[nn.Module] = []
@@ -193,10 +199,13 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
     of_all: dict[torch.Size, Tensor] = {}
 
     def in_place_of(x: Tensor) -> Tensor:
-        if not x.requires_grad or not x.ndim or not len(x) or len(x) % size:
+        if not x.requires_grad or not x.ndim or not len(x):
             return x
-        outputs.append(x.detach().double())
-        return of_all.setdefault(x.shape[1:], sign * x[0]).expand_as(x).clone() if sign else x
+        if is_of_samples := len(x) % size == 0:
+            outputs.append(x.detach().double())
+        if not sign or not is_of_samples:
+            return 0 * x if sign == 0 else x
+        return of_all.setdefault(x.shape[1:], sign * x[0]).expand_as(x).clone()
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         running.pop()
@@ -210,7 +219,8 @@ def _passed(fork: Fork, sign: int = 0) -> tuple[float, float]:
     if not outputs:
         raise Untold("no trained module that the loss calls returns outputs of the samples")
     square = float(outputs[-1].square().mean())
-    return loss, float(outputs[-1].var(0, correction=0).mean()) / square if square else 0.0
+    variance = float(outputs[-1].var(0, correction=0).mean())
+    return loss, variance / square if square else 0.0, square
 
 
 # Where functions are flat: their slope is below 2 % of its maximum. The numbers solve

@@ -41,7 +41,7 @@ ASKS: dict[str, Ask] = {}  # with passes of their own
 # Those that need all samples.
 OF_DATA = (
     *("same-batch", "unshuffled", "constant-data", "targets-moved"),
-    *("labels-unrelated", "class-untaught", "behind-reference"),
+    *("labels-unrelated", "class-untaught", "behind-reference", "target-leak"),
 )
 LOOKS: dict[str, type[Any]] = {}  # of `Look`
 

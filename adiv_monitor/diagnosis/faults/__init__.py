@@ -5,7 +5,7 @@ from importlib import import_module
 
 from adiv_monitor.diagnosis.faults.fault import (
     FAULTS,
-    LEARNING,
+    NOT_LEARNT,
     RULES,
     Fault,
     family_of,
@@ -42,7 +42,7 @@ def found(record: Record) -> list[Finding]:
 
 def _completed(finding: Finding, record: Record) -> Finding:
     """Say of a fault that exists before the first step since when, and that no rate helps."""
-    if not {*LEARNING} <= {*FAULTS[finding.name].explains}:
+    if not {*NOT_LEARNT} <= {*FAULTS[finding.name].explains}:
         return finding
     if record.is_audited and finding.since is None:
         finding = replace(finding, since=0)

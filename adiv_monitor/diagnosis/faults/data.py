@@ -115,6 +115,13 @@ told(__name__, "unshuffled", "The data are not shuffled",
      certain=True)  # fmt: skip
 
 
+told(__name__, "target-leak", "The target is among the inputs", "watch",
+     "Entry {entry:.0f} of {place} determines the target of all {samples:.0f} samples: the model "
+     "can copy it.",
+     [Number("share of the target that an entry of the inputs explains", "share")],
+     Advice("leave the target out of the inputs, and end windows before it"))  # fmt: skip
+
+
 def _are_misplaced(record: Record) -> bool:
     """Return whether the order of targets is wrong for sure, or may be, and the run suffers."""
     order = record.found_by("targets-moved")[0].words["order"]
@@ -236,14 +243,19 @@ def state_carried(record: Record) -> Iterator[Finding]:
                 since=0)  # fmt: skip
 
 
+_UNREAD = [Number("number of the tensor in the batch", "unread")]
 told(__name__, "batch-part-unread", "A part of the batch that the loss never reads", "watch",
      "The loss never reads tensor {unread:.0f} of the batch (shape {shape}).",
-     [Number("number of the tensor in the batch", "unread")],
-     Advice("look for the place in the loss where this tensor belongs, and for another that stands "
-            "there"), where=lambda fact: "drawn" not in fact.words)  # fmt: skip
+     _UNREAD, Advice("look for the place in the loss where this tensor belongs, and for another "
+                     "that stands there"),
+     where=lambda fact: not {"drawn", "columns"} & fact.words.keys())  # fmt: skip
+told(__name__, "batch-part-unread", "", "watch",
+     "The loss never reads columns {columns} of tensor {unread:.0f} of the batch (shape {shape}).",
+     _UNREAD, Advice("look for an index in the loss that does not move"),
+     where=lambda fact: "columns" in fact.words)  # fmt: skip
 told(__name__, "batch-part-unread", "", "act",
      "The loss never reads tensor {unread:.0f} of the batch, and draws as many numbers anew "
      "({drawn}): what belongs to the stored ones, such as rewards, does not belong to these.",
-     [Number("number of the tensor in the batch", "unread")],
+     _UNREAD,
      Advice("take the stored actions, or samples, in place of new ones"),
      where=lambda fact: "drawn" in fact.words)  # fmt: skip

@@ -20,8 +20,10 @@ Rule = Callable[[Record], Iterable[Finding]]
 Of = Literal["", "audit", "monitor", "rest"]
 
 # What may follow from a fault in wiring or loss that exists before the first step.
-LEARNING = ("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit",
-            "behind-reference", "loss-stuck", "zero-gradient")  # fmt: skip
+NOT_LEARNT = ("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit",
+              "behind-reference", "loss-stuck", "zero-gradient")  # fmt: skip
+# The same for a fault that has a place: it comes before what only says that something is wrong.
+LEARNING = (*NOT_LEARNT, "outputs-in-vain")
 # What may follow from steps that are far too long.
 LONG_STEPS = (
     *("rate-too-low", "loss-stuck", "stands-still", "non-finite", "dead-units"),

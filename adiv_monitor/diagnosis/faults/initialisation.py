@@ -220,7 +220,13 @@ told(__name__, "collapsed", "All samples get the same outputs",
      "loss would be {loss:.3g}, as low.",
      [Number("share of the outputs that varies", "after")],
      Advice("add negative pairs, a variance term, or a stop-gradient"),
-     explains=LEARNING)  # fmt: skip
+     where=lambda fact: "zero" not in fact.words, explains=LEARNING)  # fmt: skip
+told(__name__, "collapsed", "", "watch",
+     "The outputs shrink towards 0 (mean square {before:.2g} at the start, {after:.2g} after "
+     "training): with outputs of 0 for all inputs, the loss would be {loss:.2g}.",
+     [Number("mean square of the outputs", "after")],
+     Advice("add a term that 0 does not solve, such as data, a boundary value or a norm"),
+     where=lambda fact: "zero" in fact.words)  # fmt: skip
 
 
 @fault("input-ignored", "The inputs make no difference", certain=True)

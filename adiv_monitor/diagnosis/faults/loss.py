@@ -12,6 +12,7 @@ from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_REPORTS,
     LEARNING,
     LONG_STEPS,
+    NOT_LEARNT,
     Number,
     act_if,
     fault,
@@ -30,10 +31,6 @@ PADDING, ALONE = 0.05, 0.9
 # By how much the loss, without the penalty, rises with exchanged inputs: in the run, over a copy
 # trained without the penalty, and in that copy, over its loss. Healthy VAEs have 0.9 for the first.
 LEARNT, LEARNABLE = 0.1, 0.02
-# Cosine of the gradients of two terms, in each parameter tensor that both reach, and the ratio of
-# the shorter to the longer gradient. Real and generated samples of a critic have −0.83 in all, and
-# −0.26 in one tensor.
-AGAINST, ALIKE = -0.95, 0.5
 # Of the loss, what its own weights leave; uncertainties with their logarithm leave 0.5.
 ITSELF = 0.1
 # Share of the loss that the best outputs leave; labels that are smoothed by 0.1 have 0.3.
@@ -130,7 +127,7 @@ told(__name__, "penalty-dominates", "", "watch",
                                    for fact in record.found_by("penalty-dominates")))  # fmt: skip
 
 
-@fault("unbounded-loss", "A loss without a lower bound", explains=(*LEARNING, *LONG_STEPS))
+@fault("unbounded-loss", "A loss without a lower bound", explains=(*NOT_LEARNT, *LONG_STEPS))
 def unbounded(record: Record) -> Iterator[Finding]:
     """Find a loss without a lower bound: it falls ever faster, or keeps falling on a straight line.
 
@@ -186,15 +183,6 @@ told(__name__, "target-attached", "A target that passes gradients on", suffers,
      explains=LEARNING)  # fmt: skip
 
 
-told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act",
-     "Two terms of the loss are opposed, from {place} and {other}: the cosine of their gradients "
-     "is {cosine:.3g}.",
-     [Number("largest cosine of the two", "largest", below=AGAINST),
-      Number("length of the shorter gradient over the longer", "ratio", above=ALIKE)],
-     Advice("give each player its own loss (detach generated samples), or look for a term that is "
-            "added with both signs"), explains=LEARNING)  # fmt: skip
-
-
 told(__name__, "weighs-itself", "A loss that lowers itself", suffers,
      "For the same outputs, the loss falls from {first:.3g} to {lowest:.3g} by {place} alone: "
      "weights of its terms, or the like, with nothing that holds them.",
@@ -210,4 +198,4 @@ told(__name__, "outputs-in-vain", "A loss that no outputs lower", suffers,
      [Number("lowest loss, over that of the model or of zeros", "share", above=IN_VAIN)],
      Advice("compute the loss of perfect outputs by hand: look for bounds on the outputs, scales "
             "and temperatures, constants that drown the rest, smoothed or repeated targets"),
-     unless=lambda record: record.found_by("bounded-logits"), explains=LEARNING)  # fmt: skip
+     unless=lambda record: record.found_by("bounded-logits"), explains=NOT_LEARNT)  # fmt: skip

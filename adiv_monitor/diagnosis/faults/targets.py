@@ -13,8 +13,15 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
+FORCED = 0.1  # share of the targets' variance that a normalisation at the end leaves out
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 
+
+told(__name__, "arguments-exchanged", "Outputs in the place of the targets", "act",
+     "{place} gets the outputs as its targets, and the targets as its input.",
+     [Number("losses whose arguments are exchanged")],
+     Advice("exchange its first two arguments: outputs first, then targets"),
+     certain=True, explains=(*LEARNING, "class-untaught", "unbounded-loss"))  # fmt: skip
 
 told(__name__, "future-leak", "The model sees the tokens that it should predict", "act",
      "The targets are the next tokens of the input, and the outputs depend on later input tokens. "
@@ -63,7 +70,8 @@ told(__name__, "softmax-of-one", "Softmax over a single class", "act",
      [Number("softmaxes of one class")],
      Advice("give the model one output per class, or use a sigmoid, as in "
             "binary_cross_entropy_with_logits"), where=lambda fact: "scores" not in fact.words,
-     certain=True, explains=(*LEARNING, "input-ignored", "target-scale", "vanishing"))  # fmt: skip
+     certain=True, explains=(*LEARNING, "class-untaught", "input-ignored", "target-scale",
+                             "vanishing"))  # fmt: skip
 # Attention to a single key is at times meant.
 told(__name__, "softmax-of-one", "", suffers,
      "{place} of shape {shape} runs over an axis of length 1: all its weights are 1, whatever the "
@@ -133,6 +141,14 @@ told(__name__, "targets-out-of-range", "", suffers,
      "between {low} and {high}.", _OUTSIDE,
      Advice("remove that function from the outputs, or scale the targets into its range"),
      where=lambda fact: not {"farthest", "sum"} & fact.words.keys())  # fmt: skip
+
+
+told(__name__, "outputs-forced", "Outputs of a forced mean and variance", suffers,
+     "{place} gives the outputs of all samples the same mean and variance, but means of samples "
+     "make {share:.0%} of the targets' variance.",
+     [Number("share of the targets' variance that is of means", "share", above=FORCED)],
+     Advice("leave out the normalisation behind the last layer"),
+     explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "dropout-on-outputs", "Dropout on the outputs", suffers,

@@ -90,7 +90,7 @@ def attention_saturated(record: Record) -> Iterator[Finding]:
             "A higher learning rate sharpens it further.", layers=layers)  # fmt: skip
 
 
-@fault("dead-units", "Dead units")
+@fault("dead-units", "Dead units", explains=("zero-gradient",))
 def dead_units(record: Record) -> Iterator[Finding]:
     """Find units that are constant over all rows and so never learn."""
     if not record.units:
