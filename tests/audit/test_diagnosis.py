@@ -253,7 +253,7 @@ MILDER = [
     ("order-ignored watch", probed("order-ignored", places=8.0)),
     ("dropout-in-eval watch", probed("dropout-in-eval", rate=0.5)),
     ("running-statistics watch", probed("running-statistics", momentum=0.99)),
-    ("target-leak watch", probed("target-leak", WELL, entry=3.0, share=1.0, samples=64.0)),
+    ("target-leak watch", probed("target-leak", WELL, entry=3.0, samples=64.0)),
     ("collapsed watch",
      probed("collapsed", WELL, {"zero": "True"}, before=0.5, after=1e-5, loss=0.0)),
     ("batch-part-unread act", probed("batch-part-unread", WELL, {"drawn": "sample"}, unread=1.0)),

@@ -361,7 +361,22 @@ def rewarded(z: Tensor, y: Tensor) -> Tensor:
 
 
 KINDS = {"bool": torch.bool, "float": torch.float32, "int": torch.int64}
+
+
+def columns(moves: bool) -> Setup:
+    """Three outputs, each compared with its column of the targets, or all with the first."""
+
+    def of_batch(model: nn.Module, batch: Any) -> Tensor:
+        made, wanted = model(batch[0]), batch[1]
+        each = [(made[:, k] - wanted[:, k * moves]).square().mean() for k in range(3)]
+        return torch.stack(each).sum()
+
+    return setup(batches=tuple((x, x[:, :3].cos()) for x, _ in batches()), loss=of_batch)
+
+
 UNREAD: list[Row] = [
+    ("batch-part-unread", "columns", lambda: columns(moves=False), "columns 1, 2 of tensor 1"),
+    ("batch-part-unread", "all columns", lambda: columns(moves=True), ""),
     ("batch-part-unread", "the second view", views((0, 0)), "watch: The loss never reads tensor 1"),
     ("batch-part-unread", "the first view", views((1, 1)), "watch: The loss never reads tensor 0"),
     ("batch-part-unread", "both views", views((0, 1)), ""),
@@ -556,6 +571,18 @@ def normed() -> Setup:
     return setup(model=nn.Sequential(*layers))
 
 
+def beside(column: Callable[[Tensor], Tensor]) -> Callable[[], Setup]:
+    """Inputs with a column of the labels."""
+    made = tuple((torch.cat([x, column(y.float())[:, None]], 1), y) for x, y in batches())
+    return lambda: setup(model=nn.Linear(13, 3), batches=made)
+
+
+LEAKED: list[Row] = [
+    ("target-leak", "moved", beside(lambda y: 3 - 0.5 * y), "Entry 12 of input 'input'"),
+    ("target-leak", "one class of three", beside(lambda y: (y == 1).float()), ""),
+    ("target-leak", "noise", beside(lambda y: y + 1e-3 * torch.arange(len(y)).cos()), ""),
+    ("target-leak", "none", lambda: setup(), ""),
+]
 ALIKE: list[Row] = [
     ("constant-data", "inputs", changed(lambda x, y: (0 * x, y)), "inputs"),
     ("constant-data", "labels", changed(lambda x, y: (x, 0 * y)), "labels"),
@@ -581,7 +608,7 @@ ALIKE: list[Row] = [
     ("state-carried", "statistics", normed, ""),
 ]  # fmt: skip
 TRAINED = ("class-untaught", "penalty-dominates")  # asked of a trained copy, as an audit does
-ROWS = [*MOVED, *DRAWN, *UNTAUGHT, *UNREAD, *COUNTS, *ALIKE]
+ROWS = [*MOVED, *DRAWN, *UNTAUGHT, *UNREAD, *COUNTS, *LEAKED, *ALIKE]
 
 
 @pytest.mark.parametrize(

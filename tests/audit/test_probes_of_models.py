@@ -669,6 +669,28 @@ def test_outputs_that_collapse_are_told_where_the_loss_keeps_none_apart(
     assert [x[:3] for x in said("collapsed", *found.facts)] == ["act"] * is_named
 
 
+def equation(wants: float) -> Callable[[nn.Module, Any], Tensor]:
+    """u′ = −u at inputs, with u(0) = wants."""
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].detach().requires_grad_()
+        u = model(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (slope + u).square().mean() + (model(torch.zeros(1, 1)) - wants).square().sum()
+
+    return of
+
+
+@pytest.mark.parametrize("wants", [0.0, 1.0])
+def test_an_equation_that_zero_solves_is_told(wants: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    points = tuple((torch.rand(32, 1),) for _ in range(8))
+    of = setup(model=model, batches=points, loss=equation(wants), steps=60,
+               optimizer=lambda m: torch.optim.Adam(m.parameters(), 0.01))  # fmt: skip
+    assert_said("collapsed", of, "" if wants else "watch: The outputs shrink", trained=True)
+
+
 class Places(nn.Module):
     """Attention over the places of a line of words, which may have positions."""
 

@@ -236,9 +236,7 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
         x = _features([part.flatten(1) for part in parts]) if is_rows else y[:, None]
         if not len(x) == len(y) >= SAMPLES or x.shape[1] < 2:
             continue
-        apart, own = x - x.mean(0), y - y.mean()
-        squares = apart.square().sum(0) * own.square().sum()
-        shares = ((apart * own[:, None]).sum(0).square() / squares).nan_to_num(0.0)
-        numbers = {"entry": float(shares.argmax()), "samples": float(len(y))}
-        if (share := float(shares.max())) > 1 - COPIED:
-            yield Fact(f"input '{name}'", {**numbers, "share": share})
+        apart, own = ((z - z.mean(0)) / z.std(0) for z in (x, y))
+        shares = (own @ apart / (len(y) - 1)).square().nan_to_num(0.0)
+        if float(shares.max()) > 1 - COPIED:
+            yield Fact(f"input '{name}'", {"entry": int(shares.argmax()), "samples": len(y)})

@@ -453,15 +453,13 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
         if x.numel() in drawn and len(x) == size > 1 and is_unread(i, _next_sample):
             yield Fact("", {"unread": float(i)}, {"drawn": drawn[x.numel()]})
     inputs = [*given_inputs(setup.fork(), batch).values()]
-    for i in floats:
-        x, count = parts[i], parts[i][0].numel()
-        if x.ndim == 2 and 1 < count <= PARTS and not any(torch.equal(x, y) for y in inputs):
-            columns = [Part("", 1, range(j, j + 1)) for j in range(count)]
-            silent = [j for j, part in enumerate(columns) if _varies(part.of(x))
+    for i, x in ((i, parts[i]) for i in floats):
+        if x.ndim == 2 and 1 < x.shape[1] <= PARTS and not any(torch.equal(x, y) for y in inputs):
+            columns = [Part("", 1, range(j, j + 1)) for j in range(x.shape[1])]
+            silent = [f"{j}" for j, part in enumerate(columns) if _varies(part.of(x))
                       and is_unread(i, part.exchanged)]  # fmt: skip
-            if 0 < len(silent) < count:
-                words = {"columns": listed([str(j) for j in silent])}
-                yield Fact("", {"unread": float(i)}, {**fact(i).words, **words})
+            if 0 < len(silent) < len(columns):
+                yield Fact("", {"unread": float(i)}, {**fact(i).words, "columns": listed(silent)})
     unread = [i for i in like if is_unread(i, _next_sample, lambda x: 0.5 * x)]
     for i in unread:
         read = [j for j in like if j not in unread and parts[j].shape == parts[i].shape]

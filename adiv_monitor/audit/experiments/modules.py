@@ -219,8 +219,7 @@ def _passed(fork: Fork, sign: int | None = None) -> tuple[float, float, float]:
     if not outputs:
         raise Untold("no trained module that the loss calls returns outputs of the samples")
     square = float(outputs[-1].square().mean())
-    variance = float(outputs[-1].var(0, correction=0).mean())
-    return loss, variance / square if square else 0.0, square
+    return loss, float(outputs[-1].var(0, correction=0).mean()) / square if square else 0.0, square
 
 
 # Where functions are flat: their slope is below 2 % of its maximum. The numbers solve

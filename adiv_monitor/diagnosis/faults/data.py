@@ -118,7 +118,7 @@ told(__name__, "unshuffled", "The data are not shuffled",
 told(__name__, "target-leak", "The target is among the inputs", "watch",
      "Entry {entry:.0f} of {place} determines the target of all {samples:.0f} samples: the model "
      "can copy it.",
-     [Number("share of the target that an entry of the inputs explains", "share")],
+     [Number("inputs that hold the target")],
      Advice("leave the target out of the inputs, and end windows before it"))  # fmt: skip
 
 
