@@ -299,6 +299,13 @@ conv(
     replace(_CONV, groups=2, one_pass=False),
     groups=2,
 )
+case(
+    "conv2d-channels-last",
+    lambda p, x: F.conv2d(x.to(memory_format=torch.channels_last), p.w, padding=1, dilation=(1, 2)),
+    (3, 2, 2, 2),
+    (2, 2, 4, 4),
+    Of("w", channels=(1,)),
+)
 conv("conv3d", (2, 2, 2, 1, 2), (2, 2, 3, 2, 3), Of("w", channels=(1,)), padding=1, stride=2)
 conv(
     "conv_transpose1d", (2, 3, 3), (2, 2, 4), transposed=True, stride=2, padding=1, output_padding=1
@@ -342,6 +349,14 @@ def normaliser(
 
 
 normaliser("layer_norm", lambda p, x: F.layer_norm(x, (4,), p.w, p.b), (2, 3, 4), (-1,))
+normaliser(
+    "layer_norm-two-dims",
+    lambda p, x: F.layer_norm(x, (3, 4), p.w),
+    (2, 5, 3, 4),
+    (-2, -1),
+    {"w": (3, 4)},
+)
+normaliser("rms_norm-eps", lambda p, x: F.rms_norm(x, (4,), p.w), (2, 3, 4), (-1,), {"w": (4,)})
 normaliser("rms_norm", lambda p, x: F.rms_norm(x, (4,), p.w, 1e-3), (2, 3, 4), (-1,), {"w": (4,)})
 normaliser("group_norm", lambda p, x: F.group_norm(x, 2, p.w, p.b), (2, 4, 3), (1,))
 normaliser("batch_norm", lambda p, x: F.batch_norm(x, None, None, p.w, p.b, True), (3, 4, 2), (1,))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, loss_of
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor, StepReport
@@ -45,8 +45,48 @@ def one_step(
     return monitor.latest
 
 
+def trained(
+    model: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    steps: int = 1,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    between: Callable[[int], object] = lambda step: None,
+    after: Callable[[int], object] = lambda step: None,
+    **options: Any,
+) -> list[StepReport]:
+    """Train, by SGD if there is no optimizer, and return the reports; every step is measured.
+
+    Args:
+        model: the model.
+        loss: computes the loss of the next step.
+        steps: their number.
+        optimizer: of the model.
+        between: called between the backward pass and the optimizer's step, with the step's number.
+        after: called after each step.
+        options: those of the monitor.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"every_n_steps": 1, "on_error": "raise", **options}
+    with Monitor(model, optimizer, **options) as monitor:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(model).backward()
+            between(step)
+            optimizer.step()
+            after(step)
+    return list(monitor.reports)
+
+
 def mlp() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Return a model and a batch, each time the same."""
     return CASES["mlp"].model(), CASES["mlp"].batches(1, size=6)[0]
+
+
+def plain_step(**options: object) -> StepReport:
+    """Take a measured SGD step of that model on that batch."""
+    model, batch = mlp()
+    return one_step(model, lambda m: loss_of(m, batch).backward(), **options)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

@@ -4,6 +4,7 @@ import copy
 import math
 from collections import UserDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,26 @@ def inputs(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
     return seen[0]
 
 
-def expected(W0: Tensor, W: Tensor, z0: Tensor, z: Tensor) -> dict[str, float | None]:
+def read(model: nn.Module, x: Tensor, **probe: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """Return copies of the model before and after a move, and the readings after it."""
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x, **probe))
+    move(model, after)
+    return before, after, alignment.read()
+
+
+def expected(
+    W0: Tensor, W: Tensor, z0: Tensor, z: Tensor, ratio: Any = log_alignment, prefix: str = ""
+) -> dict[str, float | None]:
     terms = {"alpha": (W - W0, z0), "omega": (W0, z - z0), "u": (W - W0, z - z0)}
-    return {n: log_alignment(*term) for n, term in (terms | {"cumulative": (W, z)}).items()}
+    terms["cumulative"] = W, z
+    return {f"{prefix}{name}": ratio(*term) for name, term in terms.items()}
+
+
+def weights_and_inputs(before: Any, after: Any, i: int, x: Tensor) -> tuple[Tensor, ...]:
+    """Return W0, W, z0 and z of a part of two models."""
+    weights = (model[i].weight.detach() for model in (before, after))
+    return *weights, *(inputs(model, model[i], x) for model in (before, after))
 
 
 def check(reading: object, values: dict[str, float | None]) -> None:
@@ -59,17 +77,13 @@ def mlp() -> nn.Module:
 
 
 def test_linear_layers() -> None:
-    model, x = mlp(), torch.randn(16, 20, dtype=torch.float64)
-    before, after = copy.deepcopy(model), perturbed(model)
-    alignment = Alignment(model, Probe(x))
-    move(model, after)
-    readings = alignment.read()
+    x = torch.randn(16, 20, dtype=torch.float64)
+    before, after, readings = read(mlp(), x, spectral=True)
     assert list(readings) == ["0", "2", "4"]
     for path in readings:
-        i = int(path)
-        z0, z = inputs(before, before[i], x), inputs(after, after[i], x)
-        W0, W = before[i].weight.detach(), after[i].weight.detach()
+        W0, W, z0, z = weights_and_inputs(before, after, int(path), x)
         check(readings[path], expected(W0, W, z0, z))
+        check(readings[path], expected(W0, W, z0, z, spectral_alignment, "spectral_"))
         y, y0 = z @ W.t(), z0 @ W0.t()
         assert readings[path].output_rms == pytest.approx(y.square().mean().sqrt())
         assert readings[path].output_change_rms == pytest.approx((y - y0).square().mean().sqrt())
@@ -77,24 +91,10 @@ def test_linear_layers() -> None:
     assert readings["0"].u is None
     assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
     assert [r.fan_in for r in readings.values()] == [20, 32, 24]
-
-
-def test_spectral_alignments_are_read_on_request() -> None:
-    model, x = mlp(), torch.randn(16, 20, dtype=torch.float64)
-    before, after = copy.deepcopy(model), perturbed(model)
-    alignment = Alignment(model, Probe(x, spectral=True))
-    plain = Alignment(model, Probe(x))
-    move(model, after)
-    for path, reading in alignment.read().items():
-        i = int(path)
-        z0, z = inputs(before, before[i], x), inputs(after, after[i], x)
-        W0, W = before[i].weight.detach(), after[i].weight.detach()
-        terms = {"alpha": (W - W0, z0), "omega": (W0, z - z0), "u": (W - W0, z - z0)}
-        terms["cumulative"] = W, z
-        check(reading, {f"spectral_{n}": spectral_alignment(*t) for n, t in terms.items()})
-        measured = plain.read()[path].measures()
-        assert not any(name.startswith("spectral") for name in measured)
-        assert measured.items() <= reading.measures().items()
+    _, _, plain = read(before, x)
+    for path, reading in plain.items():
+        assert not any(name.startswith("spectral") for name in reading.measures())
+        assert reading.measures().keys() < readings[path].measures().keys()
 
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -113,10 +113,8 @@ def test_convolutions_against_products_with_patches(name: str) -> None:
     model = nn.Sequential(first, build(), nn.Flatten(), nn.LazyLinear(3)).double()
     x = torch.randn(4, *shape, dtype=torch.float64)
     model(x)
-    before, after = copy.deepcopy(model), perturbed(model)
-    alignment = Alignment(model, Probe(x, max_rows=None))
-    move(model, after)
-    reading = alignment.read()["1"]
+    before, after, readings = read(model, x, max_rows=None)
+    reading = readings["1"]
 
     def patches(of: nn.Module) -> Tensor:
         """Return patches (rows, fan-in) by a convolution with one-hot kernels."""
@@ -166,11 +164,8 @@ class Attention(nn.Module):
 
 
 def test_projections_of_attention() -> None:
-    model, x = Attention().double(), torch.randn(3, 5, 10, dtype=torch.float64)
-    before, after = copy.deepcopy(model), perturbed(model)
-    alignment = Alignment(model, Probe(x, max_rows=None))
-    move(model, after)
-    readings = alignment.read()
+    x = torch.randn(3, 5, 10, dtype=torch.float64)
+    before, after, readings = read(Attention().double(), x, max_rows=None)
     names = [f"attend.{part}" for part in ("q", "k", "v", "out_proj")]
     assert list(readings) == ["embed", *names, "head"]
     z0, z = ((of.embed(x)).detach().flatten(0, 1) for of in (before, after))
@@ -195,11 +190,8 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_are_a_layer_each_time() -> None:
-    model, x = Tied().double(), torch.randint(11, (4, 7))
-    before, after = copy.deepcopy(model), perturbed(model)
-    alignment = Alignment(model, Probe(x, max_rows=None))
-    move(model, after)
-    readings = alignment.read()
+    x = torch.randint(11, (4, 7))
+    before, after, readings = read(Tied().double(), x, max_rows=None)
     assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
     assert list(readings) == ["embed", "hidden", "head"]
     assert readings["embed"].alpha is None
@@ -209,36 +201,26 @@ def test_tied_weights_are_a_layer_each_time() -> None:
         change.square().mean().sqrt().item()
     )
     z0, z = (torch.tanh(m.hidden(m.embed(x))).detach().flatten(0, 1) for m in (before, after))
-    check(
-        readings["head"], expected(before.embed.weight.detach(), after.embed.weight.detach(), z0, z)
-    )
-    tied = [layer for layer in alignment.layers if layer.parameters[0] is model.embed.weight]
-    assert [layer.path for layer in tied] == ["embed", "head"]
+    W0, W = (model.embed.weight.detach() for model in (before, after))
+    check(readings["head"], expected(W0, W, z0, z))
+    of_layers = {x.path: x.parameters[0] for x in Alignment(after, Probe(x)).layers}
+    assert of_layers["embed"] is of_layers["head"] is after.embed.weight
 
 
 def test_the_weight_is_what_a_parametrization_makes() -> None:
     model = mlp()
     weight_norm(model[2])
     x = torch.randn(8, 20, dtype=torch.float64)
-    before, after = copy.deepcopy(model), perturbed(model)
-    alignment = Alignment(model, Probe(x))
-    move(model, after)
-    z0, z = inputs(before, before[2], x), inputs(after, after[2], x)
-    check(
-        alignment.read()["2"], expected(before[2].weight.detach(), after[2].weight.detach(), z0, z)
-    )
+    before, after, readings = read(model, x)
+    check(readings["2"], expected(*weights_and_inputs(before, after, 2, x)))
 
 
 def test_rows_are_chosen_once() -> None:
-    model, x = mlp(), torch.randn(500, 20, dtype=torch.float64)
-    before, after = copy.deepcopy(model), perturbed(model)
-    alignment = Alignment(model, Probe(x, max_rows=100))
-    move(model, after)
-    reading = alignment.read()["2"]
+    x = torch.randn(500, 20, dtype=torch.float64)
+    before, after, readings = read(mlp(), x, max_rows=100)
+    reading = readings["2"]
     assert reading.rows == 100
-    z0, z = inputs(before, before[2], x), inputs(after, after[2], x)
-    everything = expected(before[2].weight.detach(), after[2].weight.detach(), z0, z)
-    for name, value in everything.items():
+    for name, value in expected(*weights_and_inputs(before, after, 2, x)).items():
         assert getattr(reading, name) == pytest.approx(value, abs=0.03)
         assert getattr(reading, name) != value
 
@@ -252,8 +234,7 @@ def test_a_sliding_reference_compares_with_some_readings_ago() -> None:
         move(model, models[-1])
         reading = alignment.read()["2"]
         before, after = models[max(0, count - 2)], models[-1]
-        z0, z = inputs(before, before[2], x), inputs(after, after[2], x)
-        check(reading, expected(before[2].weight.detach(), after[2].weight.detach(), z0, z))
+        check(reading, expected(*weights_and_inputs(before, after, 2, x)))
 
 
 def test_a_resumed_run_is_compared_with_the_same_point() -> None:

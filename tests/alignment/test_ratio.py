@@ -25,12 +25,18 @@ def test_nothing_that_comes_through_has_no_ratio() -> None:
     assert effective_rank(None, N) is None
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_it_is_never_above_one_and_says_an_effective_rank(seed: int) -> None:
+def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight and inputs of random sizes, with columns of very different lengths."""
     torch.manual_seed(seed)
     n, out, rows = (int(torch.randint(2, 40, ())) for _ in range(3))
     weight = torch.randn(out, n, dtype=torch.float64) * torch.rand(n) ** 4
-    z = torch.randn(rows, n, dtype=torch.float64) * torch.rand(n) ** 4
+    return weight, torch.randn(rows, n, dtype=torch.float64) * torch.rand(n) ** 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_never_above_one_and_says_an_effective_rank(seed: int) -> None:
+    weight, z = drawn(seed)
+    n = z.shape[1]
     found = log_alignment(weight, z)
     assert found is not None
     assert found <= 1 + 1e-12
@@ -46,10 +52,7 @@ def test_it_is_never_above_one_and_says_an_effective_rank(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_spectral_alignment_is_that_of_singular_values(seed: int) -> None:
     """With W = U S Vᵀ: s² = Σ_i (S_i / S_1)² q_i, and s = κ · √(stable rank)."""
-    torch.manual_seed(seed)
-    n, out, rows = (int(torch.randint(2, 40, ())) for _ in range(3))
-    weight = torch.randn(out, n, dtype=torch.float64) * torch.rand(n) ** 4
-    z = torch.randn(rows, n, dtype=torch.float64) * torch.rand(n) ** 4
+    weight, z = drawn(seed)
     _, s, Vh = torch.linalg.svd(weight, full_matrices=False)
     squares = [
         sum((float(s[i] / s[0]) * float(Vh[i] @ row)) ** 2 for i in range(len(s))) for row in z
@@ -57,6 +60,6 @@ def test_spectral_alignment_is_that_of_singular_values(seed: int) -> None:
     found = spectral_alignment(weight, z)
     assert found == pytest.approx(math.sqrt(sum(squares) / float(z.square().sum())), abs=1e-9)
     stable_rank = float((s**2).sum() / s[0] ** 2)
-    share = kappa(log_alignment(weight, z), n)
+    share = kappa(log_alignment(weight, z), z.shape[1])
     assert share is not None
     assert found == pytest.approx(share * math.sqrt(stable_rank), abs=1e-9)

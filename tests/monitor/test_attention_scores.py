@@ -1,12 +1,12 @@
 """Attention scores, their gradients and their change by a step agree with slow references."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attending import MODELS, Spy, explicit, tensors
+from setups import trained
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,8 +15,7 @@ from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention as arguments
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention import attention_reading
-from adiv_monitor.maths.attention_sums import AttentionSums, combined, merge, tensors_of
-from adiv_monitor.maths.sums import Array
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.probe import attention
 from adiv_monitor.report import AttentionReading
 
@@ -189,79 +188,11 @@ def test_readings_of_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_head == pytest.approx(expected(np.s_[:, 1]), rel=precision)
 
 
-def test_scale_of_plain_projections_is_the_one_of_the_theory() -> None:
-    """The scale is ‖k_s‖²(‖x_t‖²+1) + ‖q_t‖²(‖x_s‖²+1)."""
-    torch.manual_seed(0)
-    model = nn.MultiheadAttention(12, 3, batch_first=True).double()
-    x = torch.randn(4, 6, 12, dtype=torch.float64)
-    q, k, _ = (x @ model.in_proj_weight.mT + model.in_proj_bias).detach().chunk(3, -1)
-    q, k = (z.unflatten(-1, (3, 4)).transpose(1, 2).square().sum(-1) for z in (q, k))
-    with_bias = x.square().sum(-1)[:, None] + 1
-    expected = (k[:, :, None] * with_bias[..., None] + q[..., None] * with_bias[:, :, None]).mean()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    given: dict[str, Any] = {"loss": lambda output: output[0].sin().sum(), "on_error": "raise"}
-    with Monitor(model, sgd, attention=True, **given) as monitor:
-        model(x, x, x, need_weights=False)[0].sin().sum().backward()
-        sgd.step()
-    assert monitor.latest is not None
-    found = monitor.latest.attention[""].attention_scale_mean
-    assert found == pytest.approx(expected.item(), rel=1e-10)
-
-
-# Sums and scores that count
-
-
-# The measures
+# Errors
 
 
 def exact_sums(D: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, ...]:
     return active.sum(2), *((x * active).sum(2)[..., None] for x in (D, D**2))
-
-
-def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndarray, np.ndarray]:
-    """Return sums of random scores, the scores (samples, heads, scores), and scales."""
-    draw = np.random.default_rng(0)
-    G = draw.normal(size=(samples, heads, 40)) * draw.uniform(0.5, 1.5, (samples, 1, 1))
-    G[:, :, ::7] = 0
-    d = np.where(G != 0, G + 2 * draw.normal(size=G.shape), 0)
-    e = np.where(G != 0, G + draw.normal(size=G.shape), 0)
-    D = draw.uniform(1, 3, G.shape) * (1 + np.arange(heads))[:, None]
-    sums = AttentionSums(
-        np.array(0.0),
-        *exact_sums(D, G != 0),
-        G_G=(G * G).sum(2),
-        e=np.stack([(e * G).sum(2), (e * e).sum(2)], -1),
-        d=np.stack([(d * G).sum(2), (d * d).sum(2)], -1),
-    )
-    return sums, np.stack([G, d, e]), D
-
-
-def test_measures_over_all_scores_are_exact() -> None:
-    sums, (G, d, e), D = made_up(5)
-    reading = attention_reading(sums)
-
-    def cosine(a: np.ndarray, b: np.ndarray) -> float:
-        return float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
-
-    def expected(part: Any) -> dict[str, float]:
-        scale = D[part][G[part] != 0]
-        return {
-            "attention_cosine": cosine(d[part], G[part]),
-            "attention_gradient_cosine": cosine(e[part], G[part]),
-            "attention_scale_mean": float(scale.mean()),
-            "attention_scale_cv": float(scale.std() / scale.mean()),
-        }
-
-    assert reading.measures() == pytest.approx(expected(np.s_[:]), rel=1e-12)
-    for head in range(3):
-        found = {name: values[head] for name, values in reading.heads.items()}
-        assert found == pytest.approx(expected(np.s_[:, head]), rel=1e-12)
-    assert not reading.standard_error
-    assert (reading.samples_seen, reading.samples_total) == (5, 5)
-    alone = attention_reading(replace(made_up(1)[0], d=None, G_G=None))
-    assert (
-        set(alone.measures()) == {"attention_scale_mean", "attention_scale_cv"} == set(alone.heads)
-    )
 
 
 @pytest.mark.parametrize("most", [2.0, 0.5], ids=["unequal", "almost equal"])
@@ -300,13 +231,8 @@ class Twice(nn.Module):
 def test_random_moves_agree_with_exact_scales(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def reading() -> AttentionReading:
         torch.manual_seed(0)
-        model, x = Twice(), torch.randn(4, 6, 12)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Monitor(model, sgd, attention=True, on_error="raise") as monitor:
-            model(x).backward()
-            sgd.step()
-        assert monitor.latest is not None
-        return monitor.latest.attention["attention"]
+        x = torch.randn(4, 6, 12)
+        return trained(Twice(), lambda model: model(x), attention=True)[0].attention["attention"]
 
     exact = reading()
     monkeypatch.setattr(attention, "_MOST_EXACT", most)
@@ -315,13 +241,3 @@ def test_random_moves_agree_with_exact_scales(most: int, monkeypatch: pytest.Mon
     assert exact.samples_seen == found.samples_seen == 6
     for name, error in found.standard_error.items():
         assert abs(getattr(found, name) - getattr(exact, name)) < 4 * error
-
-
-def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
-    sums, _, _ = made_up(7)
-    parts = [
-        combined(lambda x, part=part: x[part] if x.ndim else x, sums)
-        for part in (slice(3), slice(3, 7))
-    ]
-    for found, expected in zip(tensors_of(merge(parts)), tensors_of(sums), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)

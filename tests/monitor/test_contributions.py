@@ -247,22 +247,3 @@ def test_passes_that_count_differently_are_told(
     found = one_step(model, lambda m: edits(m, halves(m, x, y)), max_rows=16)
     (note,) = [note for note in found.notes if FROM_ROWS in note]
     assert MORE in note and " of '0', '2' " in note
-
-
-def test_hooks_that_scale_are_a_factor() -> None:
-    model, x, y = small()
-    plain = one_step(
-        copy.deepcopy(model),
-        lambda m: functional.cross_entropy(m(x), y).backward(),
-        max_rows=None,
-    )
-
-    for parameter in model.parameters():
-        parameter.register_hook(lambda g: 0.25 * g)
-
-    found = one_step(model, lambda m: functional.cross_entropy(m(x), y).backward(), max_rows=None)
-    assert not found.notes
-    for path, reading in found.layers.items():
-        assert reading.gradient_factor == pytest.approx(0.25)
-        for name in ("update_cosine", "gradient_cosine", "diagonal_cosine"):
-            assert getattr(reading, name) == pytest.approx(getattr(plain.layers[path], name))

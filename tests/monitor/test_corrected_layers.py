@@ -14,9 +14,10 @@ from adiv_layers import (
     PatchNormConv2d,
     PatchNormConv3d,
 )
+from setups import one_step, trained
 from torch import Tensor, nn
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 
 EXACT = {"rel": 1e-12, "abs": 1e-12}
 HALF = 0.5**0.5
@@ -49,13 +50,8 @@ IMAGES: dict[str, tuple[Callable[[], nn.Module], int, float]] = {
 
 
 def measured(model: nn.Module, x: Tensor, **options: object) -> StepReport:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise", **options) as monitor:
-        target = torch.randn_like(model(x).detach())
-        (model(x) * target).sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    return monitor.latest
+    loss = lambda model: (model(x) * torch.randn_like(model(x))).sum()  # noqa: E731
+    return trained(model, loss, **options)[0]
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -131,15 +127,15 @@ def test_the_descent_of_a_gradient_only_layer_is_the_losses_own(
     x = torch.randn(rows, 5, dtype=torch.float64) * torch.randn(rows, 1, dtype=torch.float64).exp()
     y = torch.randn(rows, 3, dtype=torch.float64) + 5
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=momentum)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=max_rows, seed=0) as monitor:
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            optimizer.step()
-    with torch.no_grad():
-        fallen = float(loss - (model(x) - y).square().mean())
-    reading = monitor.latest.layers[""]
+    losses: list[Tensor] = []
+
+    def loss(model: nn.Module) -> Tensor:
+        losses.append((model(x) - y).square().mean())
+        return losses[-1]
+
+    *_, last = trained(model, loss, 3, optimizer=optimizer, max_rows=max_rows, seed=0)
+    fallen = float(losses[-1] - loss(model))
+    reading = last.layers[""]
     error = reading.standard_error.get("descent", 0.0)
     assert (error > 0) is (max_rows is not None)
     assert reading.descent == pytest.approx(fallen, rel=1e-4, abs=4 * error)
@@ -150,14 +146,14 @@ def test_accumulated_micro_batches_keep_the_gains_apart(kind: type[nn.Module]) -
     """Concatenated rows of several calls keep their own gains and the scales of their biases."""
     layer = kind(6, 4).double()
     x = 5 * torch.randn(8, 6, dtype=torch.float64)
-    twin = copy.deepcopy(layer)
     target = torch.randn(8, 4, dtype=torch.float64)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layer, twin)]
-    with Monitor(layer, optimizers[0]) as parts, Monitor(twin, optimizers[1]) as whole:
-        for half in (slice(0, 3), slice(3, 8)):
-            (layer(x[half]) * target[half]).sum().backward()
-        (twin(x) * target).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    found, expected = parts.latest.layers[""].measures(), whole.latest.layers[""].measures()
-    assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+    def read(*parts: slice) -> dict[str, float]:
+        def backward(layer: nn.Module) -> None:
+            for part in parts:
+                (layer(x[part]) * target[part]).sum().backward()
+
+        return one_step(copy.deepcopy(layer), backward).layers[""].measures()
+
+    expected = read(slice(8))
+    assert read(slice(3), slice(3, 8)) == pytest.approx(expected, rel=1e-10, abs=1e-12)

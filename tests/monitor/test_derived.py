@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from setups import cosine, one_step, same
+from setups import cosine, trained
 from torch import Tensor, nn
 from torch.autograd.functional import jvp
 from torch.func import functional_call
@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.spectral_norm import spectral_norm as old_spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
 
@@ -229,36 +228,6 @@ def test_any_other_weight_is_measured_through_its_module(name: str) -> None:
     assert reading.measures().keys().isdisjoint(NEED_SCALES)
 
 
-class Repeated(nn.Module):
-    """A normed module that is called repeatedly."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.inner = parametrizations.weight_norm(nn.Linear(4, 4).double())
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(10):
-            if self.reentrant is None:
-                x = torch.tanh(self.inner(x))
-            else:
-                x = checkpoint(lambda h: torch.tanh(self.inner(h)), x, use_reentrant=self.reentrant)
-        return x
-
-
-def test_ten_calls_are_one_layer_also_under_checkpointing() -> None:
-    found = []
-    for reentrant in (None, False, True):
-        torch.manual_seed(5)
-        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-        report = one_step(Repeated(reentrant), lambda m: m(x).square().sum().backward())  # noqa: B023
-        assert (report.coverage, report.notes, list(report.layers)) == (1, (), ["inner"])
-        assert report.layers["inner"].rows_total == 30
-        found.append(report)
-    for other in found[1:]:
-        same(other, found[0])
-
-
 class Drawn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(x, 0.5)
@@ -278,13 +247,9 @@ def test_data_that_is_written_into_a_constant_is_data() -> None:
         held[:, 1:5] = x
         return held * m.weight
 
-    module = Functional(padded, weight=real(6))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with Monitor(module, optimizer, on_error="raise") as monitor:
-        module(X).sum().backward()
-        optimizer.step()
-    assert monitor.latest.layers[""].kind == "gain"
-    assert monitor.latest.layers[""].rows_total == 5
+    (report,) = trained(Functional(padded, weight=real(6)), lambda module: module(X).sum())
+    assert report.layers[""].kind == "gain"
+    assert report.layers[""].rows_total == 5
 
 
 class Overlapping(nn.Module):
@@ -300,11 +265,6 @@ class Overlapping(nn.Module):
 
 def test_parts_that_overlap_are_told_by_the_check() -> None:
     torch.manual_seed(0)
-    model = Overlapping()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, every_n_steps=1) as monitor:
-        model(torch.randn(16, 4)).square().sum().backward()
-        optimizer.step()
-    (report,) = monitor.reports
+    (report,) = trained(Overlapping(), lambda model: model(torch.randn(16, 4)).square().sum())
     assert [*report.layers] == ["w[0:3]", "w[2:5]"] and report.coverage == 1
     assert "'w[0:3]', 'w[2:5]' holds more than these rows" in " ".join(report.notes)

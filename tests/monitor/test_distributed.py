@@ -6,15 +6,17 @@ They measure the same steps, and none waits for a rank without a monitor.
 import math
 import time
 import warnings
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import FoundBy, assert_same, loss_of, make, meet, patient, written
+from processes import FoundBy, assert_same, make, meet, patient, written
+from rank_steps import Case, alone, small, take, train
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.module import _global_forward_hooks
@@ -29,25 +31,6 @@ from adiv_monitor.step import assembly, schedule
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A step, taken by one process or by several ranks.
-
-    Attributes:
-        parts: samples of each micro-batch, for each rank.
-        clip: the largest norm of the gradient.
-        sync: gradients are averaged after every micro-batch, not only after the last.
-        branches: every rank uses a branch of its own.
-        turn: number of the turn if layers are measured in turn, three modules per step.
-    """
-
-    parts: tuple[tuple[int, ...], ...]
-    clip: float | None = None
-    sync: bool = False
-    branches: bool = False
-    turn: int | None = None
-
-
 CASES = {
     "halves": Case(((4,), (4,))),
     "uneven, clipped": Case(((5,), (3,)), clip=0.1),
@@ -56,42 +39,6 @@ CASES = {
     "a branch of its own, in turn": Case(((4,), (4,)), branches=True, turn=1),
     "four, in turn": Case(((3,), (2,), (0,), (3,)), turn=1),
 }
-
-
-def step(case: Case, rank: int | None) -> Monitor:
-    """Take the step of one rank, or of all ranks in one process."""
-    model, tokens, targets = make()
-    world = len(case.parts)
-    net = model
-    if rank is not None:
-        net = DistributedDataParallel(model, find_unused_parameters=case.branches)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    every = range(world) if rank is None else (rank,)
-    monitor = Monitor(
-        net,
-        optimizer,
-        max_rows=None,
-        layers_per_step=None if case.turn is None else 3,
-        sinks=[MemorySink()],
-        on_error="raise",
-    )
-    monitor.load_state_dict({**monitor.state_dict(), "turns": case.turn or 0})
-    with monitor:
-        for process in every:
-            first = sum(map(sum, case.parts[:process]))
-            for i, size in enumerate(case.parts[process]):
-                mine = slice(first, first + size)
-                first += size
-                last = case.sync or i == len(case.parts[process]) - 1
-                alone = nullcontext() if rank is None or last else net.no_sync()
-                with alone:
-                    branch = {"branches": (process,)} if case.branches else {}
-                    loss = loss_of(net(tokens[mine], **branch), targets[mine])
-                    (loss * (1 if rank is None else world)).backward()
-        if case.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        optimizer.step()
-    return monitor
 
 
 Found = dict[str, Any]
@@ -113,13 +60,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
-@patient()
 def take_steps(world: int) -> Found:
     return {
         name: (monitor.latest, written(monitor))
         for name, case in CASES.items()
         if len(case.parts) == world
-        for monitor in [step(case, dist.get_rank())]
+        for monitor, _ in [take(case, dist.get_rank())]
     }
 
 
@@ -132,7 +78,7 @@ def test_the_report_is_that_of_one_process_with_all_rows(
     reports, counts = zip(*(own[name] for own in found[len(CASES[name].parts)]), strict=True)
     assert all(report == reports[0] for report in reports), "all processes have it"
     assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
-    expected = step(CASES[name], None).latest
+    expected = take(CASES[name], None)[0].latest
     assert expected is not None
     assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
     assert not any(reading.standard_error for reading in expected.layers.values())
@@ -141,50 +87,29 @@ def test_the_report_is_that_of_one_process_with_all_rows(
 # No rank waits long for another
 
 
-def small(rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    data = torch.randn(8, 5, dtype=torch.float64)[4 * rank : 4 * rank + 4]
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), data
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    net(x).square().mean().backward()
-    optimizer.step()
-
-
 @patient()
 def optimizer_in_parts(rank: int) -> list[StepReport]:
     """Train with `ZeroRedundancyOptimizer`: each rank steps a part and broadcasts the result."""
-    model, _, x = small(rank)
-    net = DistributedDataParallel(model)
+    own = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning from within torch
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(2):
-            train(net, optimizer, x)
-    return list(monitor.reports)
+        return list(train(rank, steps=2, optimizer=own).reports)
 
 
 @patient()
-def averaged_by_hand(rank: int) -> list[StepReport | None]:
+def averaged_by_hand(rank: int | None, noises: Sequence[float] = (0.0, 1.0)) -> list[StepReport]:
     """Average the gradients after the backward pass, without DDP, and clip them; then edit them."""
-    found = []
-    for noise in (0.0, 1.0):
-        model, optimizer, x = small(rank)
-        with Monitor(model, optimizer, on_error="raise") as monitor:
-            model(x).square().mean().backward()
-            torch.manual_seed(1)
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= 2
-                p.grad += noise * torch.randn_like(p) * p.grad.norm()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        found.append(monitor.latest)
-    return found
+
+    def average(noise: float, step: int, model: nn.Module, monitor: Monitor) -> None:
+        torch.manual_seed(1)
+        for p in model.parameters() if rank is not None else ():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+            p.grad += noise * torch.randn_like(p) * p.grad.norm()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    ways = [partial(average, noise) for noise in noises]
+    return [train(rank, alone, between=way).latest for way in ways]
 
 
 def on_its_probe(rank: int | None) -> StepReport | None:
@@ -211,103 +136,72 @@ def module_as_a_whole(rank: int | None) -> StepReport | None:
     net = model if rank is None else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(net, optimizer, max_rows=None, on_error="raise") as monitor:
-        train(net, optimizer, x if rank is None else x[4 * rank :][:4])
+        net(x if rank is None else x[4 * rank :][:4]).square().mean().backward()
+        optimizer.step()
     return monitor.latest
 
 
 def all_rows_in_one(rank: int) -> StepReport | None:
     """Rank 0 takes three of its rows, rank 1 all four."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    most = None if rank else 3
-    with Monitor(net, optimizer, max_rows=most, on_error="raise") as monitor:
-        train(net, optimizer, x)
-    return monitor.latest
+    return train(rank, max_rows=None if rank else 3).latest
 
 
 def evaluation_by_the_first_alone(rank: int) -> tuple[list[tuple[str, ...]], float]:
     """Evaluate on rank 0 only, whose report completes while rank 1 waits at a barrier."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
+
+    @torch.no_grad()
+    def evaluate(step: int, net: nn.Module, monitor: Monitor) -> None:
+        if rank == 0:
+            net.module(small(rank)[1])
+        dist.barrier()
+
     begin = time.monotonic()
-    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(3):
-            train(net, optimizer, x)
-            if rank == 0:
-                with torch.no_grad():
-                    model(x)
-            dist.barrier()
+    monitor = train(rank, steps=3, after=evaluate)
     return [report.notes for report in monitor.reports], time.monotonic() - begin
 
 
 def monitor_that_leaves(rank: int) -> list[tuple[str, ...]]:
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    monitor = Monitor(net, optimizer, every_n_steps=1, on_error="raise")
-    monitor.attach()
-    for number in range(3):
-        train(net, optimizer, x)
-        if number == 0 and rank == 1:
+    def leave(step: int, net: nn.Module, monitor: Monitor) -> None:
+        if (rank, step) == (1, 0):
             monitor.close()
-    monitor.close()
-    return [report.notes for report in monitor.reports]
+
+    return [report.notes for report in train(rank, steps=3, after=leave).reports]
 
 
 def turns_that_differ(rank: int) -> list[StepReport]:
     """Train on two ranks whose monitors are at different turns."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    monitor = Monitor(net, optimizer, every_n_steps=1, layers_per_step=1, on_error="raise")
-    monitor.load_state_dict({**monitor.state_dict(), "turns": rank})
-    with monitor:
-        for _ in range(2):
-            train(net, optimizer, x)
-    return list(monitor.reports)
+    return list(train(rank, steps=2, layers_per_step=1, turn=rank).reports)
 
 
 def monitor_that_falls_silent(rank: int) -> list[tuple[str, ...]]:
     """Train with a monitor that announced itself on rank 1, but contributes no more."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    monitor = Monitor(net, optimizer, every_n_steps=1, on_error="raise")
-    monitor.attach()
-    train(net, optimizer, x)
-    monitor.complete_report()
-    if rank == 1:
-        for hook in monitor._hooks:
-            hook.remove()
-        monitor._controller.disarm()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "PATIENCE", 0.5)
-        for _ in range(2):
-            train(net, optimizer, x)
-        if rank == 0:
+
+    def fall_silent(step: int, net: nn.Module, monitor: Monitor) -> None:
+        if step == 0:
+            monitor.complete_report()
+            patch.setattr(assembly, "PATIENCE", 0.5)
+            if rank == 1:
+                for hook in monitor._hooks:
+                    hook.remove()
+                monitor._controller.disarm()
+        if step == 2 and rank == 0:
             monitor.close()
-    dist.barrier()  # rank 1 does not announce that it leaves
-    monitor.close()
+        if step == 2:
+            dist.barrier()  # rank 1 does not announce that it leaves
+
+    with pytest.MonkeyPatch.context() as patch:
+        monitor = train(rank, steps=3, after=fall_silent)
     return [report.notes for report in monitor.reports]
 
 
 @patient()
 def layer_that_fails_in_one(rank: int) -> StepReport | None:
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    monitor = Monitor(net, optimizer)
-    with monitor:
-        if rank == 1:
-            monitor._failures.switched_off["0"] = "a test"
-            monitor._controller.disarm()
-            monitor._controller.arm()
-        train(net, optimizer, x)
-    return monitor.latest
+    return train(rank, off=["0"] * rank, on_error="warn").latest
 
 
 def training_of_its_own(rank: int) -> tuple[StepReport | None, int]:
-    model, optimizer, x = small(rank)
-    sink = MemorySink()
-    with Monitor(model, optimizer, sinks=[sink], on_error="raise") as monitor:
-        train(model, optimizer, x)
-    return monitor.latest, len(sink.reports)
+    monitor = train(rank, alone, sinks=[MemorySink()])
+    return monitor.latest, written(monitor)
 
 
 def stage_of_a_pipeline(rank: int) -> StepReport | None:
@@ -319,7 +213,7 @@ def stage_of_a_pipeline(rank: int) -> StepReport | None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
         if rank == 0:
-            made = model(small(0)[2])
+            made = model(small(0)[1])
             dist.send(made.detach(), 1)
             dist.recv(x, 1)
             made.backward(x)
@@ -344,8 +238,8 @@ def within_a_bound(rank: int) -> list[list[tuple[int, int | None]]]:
 
 def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
     """Train with clocks that differ: a measured step seems more expensive to rank 1."""
-    model, optimizer, x = small(0)
-    net = DistributedDataParallel(model)
+    model, x = small(0)
+    net, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(net, optimizer, every_n_steps=20, max_overhead=0.1, on_error="raise")
     seconds = 0.0
     with pytest.MonkeyPatch.context() as patch:
@@ -365,72 +259,56 @@ def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
     return [(report.step, report.interval) for report in monitor.reports]
 
 
-def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
+def group_that_is_gone(rank: int) -> StepReport | None:
     """Destroy the process group before the monitor closes."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    sink = MemorySink()
-    with Monitor(net, optimizer, sinks=[sink], on_error="raise") as monitor:
-        train(net, optimizer, x)
-        dist.destroy_process_group()
-    return monitor.latest, len(sink.reports)
+    return train(rank, after=lambda *_: dist.destroy_process_group()).latest
 
 
 @patient()
 def losses_of_ranks(rank: int) -> tuple[list[float], list[StepReport]]:
     """Log each rank's own losses; rank 0 does not log that of step 2."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    collected = []
-    with Monitor(net, optimizer, every_n_steps=3, on_error="raise") as monitor:
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = net(x).square().mean()
-            if step != 2 or rank:
-                monitor.log_loss(loss)
-            loss.backward()
-            optimizer.step()
-            collected.append(loss.item())
-    return collected, list(monitor.reports)
+    collected: list[float] = []
+
+    def log(step: int, loss: Tensor, monitor: Monitor) -> None:
+        collected.append(loss.item())
+        if step != 2 or rank:
+            monitor.log_loss(loss)
+
+    return collected, list(train(rank, steps=4, see=log, every_n_steps=3).reports)
 
 
 @patient()
-def inf_in_one(rank: int) -> list[StepReport]:
-    """Train with an infinite entry in a batch of rank 1, of a step that is not measured."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    with Monitor(net, optimizer, every_n_steps=3, loss=None) as monitor:
-        for step in range(4):
-            batch = x * (math.inf if step == 2 and rank else 1.0)
-            optimizer.zero_grad()
-            loss = net(batch).square().mean()
-            monitor.log_loss(loss)
-            loss.backward()
-            optimizer.step()
-    return list(monitor.reports)
+def nan_in_one(rank: int) -> list[StepReport]:
+    """Train with a loss of rank 1 that is NaN, in a step that is not measured."""
+
+    def log(step: int, loss: Tensor, monitor: Monitor) -> None:
+        if step == 2 and rank:
+            loss.data *= math.nan
+            loss.register_hook(lambda g: g * math.nan)
+        monitor.log_loss(loss)
+
+    return list(train(rank, steps=4, see=log, every_n_steps=3, on_error="warn").reports)
 
 
-Stopped = tuple[str | None, int, int, list[Tensor]]
+Stopped = tuple[str, int, int, list[Tensor]]
 
 
 @patient()
 def alarm_that_stops_all(rank: int) -> Stopped:
     """Train with an alarm at step 2; return its message, steps taken, reports and weights."""
-    model, optimizer, x = small(rank)
-    net = DistributedDataParallel(model)
-    rules = [lambda path, reading: len(monitor.reports) == 2]
-    monitor = Monitor(net, optimizer, every_n_steps=1, alarms=rules, on_alarm="stop")
-    why, steps = None, 0
-    try:
-        with monitor:
-            for _ in range(5):
-                time.sleep(0.05 * rank)  # one rank is always late
-                train(net, optimizer, x)
-                steps += 1
-    except AlarmError as error:
-        why = str(error)
-    weights = [parameter.detach() for parameter in model.parameters()]
-    return why, steps, len(monitor.reports), weights
+    steps: list[int] = []
+    monitors: list[Monitor] = []
+    weights: list[Tensor] = []
+
+    def late(step: int, net: nn.Module, monitor: Monitor) -> None:
+        time.sleep(0.05 * rank)  # one rank is always late
+        steps.append(step)
+        monitors[:], weights[:] = [monitor], net.parameters()
+
+    rules = [lambda path, reading: monitors and len(monitors[0].reports) == 2]
+    with pytest.raises(AlarmError) as caught:
+        train(rank, steps=5, after=late, alarms=rules, on_alarm="stop", on_error="warn")
+    return str(caught.value), len(steps), len(monitors[0].reports), [p.detach() for p in weights]
 
 
 @patient()
@@ -468,7 +346,7 @@ TASKS = (
     tell_of_the_whole_model,
     alarm_that_stops_all,
     losses_of_ranks,
-    inf_in_one,
+    nan_in_one,
     optimizer_in_parts,
     averaged_by_hand,
     on_its_probe,
@@ -497,7 +375,7 @@ def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[
 
 
 def test_the_rank_whose_loss_was_not_finite_first_is_named(found: dict[int, list[Found]]) -> None:
-    reports, others = (own["inf_in_one"] for own in found[2])
+    reports, others = (own["nan_in_one"] for own in found[2])
     said = "First not finite, at step 2: the loss or the rows of rank 1 alone."
     assert said in reports[1].notes
     assert [report.notes for report in reports] == [report.notes for report in others]
@@ -512,21 +390,8 @@ def test_an_alarm_stops_all_ranks_in_the_same_step(found: dict[int, list[Found]]
     assert all(map(torch.equal, first[3], second[3]))
 
 
-def alone(kind: type[torch.optim.Optimizer], batches: list[slice]) -> list[StepReport]:
-    """Return the reports of one process that takes these rows of both ranks, step by step."""
-    model, _, _ = small(0)
-    x = torch.cat([small(rank)[2] for rank in range(2)])
-    optimizer = kind(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for rows in batches:
-            optimizer.zero_grad()
-            (model(x[rows]).square().sum() / 24).backward()
-            optimizer.step()
-    return list(monitor.reports)
-
-
 def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
-    expected = alone(torch.optim.AdamW, [slice(8), slice(8)])
+    expected = train(None, steps=2, optimizer=partial(torch.optim.AdamW, lr=0.1)).reports
     for own in found[2]:
         for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
             assert report.optimizer == "ZeroRedundancyOptimizer"
@@ -536,17 +401,11 @@ def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
 
 def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> None:
     """Averaging after the backward pass is not told from averaging within it; an edit is."""
-    model, optimizer, _ = small(0)
-    x = torch.cat([small(rank)[2] for rank in range(2)])
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        model(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    assert monitor.latest is not None
+    (whole,) = averaged_by_hand(None, [0.0])
     for own in found[2]:
         averaged, edited = own["averaged_by_hand"]
         # Random numbers are those of another process.
-        expected = replace(monitor.latest, random_states=averaged.random_states)
+        expected = replace(whole, random_states=averaged.random_states)
         assert_same(averaged.to_dict(), expected.to_dict())
         assert any("holds more than these rows" in note for note in edited.notes)
 
@@ -601,7 +460,7 @@ def test_without_the_group_each_process_has_a_report_of_its_own(
     found: dict[int, list[Found]],
 ) -> None:
     for rank, own in enumerate(found[2]):
-        report, _ = own["group_that_is_gone"]
+        report = own["group_that_is_gone"]
         assert report.notes[0] == ALONE[0].replace("0", str(rank))
         assert report.layers["0"].rows_seen == 4
 
@@ -624,11 +483,7 @@ def test_processes_that_train_on_their_own_speak_for_themselves(
     for rank, own in enumerate(found[2]):
         report, count = own["training_of_its_own"]
         assert count == 1
-        model, optimizer, x = small(rank)
-        with Monitor(model, optimizer) as monitor:
-            train(model, optimizer, x)
-        assert monitor.latest is not None
-        for path, reading in monitor.latest.layers.items():
+        for path, reading in train(rank, alone).latest.layers.items():
             assert_same(report.layers[path].to_dict(), reading.to_dict())
 
 

@@ -3,11 +3,11 @@
 import copy
 
 import pytest
+import setups
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 
 
@@ -29,32 +29,19 @@ def trained(width: int, *, swaps: bool, clips: bool) -> list[StepReport]:
         for own, other in zip(model.parameters(), average.parameters(), strict=True):
             own.data, other.data = other.data, own.data
 
-    with Monitor(model, optimizer, every_n_steps=1) as monitor:
-        for _ in range(4):
-            optimizer.zero_grad()
-            functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            if clips:
-                clip(model)
-            if swaps:
-                swap()
-            evaluate(model, x)
-            if swaps:
-                swap()
-    return list(monitor.reports)
+    @torch.no_grad()
+    def evaluate(step: int) -> None:
+        for parameter in model.parameters() if clips else ():
+            parameter.clamp_(-0.03, 0.03)
+        if swaps:
+            swap()
+        model.eval()(x)
+        model.train()
+        if swaps:
+            swap()
 
-
-@torch.no_grad()
-def clip(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.clamp_(-0.03, 0.03)
-
-
-def evaluate(model: nn.Module, x: Tensor) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(x)
-    model.train()
+    loss = lambda model: functional.cross_entropy(model(x), y)  # noqa: E731
+    return setups.trained(model, loss, 4, optimizer=optimizer, after=evaluate)
 
 
 @pytest.mark.parametrize("clips", [False, True])

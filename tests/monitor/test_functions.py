@@ -13,7 +13,7 @@ import reference
 import torch
 from function_cases import CASES, Caller, FunctionCase, Of, grouped_mm, written
 from rules import found, layouts, trained_of
-from setups import same
+from setups import same, trained
 from torch import Tensor
 from torch.nn import functional
 
@@ -143,12 +143,8 @@ def test_a_result_that_is_changed_in_place(name: str) -> None:
     reports = []
     for tanh in (torch.tanh, torch.tanh_):
         model, inputs = CASES[name].model(), CASES[name].data()
-        own = OPTIMIZERS["sgd"](model.parameters())
-        with Monitor(model, own, max_rows=3, on_error="raise") as monitor:
-            loss_of(tanh(model(*inputs))).backward()
-            own.step()
-        assert monitor.latest is not None
-        reports.append(monitor.latest)
+        loss = lambda model, x=inputs, tanh=tanh: loss_of(tanh(model(*x)))  # noqa: E731
+        reports += trained(model, loss, max_rows=3)
     assert reports[0].layers.keys() == {use.path for use in CASES[name].uses}
     same(reports[1], reports[0])
 
@@ -246,12 +242,9 @@ NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_what_has_no_rule_is_measured_with_its_module(name: str) -> None:
     call, shape = NOT_LINEAR[name]
-    model = Caller(call, {"w": shape})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        loss_of(model(torch.linspace(-1.0, 2.0, 15).double().reshape(5, 3))).backward()
-        optimizer.step()
-    assert [reading.kind for reading in monitor.latest.layers.values()] == ["module"]
+    x = torch.linspace(-1.0, 2.0, 15).double().reshape(5, 3)
+    (report,) = trained(Caller(call, {"w": shape}), lambda model: loss_of(model(x)))
+    assert [reading.kind for reading in report.layers.values()] == ["module"]
 
 
 # Cases of one use that makes the module's whole output; torch has no forward derivatives of bags.
@@ -285,10 +278,8 @@ def test_half_precision(name: str) -> None:
         model = case.model().to(dtype)
         inputs = [x.to(dtype) if x.is_floating_point() else x for x in case.data()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
-            loss_of(model(*inputs)).backward()
-            optimizer.step()
-        found.append(monitor.latest.layers)
+        loss = lambda model, x=inputs: loss_of(model(*x))  # noqa: E731
+        found.append(trained(model, loss, optimizer=optimizer, max_rows=None)[0].layers)
     full, half = found
     assert full.keys() == half.keys()
     for path, reading in half.items():
@@ -317,11 +308,9 @@ def test_grouped_products_of_torch_itself(function: Callable[..., Tensor]) -> No
         model = Caller(call, {"w": (3, 8, 16)}).bfloat16()
         x = torch.randn(12, 16, dtype=torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        with Monitor(model, optimizer, on_error="raise") as monitor:
-            loss_of(model(x)).backward()
-            optimizer.step()
-        assert monitor.latest.coverage == 1.0
-        readings.append(monitor.latest.layers["w"])
+        (report,) = trained(model, lambda model, x=x: loss_of(model(x)), optimizer=optimizer)
+        assert report.coverage == 1.0
+        readings.append(report.layers["w"])
     assert readings[0].kind == "experts"
     assert readings[0].idle_share == pytest.approx(1 / 6)
     for measure, value in readings[0].measures().items():

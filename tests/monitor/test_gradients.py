@@ -3,48 +3,127 @@
 Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
-import copy
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import reference
 import torch
 from cases import loss_of
-from setups import mlp, one_step, same
+from setups import mlp, one_step, plain_step, same, trained
 from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import LayerReading, Monitor
 
+Course = Callable[[nn.Module, Tensor, Tensor], object]
 
-def test_micro_batches_are_one_batch() -> None:
-    """Three accumulated micro-batches, one of them smaller, read like the whole batch."""
-    model, (x, y) = mlp()
-    twin = copy.deepcopy(model)
 
-    def in_parts(model: nn.Module) -> None:
-        for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
-            logits = model(x[part])
-            (functional.cross_entropy(logits, y[part], reduction="sum") / len(x)).backward()
+def micro_batches(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Three of them, one of them smaller."""
+    for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
+        loss = functional.cross_entropy(model(x[part]), y[part], reduction="sum")
+        (loss / len(x)).backward()
 
-    whole = one_step(twin, lambda m: loss_of(m, (x, y)).backward())
-    parts = one_step(model, in_parts)
-    same(parts, whole)
-    assert {r.rows_total for r in parts.layers.values()} == {6}
+
+def one_pass_zeroed(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    functional.cross_entropy(model(x[:3]), y[:3]).backward()
+    model.zero_grad()
+    loss_of(model, (x, y)).backward()
+
+
+def two_passes_zeroed(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Two through one graph."""
+    loss = loss_of(model, (x, y))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    model.zero_grad()
+    loss_of(model, (x, y)).backward()
+
+
+def attacked(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Adversarial training: a pass for the gradient of the input reaches no parameter."""
+    probe = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss_of(model, (probe, y)), probe)
+    loss_of(model, (x + 0 * slope, y)).backward()
+
+
+def after_rollouts(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Evaluation with gradients on does not use up the rows."""
+    for _ in range(20):
+        model(x)
+    loss_of(model, (x, y)).backward()
+
+
+def looked_at_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """`autograd.grad` for the weights, with `.grad` zeroed in place, loses no rows."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        torch.autograd.grad(loss_of(model, (x, y)), list(model.parameters()))
+    loss_of(model, (x, y)).backward()
+
+
+def set_by_hand(model: nn.Module, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss_of(model, (x, y)), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient if factor == 1 else gradient * factor
+
+
+COURSES: list[Course] = [micro_batches, one_pass_zeroed, two_passes_zeroed, attacked]
+COURSES += [looked_at_before, set_by_hand]
+
+
+EVERY = [*((course, None) for course in COURSES), (after_rollouts, 6)]
+
+
+@pytest.mark.parametrize(("course", "max_rows"), EVERY)
+def test_what_amounts_to_one_pass_reads_as_it(course: Course, max_rows: int | None) -> None:
+    model, batch = mlp()
+    options = {"attainable": True, "max_rows": max_rows}
+    found = one_step(model, lambda m: course(m, *batch), **options)
+    same(found, plain_step(**options))
+    assert {r.rows_total for r in found.layers.values()} == {6}
+
+
+def by_hook(model: nn.Module, x: Tensor, y: Tensor, factor: float) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: factor * g)
+    loss_of(model, (x, y)).backward()
+
+
+def after_accumulation(model: nn.Module, x: Tensor, y: Tensor, factor: float) -> None:
+    def weaken(parameter: Tensor) -> None:
+        parameter.grad.mul_(factor)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(weaken)
+    loss_of(model, (x, y)).backward()
+
+
+@pytest.mark.parametrize("scale", [by_hook, after_accumulation, set_by_hand])
+def test_a_gradient_that_is_scaled_has_a_factor(scale: Callable[..., None]) -> None:
+    model, batch = mlp()
+    found = one_step(model, lambda m: scale(m, *batch, factor=0.25))
+    expected = one_step(mlp()[0], lambda m: (0.25 * loss_of(m, batch)).backward())
+    same(found, expected, loosely=True)
+    assert not found.notes
+    for reading in found.layers.values():
+        assert reading.gradient_factor == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
     """Gradients are unscaled, whether by the scaler or, with a fused optimizer, by the step."""
     model, batch = mlp()
-    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     with Monitor(model, optimizer, on_error="raise") as monitor:
         scaler.scale(loss_of(model, batch)).backward()
         scaler.step(optimizer)
-    same(monitor.latest, plain)
+    same(monitor.latest, plain_step())
     for reading in monitor.latest.layers.values():
         assert reading.gradient_factor == pytest.approx(2.0**-12)
 
@@ -64,7 +143,6 @@ def test_an_end_at_which_all_steps_are_skipped_is_said() -> None:
 
 def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
     model, batch = mlp()
-    twin = copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
@@ -77,7 +155,7 @@ def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
         scaler.step(optimizer)
     assert monitor.latest.step == 0
     assert monitor.latest.notes[0].startswith("Gradients that are not finite were zeroed before a")
-    same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
+    same(monitor.latest, plain_step())
 
 
 def test_a_fused_step_that_is_skipped_is_not_reported_as_a_step() -> None:
@@ -97,16 +175,14 @@ def test_a_fused_step_that_is_skipped_is_not_reported_as_a_step() -> None:
 
 
 def test_clipped_gradients_are_those_the_optimizer_sees() -> None:
-    model, batch = mlp()
-    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-    norm = torch.zeros(())
-
-    def clip(model: nn.Module) -> None:
-        nonlocal norm
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-    clipped = one_step(model, lambda m: loss_of(m, batch).backward(), clip)
-    factor = 0.01 / (norm.item() + 1e-6)
+    (model, batch), plain = mlp(), plain_step()
+    norms: list[Tensor] = []
+    clipped = one_step(
+        model,
+        lambda m: loss_of(m, batch).backward(),
+        lambda m: norms.append(nn.utils.clip_grad_norm_(m.parameters(), 0.01)),
+    )
+    factor = 0.01 / (norms[0].item() + 1e-6)
     scaled = (
         *("update_ratio", "activation_gradient_rms", "gradient_norm", "update_norm", "update_rms"),
         "weight_update_ratio",
@@ -124,82 +200,51 @@ def test_clipped_gradients_are_those_the_optimizer_sees() -> None:
 def test_gradients_zeroed_without_a_step(zero_first: bool) -> None:
     """Zeroing gradients discards their rows, in any order of zero_grad and forward pass."""
     model, batch = mlp()
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
+
+    def backward(model: nn.Module) -> None:
         loss_of(model, batch).backward()
         if zero_first:
-            optimizer.zero_grad()
+            model.zero_grad()
         loss = loss_of(model, batch)
         if not zero_first:
-            optimizer.zero_grad()
+            model.zero_grad()
         loss.backward()
-        optimizer.step()
-    assert "zeroed before a step" in monitor.latest.notes[0]
-    same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
+
+    found = one_step(model, backward)
+    assert "zeroed before a step" in found.notes[0]
+    same(found, plain_step())
 
 
 def test_weights_that_are_changed_before_the_step_are_told() -> None:
     """Weights changed before the step, as by decay, are noted; the change is no update."""
     model, batch = mlp()
-    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
 
+    @torch.no_grad()
     def decay(model: nn.Module) -> None:
-        with torch.no_grad():
-            model[0].weight.mul_(0.9)
+        model[0].weight.mul_(0.9)
 
     found = one_step(model, lambda m: loss_of(m, batch).backward(), decay)
     (note,) = found.notes
     assert "weights of '0' were written to between" in note
-    same(found, plain, but=("weight_norm", "weight_update_ratio"))
-
-
-def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:
-    """Of adversarial training only the training pass counts, not the attack on the input."""
-    model, (x, y) = mlp()
-
-    def attacked(model: nn.Module) -> None:
-        probe = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(functional.cross_entropy(model(probe), y), probe)
-        functional.cross_entropy(model(x + 0 * slope), y).backward()
-
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, (x, y)).backward())
-    same(one_step(copy.deepcopy(model), attacked), expected)
-    attained = one_step(copy.deepcopy(model), attacked, attainable=True)
-    alone = one_step(model, lambda m: loss_of(m, (x, y)).backward(), attainable=True)
-    same(attained, alone)
+    same(found, plain_step(), but=("weight_norm", "weight_update_ratio"))
 
 
 def test_a_layer_frozen_during_another_networks_step() -> None:
     """A discriminator is frozen while its generator steps: those passes do not count for it."""
     critic, generator = nn.Linear(4, 1).double(), nn.Linear(3, 4).double()
-    optimizers = {
-        "critic": torch.optim.SGD(critic.parameters(), lr=0.1),
-        "generator": torch.optim.SGD(generator.parameters(), lr=0.1),
-    }
+    other = torch.optim.SGD(generator.parameters(), lr=0.1)
     noise = torch.randn(6, 3, dtype=torch.float64)
-    with Monitor(critic, optimizers["critic"], on_error="raise") as monitor:
+
+    def backward(critic: nn.Module) -> None:
         critic.requires_grad_(False)
         critic(generator(noise)).sum().backward()
-        optimizers["generator"].step()
+        other.step()
         critic.requires_grad_(True)
-        fake = generator(noise).detach()
-        critic(fake).square().sum().backward()
-        optimizers["critic"].step()
-    assert monitor.latest.layers[""].rows_total == 6
-    assert monitor.latest.layers[""].gradient_cosine > 0.5
+        critic(generator(noise).detach()).square().sum().backward()
 
-
-def test_evaluation_with_gradients_on_does_not_use_up_the_rows() -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward(), max_rows=6)
-
-    def after_rollouts(model: nn.Module) -> None:
-        for _ in range(20):
-            model(batch[0])
-        loss_of(model, batch).backward()
-
-    same(one_step(model, after_rollouts, max_rows=6), expected)
+    reading = one_step(critic, backward).layers[""]
+    assert reading.rows_total == 6
+    assert reading.gradient_cosine > 0.5
 
 
 def test_the_loss_scale_is_told_from_the_whole_gradient() -> None:
@@ -217,65 +262,28 @@ def test_the_loss_scale_is_told_from_the_whole_gradient() -> None:
     assert 0.01 < reading.effective_lr < 10
 
 
-def weaken(parameter: Tensor) -> None:
-    parameter.grad.mul_(0.1)
-
-
-def test_a_hook_that_scales_an_accumulated_gradient_is_a_factor() -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: (0.1 * loss_of(m, batch)).backward())
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(weaken)
-    found = one_step(model, lambda m: loss_of(m, batch).backward())
-    same(found, expected, loosely=True)
-    assert not found.notes
-
-
-def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def penalised(batch: tuple[Tensor, Tensor], model: nn.Module) -> None:
     penalty = sum(p.square().sum() for p in model.parameters() if p.dim() > 1)
     (loss_of(model, batch) + 0.1 * penalty).backward()
 
 
-def used_outside(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def used_outside(batch: tuple[Tensor, Tensor], model: nn.Module) -> None:
     hidden = functional.linear(batch[0], model[0].weight).square().sum()
     (loss_of(model, batch) + hidden).backward()
 
 
-@pytest.mark.parametrize("backward", [penalised, used_outside])
-def test_gradients_that_hold_more_than_the_rows_are_told(
-    backward: Callable[[nn.Module, tuple[Tensor, Tensor]], None],
-) -> None:
+@pytest.mark.parametrize("way", [penalised, used_outside])
+def test_gradients_that_hold_more_than_the_rows_are_told(way: Callable[..., None]) -> None:
     """With a penalty, cosines are those of the rows, and agree with the slow reference."""
-    model, batch = mlp()
-    twin = copy.deepcopy(model)
-    truth = reference.take_step(
-        twin, torch.optim.SGD(twin.parameters(), lr=0.1), lambda m: backward(m, batch)
-    )
-    found = one_step(model, lambda m: backward(m, batch), max_rows=None)
+    (model, batch), (twin, _) = mlp(), mlp()
+    backward = partial(way, batch)
+    truth = reference.take_step(twin, torch.optim.SGD(twin.parameters(), lr=0.1), backward)
+    found = one_step(model, backward, max_rows=None)
     assert any("holds more than these rows" in note for note in found.notes)
     expected = reference.measures(truth["0"])
     reading = found.layers["0"]
     for name in ("update_cosine", "effective_lr", "update_ratio", "descent"):
         assert getattr(reading, name) == pytest.approx(expected[name], rel=1e-9)
-
-
-def test_gradients_set_by_hand() -> None:
-    """Gradients from `autograd.grad` count like accumulated ones, times a factor."""
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-
-    def by_hand(model: nn.Module, factor: float) -> None:
-        parameters = list(model.parameters())
-        gradients = torch.autograd.grad(loss_of(model, batch), parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient if factor == 1 else gradient * factor
-
-    same(one_step(copy.deepcopy(model), lambda m: by_hand(m, 1)), expected)
-    found = one_step(model, lambda m: by_hand(m, 0.5))
-    assert not found.notes
-    for path, reading in found.layers.items():
-        assert reading.gradient_factor == pytest.approx(0.5)
-        assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
 
 
 def _zeroed(passes: int, step: int, *, after: bool = False) -> Monitor:
@@ -319,10 +327,8 @@ def test_accumulation_over_several_passes_is_no_forgotten_zero_grad(
 def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        loss_of(model, batch).backward()
-        optimizer.step()
-    for reading in monitor.latest.layers.values():
+    (report,) = trained(model, lambda m: loss_of(m, batch), optimizer=optimizer)
+    for reading in report.layers.values():
         assert math.isnan(reading.harmed_fraction)
         assert math.isnan(reading.row_cosine_mean)
         assert math.isnan(reading.update_cosine)
@@ -339,31 +345,16 @@ def test_a_hook_that_scales_the_gradient_of_an_output_counts(in_place: bool) -> 
     def reading(scale: float) -> LayerReading:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Monitor(model, optimizer, on_error="raise") as monitor:
+
+        def loss(model: nn.Module) -> Tensor:
             hidden = model[:3](torch.randn(40, 6).double())
             if scale != 1:
                 hidden.register_hook(scaled)
-            model[3](hidden).square().sum().backward()
-            optimizer.step()
-        return monitor.latest.layers["2"]
+            return model[3](hidden).square().sum()
+
+        return trained(model, loss)[0].layers["2"]
 
     found, plain = reading(3.0), reading(1.0)
     assert found.update_cosine == pytest.approx(plain.update_cosine, rel=1e-9)
     assert found.effective_lr == pytest.approx(plain.effective_lr, rel=1e-9)
     assert found.descent == pytest.approx(plain.descent * 9, rel=1e-9)
-
-
-def test_gradients_taken_without_accumulating_are_no_part_of_the_step() -> None:
-    """`autograd.grad` for the weights, with `.grad` zeroed in place, loses no rows."""
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
-
-    def probe_then_train(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for _ in range(2):
-            torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
-        loss_of(model, batch).backward()
-
-    same(one_step(model, probe_then_train), expected)

@@ -8,20 +8,17 @@ import math
 
 import pytest
 import torch
+from setups import trained
 from torch import nn
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 
 
 @pytest.mark.parametrize("rows", [2, 20], ids=["fewer than features", "more than features"])
 def test_without_active_rows_there_is_no_ceiling(rows: int) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, attainable=True, on_error="raise") as monitor:
-        (0 * model(torch.randn(rows, 4))).sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    for reading in monitor.latest.layers.values():
+    loss = lambda model: (0 * model(torch.randn(rows, 4))).sum()  # noqa: E731
+    for reading in trained(model, loss, attainable=True)[0].layers.values():
         assert reading.idle_share == 1
         assert math.isnan(reading.attainable_cosine)
 
@@ -34,12 +31,8 @@ def test_few_active_rows_are_not_taken_for_certain() -> None:
     x = torch.randn(2_048, 12, dtype=torch.float64)
 
     def reading_of(max_rows: int | None, seed: int = 0) -> StepReport:
-        with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
-            optimizer.zero_grad()
-            model(x)[:4].square().sum().backward()
-            optimizer.step()
-        assert monitor.latest is not None
-        return monitor.latest
+        loss = lambda model: model(x)[:4].square().sum()  # noqa: E731
+        return trained(model, loss, optimizer=optimizer, max_rows=max_rows, seed=seed)[0]
 
     truth = reading_of(None).layers["0"].measures()
     seen = set()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from setups import trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -58,6 +59,20 @@ def loss_of(model: nn.Module, number: int = 0) -> Tensor:
     return functional.cross_entropy(model(batch(number)), TARGETS)
 
 
+def stepping(
+    loss: Callable[[int], Tensor], before: Callable[[int], object] = lambda number: None
+) -> Callable[[torch.optim.Optimizer, int], None]:
+    """Return what takes a step by the loss of its number."""
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        before(number)
+        optimizer.zero_grad()
+        loss(number).backward()
+        optimizer.step()
+
+    return step
+
+
 def reports_of(
     model: nn.Module,
     step: Callable[[torch.optim.Optimizer, int], None],
@@ -94,13 +109,7 @@ def reports_of(
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: nn.DataParallel(model)])
 def test_a_model_left_in_eval_mode(asked: dict[str, Any], wrap: Callable[..., nn.Module]) -> None:
     model = wrap(Net())
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        model.train(number < 2)
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
+    step = stepping(lambda _: loss_of(model), lambda number: model.train(number < 2))
     found = [set(report.evaluated) for report in reports_of(model, step, **asked)]
     assert found == [set(), set(), set(CHANGED), set(CHANGED)]
 
@@ -120,13 +129,7 @@ def after_an_evaluation(model: Net) -> None:
 @pytest.mark.parametrize("look", [in_parts, after_an_evaluation])
 def test_what_is_no_training_in_eval_mode(look: Callable[[Net], None]) -> None:
     model = Net()
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        look(model)
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
+    step = stepping(lambda _: loss_of(model), lambda _: look(model))
     assert [report.evaluated for report in reports_of(model, step)] == [()] * 4
 
 
@@ -347,17 +350,18 @@ def test_an_evaluation_is_not_the_next_batch(gradients: bool) -> None:
 
 
 def test_dropout_and_factors_are_those_of_the_step() -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1) as monitor:
-        for number, rate in enumerate(RATES):
-            model.drop.p = rate
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            model.last.weight.grad *= 5  # type: ignore[operator]
-            optimizer.step()
-    assert [report.dropout for report in monitor.reports] == RATES
-    assert [report.rescaled for report in monitor.reports] == [("last",)] * len(RATES)
+    model, rates = Net(), iter(RATES)
+
+    def loss(model: Net) -> Tensor:
+        model.drop.p = next(rates)
+        return loss_of(model)
+
+    def rescale(number: int) -> None:
+        model.last.weight.grad *= 5  # type: ignore[operator]
+
+    reports = trained(model, loss, len(RATES), between=rescale)
+    assert [report.dropout for report in reports] == RATES
+    assert [report.rescaled for report in reports] == [("last",)] * len(RATES)
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(1), nn.Identity(), nn.Sigmoid()])
@@ -383,14 +387,8 @@ def test_only_a_loss_of_torchs_own_has_a_name() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return super().forward(x.squeeze(1), y)
 
-    model = nn.Sequential(nn.Linear(4, 1))
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        optimizer.zero_grad()
-        criterion(model(batch(number)), TARGETS.float()).backward()
-        optimizer.step()
-
-    criterion: nn.Module = Squeezes()
+    model, criterion = nn.Sequential(nn.Linear(4, 1)), Squeezes()
+    step = stepping(lambda number: criterion(model(batch(number)), TARGETS.float()))
     report, *_ = reports_of(model, step, 1, loss=criterion)
     assert (report.loss_module, report.loss_shapes) == ("", ((6, 1), (6,)))
     report, *_ = reports_of(model, step, 1)
@@ -400,14 +398,8 @@ def test_only_a_loss_of_torchs_own_has_a_name() -> None:
 @pytest.mark.parametrize(("seeds", "drops", "repeats"), [(1, 1, 1), (0, 1, 0), (1, 0, 1)])
 def test_random_numbers_that_repeat(seeds: int, drops: int, repeats: int) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5 * drops), nn.Linear(8, 3))
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        if seeds:
-            torch.manual_seed(3)
-        optimizer.zero_grad()
-        loss_of(model, number).backward()
-        optimizer.step()
-
+    seed = lambda _: seeds and torch.manual_seed(3)  # noqa: E731
+    step = stepping(lambda number: loss_of(model, number), seed)
     states = [report.random_states for report in reports_of(model, step)]
     assert len({*states}) == (1 if repeats else 4)
     assert all(len({*of}) == 1 + drops for of in states)
@@ -525,17 +517,14 @@ def test_the_spread_of_batches() -> None:
 def test_what_the_optimizer_is_set_to_and_keeps() -> None:
     model = two_layers()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for number in range(4):
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            optimizer.step()
-            if number == 1:
-                optimizer.state.clear()
-            optimizer.param_groups[0]["betas"] = (0.9, 0.9)
-    reports = list(monitor.reports)
+
+    def after(number: int) -> None:
+        if number == 1:
+            optimizer.state.clear()
+        optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+
+    reports = trained(model, loss_of, 4, optimizer=optimizer, after=after)
     assert [report.new_state for report in reports] == [True, False, True, False]
-    assert monitor._controller._history.state is None, "a monitor that is closed holds no state"
     first, *_, last = (report.settings for report in reports)
     assert (first["beta1"], first["beta2"], last["beta2"]) == ((0.9,), (0.999,), (0.9,))
     assert last["weight_decay"] == (0.1,) and last["eps"] == (1e-8,) and "lr" not in last
@@ -545,16 +534,15 @@ def test_what_the_optimizer_is_set_to_and_keeps() -> None:
 def test_a_state_that_is_made_anew_between_measured_steps(kind: Any) -> None:
     model = two_layers()
     optimizer = kind(model.parameters(), lr=1e-3)
-    with Monitor(model, optimizer, every_n_steps=4, on_error="raise") as monitor:
-        for number in range(17):
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            optimizer.step()
-            if number == 1:
-                optimizer.state.clear()
-            if number == 10:
-                optimizer.load_state_dict(optimizer.state_dict())
-    new = {report.step: report.new_state for report in monitor.reports}
+
+    def after(number: int) -> None:
+        if number == 1:
+            optimizer.state.clear()
+        if number == 10:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    reports = trained(model, loss_of, 17, optimizer=optimizer, after=after, every_n_steps=4)
+    new = {report.step: report.new_state for report in reports}
     assert new == {0: True, 4: True, 8: False, 12: True, 16: False}
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from example_reports import running
+from setups import trained
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
@@ -33,6 +35,11 @@ class WithLoss(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits = self.net(x)
         return {"logits": logits, "loss": self.criterion(logits, TARGETS)}
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    loss: Tensor = model(batch(0))["loss"]
+    return loss
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -245,17 +252,11 @@ def test_what_is_no_number_is_refused(value: Any, error: type[Exception], messag
     ],
 )
 def test_what_a_loss_function_does_wrong_is_said_once(loss: Any, message: str) -> None:
-    model = WithLoss()
-    optimizer = optimizer_of(model)
-    with (
-        pytest.warns(UserWarning, match=message) as seen,
-        Monitor(model, optimizer, every_n_steps=1, loss=loss) as monitor,
-    ):
-        for step in range(3):
-            one_step(monitor, optimizer, [model(batch(step))["loss"]])
+    with pytest.warns(UserWarning, match=message) as seen:
+        reports = trained(WithLoss(), loss_of, 3, loss=loss, on_error="warn")
     assert len(seen) == 1
-    assert [report.losses for report in monitor.reports] == [{}, {}, {}]
-    assert all(report.layers for report in monitor.reports)
+    assert [report.losses for report in reports] == [{}, {}, {}]
+    assert all(report.layers for report in reports)
 
 
 def test_steps_without_an_optimizer_have_one() -> None:
@@ -323,14 +324,11 @@ def test_layers_are_in_parameter_groups_of_their_own(layers_per_step: int | None
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     first, last = ({"params": model[i].parameters()} for i in (0, 2))
     optimizer = torch.optim.SGD([first, {**last, "lr": 0.5}], lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, layers_per_step=layers_per_step) as monitor:
-        for _ in range(2):
-            model(torch.randn(5, 4)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert {r.optimizer for r in monitor.reports} == {"SGD"}
-    assert {p: g for r in monitor.reports for p, g in r.groups.items()} == {"0": 0, "2": 1}
-    assert monitor._outlet.running.reports[-1].groups == {"0": 0, "2": 1}
+    loss = lambda model: model(torch.randn(5, 4)).square().sum()  # noqa: E731
+    reports = trained(model, loss, 2, optimizer=optimizer, layers_per_step=layers_per_step)
+    assert {r.optimizer for r in reports} == {"SGD"}
+    assert {p: g for r in reports for p, g in r.groups.items()} == {"0": 0, "2": 1}
+    assert running(*reports).reports[-1].groups == {"0": 0, "2": 1}
 
 
 @pytest.mark.parametrize("up", [False, True])
@@ -338,10 +336,7 @@ def test_a_report_says_whether_the_optimizer_maximizes(*, up: bool) -> None:
     model = WithLoss()
     several = [{"params": [p], "lr": 0.1, "maximize": True} for p in model.parameters()]
     several[0]["maximize"] = up
-    optimizer = torch.optim.SGD(several)
-    with Monitor(model, optimizer) as monitor:
-        one_step(monitor, optimizer, [model(batch(0))["loss"]])
-    (report,) = monitor.reports
+    (report,) = trained(model, loss_of, optimizer=torch.optim.SGD(several))
     assert report.maximize == up == StepReport.from_dict(report.to_dict()).maximize
 
 
@@ -349,11 +344,8 @@ def test_a_learning_rate_may_be_a_tensor_that_a_schedule_writes_to() -> None:
     model = WithLoss()
     lr = torch.tensor(0.5, dtype=torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, capturable=False, foreach=False)
-    with Monitor(model, optimizer, every_n_steps=1) as monitor:
-        for step in range(3):
-            one_step(monitor, optimizer, [model(batch(step))["loss"]])
-            lr.mul_(0.5)
-    assert [r.learning_rates for r in monitor.reports] == [(0.5,), (0.25,), (0.125,)]
+    reports = trained(model, loss_of, 3, optimizer=optimizer, after=lambda step: lr.mul_(0.5))
+    assert [r.learning_rates for r in reports] == [(0.5,), (0.25,), (0.125,)]
 
 
 def test_sinks_get_the_losses_after_the_last_report() -> None:

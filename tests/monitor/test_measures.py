@@ -1,13 +1,11 @@
-"""The measures as functions: any number of layers at once, zero vectors, sums, quantiles."""
+"""The measures as functions: zero vectors, sums, quantiles."""
 
 import math
 
 import numpy as np
 import pytest
-import torch
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -17,9 +15,6 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     share_error,
 )
-from adiv_monitor.maths.readings import measure
-from adiv_monitor.maths.sums import PAIRS, About, StepSums, blank, names_of
-from adiv_monitor.step.transfer import Outgoing, fetch
 
 
 def population(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -116,101 +111,7 @@ def test_a_vector_of_zeros_has_no_direction() -> None:
     assert np.isnan(measures.scale_max_of_rows(np.ones((1, 2)), idle).value)
 
 
-# --- layers together -----------------------------------------------------------------------------
-
-SIZES = (6, 6, 1, 2, 5, 128, 300, 6, 6, 6)  # of the last three every row is sampled
-WHOLE = ("G_d", "d_d", "d_bias"), ("G_G", "e_G", "G_d", "own_G"), ()  # these are 0
-
-
-def random_sums(groups: int, known: str) -> StepSums:
-    """Return layers of random numbers, and `known` statistics of all their rows."""
-    random = np.random.default_rng(0)
-    count, names = len(SIZES), names_of(PAIRS)
-    layers, rows = blank("layers", count), blank("rows", sum(SIZES))
-    entries, moves = blank("entries", sum(SIZES) * groups), blank("moves", sum(SIZES))
-    for table in (layers, rows, moves, entries):
-        for name in table.dtype.names or ():
-            if table[name].dtype == np.float64 and not name.startswith("scale_"):
-                table[name] = random.exponential(size=len(table)) + (table is layers)
-    rows["layer"] = moves["layer"] = np.repeat(np.arange(count), SIZES)
-    rows["G_G"][random.random(len(rows)) < 0.3] = 0
-    entries["layer"] = np.repeat(rows["layer"], groups)
-    entries["row"] = np.repeat(np.arange(len(rows)), groups)
-    for zeros, layer in zip(WHOLE, range(count - 3, count), strict=True):
-        own = rows[rows["layer"] == layer]
-        for name in names:
-            own[name] *= 0.0 if name in zeros else 1.0 if zeros else 1e308
-        rows[rows["layer"] == layer] = own
-    layers["total"] = np.where(np.arange(count) < count - 3, 3, 1) * np.array(SIZES)
-    layers["groups"], layers["moved"], layers["has_common"] = groups, 2 * layers["total"], True
-    layers["precision"], layers["active"] = 1e-16, layers["total"] - 0.5
-    layers["knows_scales"], layers["reason"] = known == "sums", "" if known else "shared"
-    if known != "sums":
-        layers["own_G"] = layers["own_own"] = np.nan
-    else:
-        for name in ("scale_sum", "scale_off", "scale_max"):
-            layers[name] = random.exponential(size=count) + 20
-    about = (About("linear"),) * count
-    paths = tuple(map(str, range(count)))
-    return StepSums(
-        *(paths, about, layers, rows, entries, blank("equations", 0), moves),
-        *(blank("loads", 0), blank("own", 0)),
-    )
-
-
-@pytest.mark.parametrize("known", ["", "gradients", "sums"])
-@pytest.mark.parametrize("groups", [1, 4])
-@np.errstate(over="ignore", invalid="ignore")
-def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
-    sums = random_sums(groups, known)
-    together = measure(sums, updated=True)
-    assert len(together.values) > 20
-    for i in range(len(SIZES)):
-        alone = measure(sums.pick(np.array([i])), updated=True)
-        for name, found in alone.values.items():
-            np.testing.assert_allclose(together.values[name][:, i], found[:, 0], rtol=1e-12)
-        for name, levels in alone.quantiles.items():
-            np.testing.assert_allclose(together.quantiles[name][i], levels[0], rtol=1e-12)
-
-
-def test_what_is_fetched_belongs_to_where_it_was() -> None:
-    out = Outgoing()
-    for path, seen in (("x", 1), ("y", 2), ("lost", 1)):
-        out.begin(path, About(path), total=seen)
-    of_two = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    out.add("rows", ["y", "lost"], {"e_G": of_two, "scale": 2 * of_two}, key=0.5)
-    out.add("rows", ["lost", "x"], {"G_G": torch.tensor([[7.0], [8.0]])})
-    out.add("layers", ["lost", "y"], {"active": torch.tensor([5.0, 6.0])}, groups=3)
-    out.add("entries", ["x", "y"], {"scale": of_two}, row=np.array([0, 0]))
-    out.add("entries", ["y"], {"scale": of_two[:1]}, row=np.array([1, 0]))
-    out.flags["batch"] = [torch.tensor([1, 2])]
-    out.forget("lost")
-    scale = (torch.ones(1, 1, 1),) * 3
-    calls = [AttentionSums(torch.tensor(0.0), *scale, torch.tensor([[g]])) for g in (6.0, 7.0)]
-    sums, flags, attention = fetch(out, {"z": calls})
-    assert (sums.paths, sums.about) == (("x", "y"), (About("x"), About("y")))
-    assert sums.seen.tolist() == [1, 2]
-    assert sums.layers["groups"].tolist() == [0, 3]
-    np.testing.assert_array_equal(sums.layers["active"], [np.nan, 6])
-    assert [sums.rows[name].tolist() for name in ("G_G", "e_G")] == [[8, 0, 0], [0, 1, 2]]
-    np.testing.assert_array_equal(sums.rows["scale"], [np.nan, 2, 4])
-    entries = [(0, 0, 1), (0, 0, 2), (1, 1, 3), (1, 1, 4), (1, 2, 1), (1, 1, 2)]
-    assert [of.item()[:3] for of in sums.entries] == entries
-    assert [of.tolist() for of in flags["batch"]] == [[1, 2]]
-    assert [call.G_G.tolist() for call in attention["z"]] == [[[6]], [[7]]]
-
-
 # --- quantiles -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2, 37])
-def test_quantiles(count: int) -> None:
-    levels = (0, 0.05, 0.5, 1)
-    values = np.random.default_rng(0).normal(size=(3, count))
-    expected = np.quantile(values, levels, axis=-1).T
-    found, errors = quantiles(values, levels)
-    np.testing.assert_allclose(found, expected, rtol=1e-13)
-    assert (errors == 0).all()
 
 
 def test_quantiles_of_numbers_leave_out_what_is_none() -> None:

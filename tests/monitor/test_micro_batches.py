@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from cases import CASES
 from setups import mlp, one_step, same
 from torch import Tensor, nn
 from torch.nn import functional
@@ -55,6 +54,7 @@ def class_token(x: Tensor, w: Tensor) -> Tensor:
 
 EMPTY: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(5),
+    "convolution": lambda: nn.Conv1d(5, 3, 2, dilation=2),
     "class token": lambda: Uses(class_token, torch.randn(1, 1, 4)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
 }
@@ -81,18 +81,3 @@ def test_an_empty_micro_batch_leaves_the_readings_alone(name: str, sizes: Sequen
     assert (found.unsupported, found.notes) == (expected.unsupported, expected.notes)
     assert found.attention.keys() == expected.attention.keys()
     assert bool(found.attention) == (name == "attention")
-
-
-def test_the_ceiling_forgets_what_was_zeroed() -> None:
-    model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=36)[0]
-    first, second = slice(0, 12), slice(12, 36)
-
-    def in_turn(model: nn.Module) -> None:
-        loss_of_part(model, batch, first).backward()
-        model.zero_grad()
-        loss_of_part(model, batch, second).backward()
-
-    expected = one_step(
-        copy.deepcopy(model), lambda m: loss_of_part(m, batch, second).backward(), attainable=True
-    )
-    same(one_step(model, in_turn, attainable=True), expected)

@@ -1,42 +1,23 @@
-"""Models that are hard to monitor: checkpointing, compilation, partly frozen and scripted ones.
+"""Models that are hard to monitor: compiled, partly frozen, scripted, called in parts.
 
 Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from cases import loss_of
-from setups import mlp, one_step, same
+from setups import mlp, one_step, plain_step, same, trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.coverage import FROZEN
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_neither_loses_nor_doubles(reentrant: bool) -> None:
-    model, batch = mlp()
-    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward(), max_rows=4)
-    x, y = batch
-
-    def checkpointed(model: nn.Module) -> None:
-        hidden = model[0](x)
-        hidden = checkpoint(model[1:4], hidden, use_reentrant=reentrant)
-        functional.cross_entropy(model[4:](hidden), y).backward()
-
-    report = one_step(model, checkpointed, max_rows=None)
-    assert {r.rows_total for r in report.layers.values()} == {6}
-    assert {r.rows_seen for r in report.layers.values()} == {6}
-    twin, _ = mlp()
-    same(report, one_step(twin, lambda m: loss_of(m, batch).backward()))
-    assert {r.rows_seen for r in plain.layers.values()} == {4}
 
 
 def in_function(model: nn.Module, batch: object, backend: Callable[..., object]) -> object:
@@ -111,8 +92,7 @@ def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: 
             assert all(len(report.layers) == 3 for report in monitor.reports)
         return graphs, waits
 
-    alone, its_batch = mlp()
-    expected = one_step(alone, lambda m: loss_of(m, its_batch).backward())
+    expected = plain_step()
     plain, _ = train(monitored=False)
     monitored, reports = train(monitored=True)
     assert monitored == plain
@@ -150,16 +130,9 @@ def test_frozen_unreached_and_foreign_parameters() -> None:
     assert report.coverage == pytest.approx((4 + 15) / sum(p.numel() for p in mine))
 
 
-def reported(model: nn.Module, x: Tensor, **options: Any) -> StepReport:
+def reported(model: nn.Module, x: Tensor) -> StepReport:
     """Return the report of the second measured step of a plain training."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, every_n_steps=1, **options) as monitor:
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    assert monitor.latest is not None
-    return monitor.latest
+    return trained(model, lambda model: model(x).square().mean(), 2)[-1]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -168,7 +141,7 @@ def test_scripted_modules_inside_a_model() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4), torch.jit.script(nn.ReLU()), torch.jit.script(nn.Linear(4, 4))
     )
-    report = reported(model, torch.randn(8, 4), on_error="raise")
+    report = reported(model, torch.randn(8, 4))
     assert report.layers.keys() == {"0"}
     assert "scripted code" in report.unsupported["2"]
 
@@ -187,7 +160,7 @@ class Pieces(nn.Module):
 
 
 def test_a_parameter_of_which_a_part_is_used_says_so() -> None:
-    report = reported(Pieces(), torch.randn(3, 10, 4), on_error="raise")
+    report = reported(Pieces(), torch.randn(3, 10, 4))
     assert report.unsupported == {
         "positions": "only a part of it was seen to be used, as 'positions[0+]'"
     }
@@ -207,12 +180,10 @@ class Refused(nn.Module):
 
 
 def test_each_parameter_of_a_module_has_its_own_reason() -> None:
-    model = Refused()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        (model(torch.randint(11, (8,))) * model.outside).square().mean().backward()
-        optimizer.step()
-    why = monitor.latest.unsupported
+    def loss(model: nn.Module) -> Tensor:
+        return (model(torch.randint(11, (8,))) * model.outside).square().mean()
+
+    why = trained(Refused(), loss)[0].unsupported
     assert why["refused"].startswith("sparse=True")
     assert why["unused"] == "no gradient reached it in this step"
     assert "outside of `forward`" in why["outside"]
@@ -274,3 +245,30 @@ def test_names_of_wrappers_are_dropped_but_not_the_users_own() -> None:
     model = nn.Sequential(Residual(inner))
     report = one_step(nn.DataParallel(model), lambda m: m(torch.randn(3, 4)).sum().backward())
     assert report.layers.keys() == {"0.norm", "0.module.norm"}
+
+
+class Net(nn.Module):
+    """Two layers, one of them used without being called, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.shift = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return functional.linear(hidden, self.second.weight, self.second.bias) + self.shift
+
+
+def test_a_model_that_is_called_in_parts() -> None:
+    """A model whose parts are called, but never its own forward, is measured."""
+    whole, x = Net().double(), torch.randn(5, 3, dtype=torch.float64)
+
+    def in_parts(model: nn.Module) -> None:
+        (model.second(model.first(x)) + model.shift).square().sum().backward()
+
+    found = one_step(copy.deepcopy(whole), in_parts)
+    expected = one_step(whole, lambda m: m(x).square().sum().backward())
+    assert found.layers.keys() == {"first", "second"}
+    assert "outside" in found.unsupported["shift"]
+    same(found, replace(expected, layers={path: expected.layers[path] for path in found.layers}))

@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import reference
 import torch
-from setups import EXACT, cosine
+from setups import EXACT, cosine, trained
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -153,15 +152,14 @@ def truths(row: Row) -> list[dict[str, dict[str, float]]]:
 
 def reports(row: Row) -> list[StepReport]:
     model, x, y = data()
-    optimizer = row.optimizer(list(model.parameters()))
-    options: dict[str, Any] = {"every_n_steps": 1, "max_rows": None, "on_error": "raise"}
-    with Monitor(model, optimizer, **options) as monitor:
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            functional.cross_entropy(model(x), y).backward()
-            row.between(model)
-            optimizer.step()
-    return list(monitor.reports)
+    return trained(
+        model,
+        lambda model: functional.cross_entropy(model(x), y),
+        STEPS,
+        optimizer=row.optimizer(list(model.parameters())),
+        between=lambda step: row.between(model),
+        max_rows=None,
+    )
 
 
 def compare(reading: LayerReading, expected: dict[str, float]) -> None:

@@ -3,23 +3,20 @@
 Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import loss_of
-from setups import EXACT, cosine, mlp, one_step, same
+from cases import Around, loss_of
+from setups import EXACT, cosine, mlp, plain_step, same, trained
 from torch import Tensor, nn
-from torch.nn import functional
 
 from adiv_monitor import LayerReading, Monitor
 
 
 def test_a_closure_is_measured_and_lbfgs_refused() -> None:
     model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -31,7 +28,7 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
     with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
         assert optimizer.step(closure) is not None
         optimizer.step(closure=closure)
-    same(monitor.reports[0], expected)
+    same(monitor.reports[0], plain_step())
     assert [len(report.layers) for report in monitor.reports] == [3, 3]
 
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
@@ -51,8 +48,7 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
 
 
 def test_without_an_optimizer_only_the_gradient_is_measured() -> None:
-    model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    (model, batch), expected = mlp(), plain_step()
     with Monitor(model, None, every_n_steps=2, on_error="raise") as monitor:
         for _ in range(3):
             model.zero_grad()
@@ -82,24 +78,27 @@ def test_projections_after_the_step(projection: str, through_data: bool) -> None
     """cos(a, u) and cos(a, −γ) agree if code rescales or clips the weights after each step."""
     model = nn.Linear(6, 4, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+    batch = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+    seen: list[Tensor] = []
     expected = []
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(4):
-            optimizer.zero_grad()
-            functional.cross_entropy(model(x), y).backward()
-            before, gamma = model.weight.detach().clone(), model.weight.grad.clone()
-            optimizer.step()
-            u = model.weight.detach() - before
-            projected = PROJECTIONS[projection](model.weight.detach())
-            if projection != "none" and through_data:
-                model.weight.data = projected
-            elif projection != "none":
-                with torch.no_grad():
-                    model.weight.copy_(projected)
-            a = model.weight.detach() - before
-            expected.append([cosine(a, u), cosine(a, -gamma), cosine(u, -gamma)])
-    for report, values in zip(monitor.reports, expected, strict=True):
+
+    def look(step: int) -> None:
+        seen[:] = model.weight.detach().clone(), model.weight.grad.clone()
+
+    @torch.no_grad()
+    def project(step: int) -> None:
+        (before, gamma), weight = seen, model.weight
+        u, projected = weight - before, PROJECTIONS[projection](weight.detach())
+        if projection != "none" and through_data:
+            weight.data = projected
+        elif projection != "none":
+            weight.copy_(projected)
+        a = weight - before
+        expected.append([cosine(a, u), cosine(a, -gamma), cosine(u, -gamma)])
+
+    loss = lambda m: loss_of(m, batch)  # noqa: E731
+    reports = trained(model, loss, 4, optimizer=optimizer, between=look, after=project)
+    for report, values in zip(reports, expected, strict=True):
         reading = report.layers[""]
         found = [reading.projection_cosine, reading.applied_cosine, reading.parameter_cosine]
         assert found == pytest.approx(values, **EXACT)
@@ -118,20 +117,17 @@ CHANGES: dict[str, Projection] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_projection_that_begins_later_is_noticed(change: str, width: int) -> None:
     """The first report after it names the missing measure; the next one has it."""
-    model = nn.Linear(width, 4).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(8, width, dtype=torch.float64)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for step in range(5):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            if step >= 2:
-                model.weight.data = CHANGES[change](model.weight.data)
-    readings: list[LayerReading] = [report.layers[""] for report in monitor.reports]
+    model, x = nn.Linear(width, 4).double(), torch.randn(8, width, dtype=torch.float64)
+
+    def after(step: int) -> None:
+        if step >= 2:
+            model.weight.data = CHANGES[change](model.weight.data)
+
+    reports = trained(model, lambda m: m(x).square().mean(), 5, after=after)
+    readings: list[LayerReading] = [report.layers[""] for report in reports]
     assert readings[1].projection_cosine == 1
     assert readings[2].projection_cosine is None
-    assert "weights changed after the optimizer's step" in monitor.reports[2].notes[0]
+    assert "weights changed after the optimizer's step" in reports[2].notes[0]
     for reading in readings[3:]:
         assert reading.projection_cosine < 1 - 1e-12
 
@@ -175,17 +171,6 @@ class Outer(Inner):
         super().step()
 
 
-class Holding(torch.optim.Optimizer):
-    """A wrapper that steps through another optimizer, as Lookahead does."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.optimizer = inner
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.optimizer.step()
-
-
 class Accelerated(torch.optim.Optimizer):
     """A wrapper like Accelerate's: an optimizer by type, but never initialised as one."""
 
@@ -206,7 +191,7 @@ class Accelerated(torch.optim.Optimizer):
 def around(model: nn.Module) -> dict[str, tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
     """Return optimizers whose step calls another one's, each as the loop has it and as given."""
     own = Outer(model.parameters())
-    holding = Holding(own)
+    holding = Around(own)
     wrapper = Accelerated(Accelerated(torch.optim.SGD(model.parameters(), lr=0.1)))
     return {
         "of its base class": (own, own),
@@ -219,7 +204,6 @@ def around(model: nn.Module) -> dict[str, tuple[torch.optim.Optimizer, torch.opt
 @pytest.mark.parametrize("name", around(nn.Linear(1, 1)))
 def test_a_step_within_a_step_counts_once(name: str) -> None:
     model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
     Inner(model.parameters())  # torch hooks a class's step at its first use
     optimizer, given = around(model)[name]
     with Monitor(model, given, every_n_steps=1, on_error="raise") as monitor:
@@ -228,7 +212,7 @@ def test_a_step_within_a_step_counts_once(name: str) -> None:
             loss_of(model, batch).backward()
             optimizer.step()
     assert [report.step for report in monitor.reports] == [0, 1, 2]
-    same(monitor.reports[0], expected)
+    same(monitor.reports[0], plain_step())
 
 
 class Failing(Outer):
@@ -249,7 +233,6 @@ class Failing(Outer):
 @pytest.mark.parametrize("with_closure", [[True, True], [False, False], [True, False]])
 def test_a_step_that_raises_is_measured_when_it_is_taken(with_closure: list[bool]) -> None:
     model, batch = mlp()
-    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
     Inner(model.parameters())
     optimizer = Failing(model.parameters())
 
@@ -267,7 +250,7 @@ def test_a_step_that_raises_is_measured_when_it_is_taken(with_closure: list[bool
             with pytest.raises(RuntimeError, match="own error") if raises else nullcontext():
                 optimizer.step(closure) if closed else optimizer.step()
     assert [report.step for report in monitor.reports] == [0, 1, 2]
-    same(monitor.reports[0], expected)
+    same(monitor.reports[0], plain_step())
 
 
 class Replacing(torch.optim.SGD):
@@ -282,11 +265,7 @@ class Replacing(torch.optim.SGD):
 def test_an_optimizer_may_discard_grad_in_its_step() -> None:
     model, batch = mlp()
     own = Replacing(model.parameters(), lr=0.1)
-    with Monitor(model, own, every_n_steps=1, on_error="raise") as monitor:
-        for _ in range(3):
-            loss_of(model, batch).backward()
-            own.step()
-    for report in monitor.reports:
+    for report in trained(model, lambda m: loss_of(m, batch), 3, optimizer=own):
         assert report.layers["0"].parameter_cosine == pytest.approx(1, **EXACT)
 
 
@@ -312,23 +291,18 @@ def test_an_optimizer_that_begins_to_change_large_gradients(widths: tuple[int, i
     torch.manual_seed(0)
     model, x = nn.Linear(*widths).double(), torch.randn(30, widths[0], dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    begun: list[int] = []
+    steps: list[int] = []
 
     def change(*_: object) -> None:
-        for parameter in model.parameters():
-            if begun and parameter.grad is not None:
-                parameter.grad.mul_(0.1)
+        for parameter in model.parameters() if steps[-1] >= 2 else ():
+            parameter.grad.mul_(0.1)
 
     optimizer.register_step_post_hook(change)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for step in range(5):
-            begun += [step] if step == 2 else []
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    lost = [any("changed .grad" in note for note in report.notes) for report in monitor.reports]
+    loss = lambda m: m(x).square().mean()  # noqa: E731
+    reports = trained(model, loss, 5, optimizer=optimizer, between=steps.append)
+    lost = [any("changed .grad" in note for note in report.notes) for report in reports]
     assert lost == [False, False, True, False, False]
-    for report, is_lost in zip(monitor.reports, lost, strict=True):
+    for report, is_lost in zip(reports, lost, strict=True):
         reading = report.layers[""]
         of_gamma = (reading.parameter_cosine, reading.applied_cosine, reading.descent)
         assert [value is None for value in of_gamma] == [is_lost] * 3
@@ -339,8 +313,8 @@ def test_an_optimizer_that_moves_the_weights_first_is_refused() -> None:
     model, batch = mlp()
     optimizer = MovesFirst(model.parameters())
 
-    def closure(scale: float = 1.0) -> Tensor:
-        loss = loss_of(model, batch) * scale
+    def closure() -> Tensor:
+        loss = loss_of(model, batch)
         loss.backward()
         return loss
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from setups import mlp, one_step, same
+from setups import mlp, one_step, same, trained
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 from adiv_monitor.maths.sums import NO_SUMS, About, StepSums, blank
 from adiv_monitor.step.own_measures import OwnRows, values_of
 
@@ -50,20 +50,14 @@ def test_rows_of_a_convolution_are_patches() -> None:
     torch.manual_seed(0)
     model, x = nn.Conv2d(2, 3, 2).double(), torch.randn(2, 2, 3, 3, dtype=torch.float64)
     found: list[OwnRows] = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(
-        model, optimizer, max_rows=None, own_measures={"of": lambda r: found.append(r) or 1}
-    ):
-        model(x).square().sum().backward()
-        gradient = model.weight.grad.clone()
-        optimizer.step()
+    own = {"of": lambda rows: found.append(rows) or 1}
+    trained(model, lambda m: m(x).square().sum(), max_rows=None, own_measures=own)
     [rows] = found
-    torch.testing.assert_close(rows.gradient.mT @ rows.features, gradient.flatten(1))
+    torch.testing.assert_close(rows.gradient.mT @ rows.features, model.weight.grad.flatten(1))
 
 
 def test_what_raises_is_nan_and_said_and_the_run_stays_as_it_was() -> None:
-    model, batch = mlp()
-    twin, _ = mlp()
+    (model, batch), (twin, _) = mlp(), mlp()
     expected = one_step(twin, lambda m: backward(m, batch))
 
     def destroys(rows: OwnRows) -> float:
@@ -78,12 +72,6 @@ def test_what_raises_is_nan_and_said_and_the_run_stays_as_it_was() -> None:
     assert all(str(x.own["it"]) == "nan" for x in report.layers.values())
     (note,) = report.notes
     assert note == "The measure 'it' is NaN in '0', '2', '4': KeyError: 'none'."
-
-
-@pytest.mark.parametrize("given", [["a"], {"a": 1}, {"descent": wasted}, {1: wasted}])
-def test_what_is_no_measure_is_refused(given: object) -> None:
-    with pytest.raises(TypeError, match=r"^Monitor\(own_measures=…\): got .*, expected a dict"):
-        Monitor(nn.Linear(1, 1), None, own_measures=given)
 
 
 def test_several_ranks_have_the_mean_over_their_rows() -> None:

@@ -5,15 +5,14 @@ norms.
 """
 
 import copy
-import random
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
+import setups
 import torch
 from cases import OPTIMIZERS
 from setups import cosine
@@ -167,13 +166,8 @@ def truth(old: nn.Module, new: nn.Module, run: Run) -> dict[str, dict[str, float
 def trained(
     model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, **options: Any
 ) -> StepReport:
-    options = {"realised": CRITERION, "max_rows": None, "on_error": "raise", **options}
-    with Monitor(model, optimizer, **options) as monitor:
-        run(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert monitor.latest is not None
-    return monitor.latest
+    options = {"realised": CRITERION, "max_rows": None, **options}
+    return setups.trained(model, run, optimizer=optimizer, **options)[0]
 
 
 def check(report: StepReport, expected: dict[str, dict[str, float]]) -> None:
@@ -199,16 +193,15 @@ def test_measures_are_those_of_a_run_by_hand(name: str, optimizer: str) -> None:
 
 def test_the_probe_stays_that_of_the_first_measured_step() -> None:
     model, batches = made("residual")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    given: Any = {"every_n_steps": 1, "max_rows": None, "on_error": "raise"}
-    with Monitor(model, sgd, realised=CRITERION, **given) as monitor:
-        for batch in batches:
-            old = copy.deepcopy(model)
-            sgd.zero_grad()
-            loop([batch])(model).backward()
-            sgd.step()
-    assert monitor.latest is not None and monitor.latest.step == 2
-    check(monitor.latest, truth(old, model, first_eight(batches)))
+    rest, old = iter(batches), []
+
+    def run(model: nn.Module) -> Tensor:
+        old[:] = [copy.deepcopy(model)]
+        return loop([next(rest)])(model)
+
+    *_, last = setups.trained(model, run, 3, realised=CRITERION, max_rows=None)
+    assert last.step == 2
+    check(last, truth(old[0], model, first_eight(batches)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -311,119 +304,6 @@ def test_a_model_that_overwrites_its_input_runs_again_on_a_copy() -> None:
     report = trained(model, sgd, lambda m: m(x.clone()).sum(), realised=lambda z: z.sum())
     assert report.layers[""].single_layer_share == pytest.approx(1, **EXACT)
     assert report.layers[""].realised_cosine == pytest.approx(1, **EXACT)
-
-
-class Restless(nn.Module):
-    """A module whose forward pass changes buffers, attributes and random number generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
-        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
-        self.old_spectral = nn.utils.spectral_norm(nn.Linear(6, 6))
-        self.table = nn.Embedding(7, 6, max_norm=0.5)
-        self.head = nn.Linear(6, 4)
-        self.register_buffer("mean", torch.zeros(6))
-        self.generator = torch.Generator().manual_seed(5)
-        self.numbers = np.random.default_rng(6)
-        self.calls = 0
-        self.head.register_forward_pre_hook(noisy)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        hidden = functional.dropout(self.first(x).mean((2, 3)), 0.3, self.training)
-        hidden = hidden + torch.rand(hidden.shape, generator=self.generator)
-        hidden = self.old_spectral(self.spectral(hidden)) + self.numbers.normal()
-        if random.random() < 0.5 or self.calls % 3 == 0:
-            hidden = hidden * np.random.normal()
-        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
-        self.last = hidden
-        return self.head(hidden - self.mean + self.table(torch.arange(len(x)) % 7))
-
-
-def noisy(module: nn.Module, args: object) -> None:
-    with torch.no_grad():
-        module.weight += 0.01 * torch.randn_like(module.weight)
-
-
-def states(model: Restless) -> list[Any]:
-    """Return the states of all random number generators."""
-    numpy_state = np.random.get_state()
-    return [
-        *(torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()),
-        *(numpy_state[2:], model.generator.get_state().tolist(), model.numbers.bit_generator.state),
-    ]
-
-
-AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "nothing": nullcontext,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "parametrizations cached": nn.utils.parametrize.cached,
-    "a device": lambda: torch.device("cpu"),
-}
-
-
-@pytest.mark.slow(one_in=3)
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("around", AROUND)
-def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
-    """Weights, losses, buffers, attributes and random streams equal the plain run's bitwise.
-
-    Two optimizers are used, and both are monitored.
-    """
-
-    def run(monitored: bool) -> tuple[list[float], Restless, list[Any]]:
-        random.seed(3), np.random.seed(3), torch.manual_seed(3)
-        model, criterion = Restless(), nn.CrossEntropyLoss()
-        held = [model.first.parameters(), [*model.parameters()][3:]]
-        optimizers = [torch.optim.AdamW(parameters, lr=0.05) for parameters in held]
-        monitors = [
-            Monitor(
-                *(model, optimizer),
-                every_n_steps=1,
-                max_rows=7,
-                on_error="raise",
-                realised=criterion,
-            )
-            for optimizer in optimizers
-        ]
-        for monitor in monitors:
-            if monitored:
-                monitor.attach()
-            else:
-                monitor.close()
-        losses = []
-        for _ in range(4):
-            x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))
-            with AROUND[around]():
-                loss = criterion(model(x), y)
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-            if evaluates:
-                model.eval()
-                with torch.inference_mode(), AROUND[around]():
-                    losses.append(model(x).sum().item())
-                model.train()
-        for monitor in monitors:
-            monitor.close()
-        if monitored:
-            for monitor in monitors:
-                assert len(monitor.reports) == 4
-                for report in monitor.reports:
-                    assert not [note for note in report.notes if "is not known" in note]
-                    assert report.realised_loss_change is not None
-        return losses, model, states(model)
-
-    (losses, model, drawn), (plain_losses, plain, plain_drawn) = run(True), run(False)
-    assert losses == plain_losses
-    assert drawn == plain_drawn
-    assert model.calls == plain.calls and torch.equal(model.last, plain.last)
-    assert vars(model).keys() == vars(plain).keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, plain.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -548,12 +428,3 @@ def test_sampled_readings_keep_to_their_errors() -> None:
         beyond = sum(abs(deviation) > 3 for deviation in found) / len(found)
         assert beyond <= (0.02 if name == "realised_cosine" else 0.07), name
         assert 0.6 < np.std(found) < 1.6, name
-
-
-def test_what_can_not_be_asked_for() -> None:
-    model = nn.Linear(5, 3)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"Monitor\(realised=…\): got it with optimizer=None"):
-        Monitor(model, None, realised=True)
-    with pytest.raises(TypeError, match=r"Monitor\(realised=…\): got str, expected the module"):
-        Monitor(model, sgd, realised="loss")  # type: ignore[arg-type]

@@ -1,20 +1,18 @@
 """Every reading of a recurrent layer equals that of linear layers computing the same by hand."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from setups import one_step, same
+from setups import one_step, same, trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-from torch.utils.checkpoint import checkpoint
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 
 K, H, P, B, T = 3, 4, 2, 4, 5
 F64 = torch.float64
@@ -128,14 +126,10 @@ class Net(nn.Module):
         super().__init__()
         self.rnn = rnn
         self.head = nn.Linear(width, 2, dtype=F64)
-        self.checkpointed: bool | None = None  # None, or whether checkpointing is re-entrant
         self.in_place = False
 
     def forward(self, x: Any) -> Tensor:
-        if self.checkpointed is None:
-            output, *ends = self.flat(x)
-        else:
-            output, *ends = checkpoint(self.flat, x, use_reentrant=self.checkpointed)
+        output, *ends = self.flat(x)
         if self.in_place:
             output.mul_(2.0)
         loss = self.head(output).square().sum()
@@ -175,21 +169,15 @@ def packed(seed: int = 0) -> PackedSequence:
 LAYOUTS: dict[str, Callable[[int], Any]] = {"padded": padded, "packed": packed}
 
 
-def trained(
+def second(
     net: nn.Module, optimizer: str, given: Callable[[int], Any], **options: Any
 ) -> StepReport:
     """Train two steps with equal random numbers for all networks; return the second's report."""
     torch.manual_seed(11)
-    own = OPTIMIZERS[optimizer](net.parameters())
-    with Monitor(net, own, every_n_steps=1, on_error="raise", **options) as monitor:
-        for seed in range(2):
-            own.zero_grad()
-            net(given(seed)).backward()
-            own.step()
-    assert monitor.latest is not None
-    assert monitor.latest.coverage == 1.0
-    assert not monitor.latest.unsupported
-    return monitor.latest
+    own, seeds = OPTIMIZERS[optimizer](net.parameters()), count()
+    report = trained(net, lambda net: net(given(next(seeds))), 2, optimizer=own, **options)[-1]
+    assert (report.coverage, report.unsupported) == (1.0, {})
+    return report
 
 
 @pytest.mark.slow(one_in=19)
@@ -204,8 +192,8 @@ def test_readings_are_those_of_linear_layers(
 ) -> None:
     fused, by_hand = nets(kind, num_layers=layers, bidirectional=bidirectional, bias=bias)
     options = {"max_rows": None, "attainable": True}
-    found = trained(fused, optimizer, LAYOUTS[layout], **options)
-    expected = trained(by_hand, optimizer, LAYOUTS[layout], **options)
+    found = second(fused, optimizer, LAYOUTS[layout], **options)
+    expected = second(by_hand, optimizer, LAYOUTS[layout], **options)
     assert found.notes == expected.notes
     same(found, expected)
     for path, reading in found.layers.items():
@@ -365,55 +353,6 @@ def last_of(rnn: nn.RNNBase, x: Tensor, states: Any = None) -> Tensor:
     return last.square().sum()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["lstm", "projected-lstm", "gru"])
-def test_checkpointing(kind: str, reentrant: bool) -> None:
-    fused, by_hand = nets(kind, num_layers=2)
-    fused.checkpointed = reentrant
-
-    def backward(net: nn.Module) -> None:
-        net(padded().requires_grad_()).backward()
-
-    found = one_step(fused, backward, max_rows=None)
-    assert found.coverage == 1.0
-    same(found, one_step(by_hand, backward, max_rows=None))
-
-
-# Calls that cannot be measured are reported, and the run is unaffected.
-
-
-@pytest.mark.slow(one_in=3)
-@pytest.mark.parametrize("dtype", [F64, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_run_is_bit_identical(kind: str, dtype: torch.dtype) -> None:
-    plain, _ = nets(kind, num_layers=2, bidirectional=True, dropout=0.5)
-    plain.to(dtype)
-    ends = []
-    for watched in (False, True):
-        net = copy.deepcopy(plain)
-        torch.manual_seed(5)
-        optimizer = OPTIMIZERS["adamw"](net.parameters())
-        monitor = Monitor(net, optimizer, every_n_steps=2, on_error="raise")
-        if watched:
-            monitor.attach()
-        else:
-            monitor.close()
-        seen = []
-        for seed in range(3):
-            optimizer.zero_grad()
-            x = packed(seed).to(dtype) if seed == 1 else padded(seed).to(dtype).requires_grad_()
-            loss = net(x)
-            seen += [loss.detach(), torch.get_rng_state()]
-            loss.backward()
-            optimizer.step()
-            seen += [torch.get_rng_state(), *(p.detach().clone() for p in net.parameters())]
-        monitor.close()
-        assert len(monitor.reports) == (2 if watched else 0)
-        ends.append(seen)
-    for ours, theirs in zip(*ends, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_an_output_that_is_changed_in_place() -> None:
     fused, by_hand = nets("lstm")
     fused.in_place = by_hand.in_place = True
@@ -440,28 +379,3 @@ def test_autocast() -> None:
         for name in ("scale_mean", "update_cosine", "gradient_cosine"):
             value = getattr(expected.layers[path], name)
             assert getattr(reading, name) == pytest.approx(value, rel=0.05)
-
-
-@pytest.mark.parametrize("ran_back", [False, True])
-def test_nothing_is_kept_alive(ran_back: bool) -> None:
-    """Neither a graph without a backward pass nor a stored loss keeps tensors alive."""
-    fused, _ = nets("lstm", num_layers=2)
-    seen: list[weakref.ref[Any]] = []
-    fused.rnn.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
-    optimizer = OPTIMIZERS["sgd"](fused.parameters())
-    gc.collect()
-    gc.disable()
-    try:
-        with Monitor(fused, optimizer, on_error="raise") as monitor:
-            loss = fused(padded())
-            if ran_back:
-                loss.backward()
-                optimizer.step()
-            else:
-                del loss
-                optimizer.step()
-            assert not [x for x in seen if x() is not None]
-        assert monitor.latest is not None
-        assert len(monitor.latest.layers) > 1 if ran_back else not monitor.latest.layers
-    finally:
-        gc.enable()

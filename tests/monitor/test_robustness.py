@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, loss_of
+from cases import CASES, Around, loss_of
 from hooks import no_hooks
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
@@ -21,7 +21,8 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adiv_monitor import AdivError, Monitor, StepReport
-from adiv_monitor.features import DenseFeatures, Features, Rows, register_features
+from adiv_monitor.alignment import Probe
+from adiv_monitor.features import DenseFeatures, Rows, register_features
 
 
 def train(
@@ -186,22 +187,6 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
         assert "relative error" in report.unsupported["net.2"]
 
 
-class _OddScale(Features):
-    """Features of a layer with one row, whose scale is not one number per row."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-    def scale(self) -> torch.Tensor:
-        return self.x.square().sum()
-
-    def by_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.x @ weight.t()
-
-    def joined(self, others: object) -> "_OddScale":
-        return self
-
-
 def test_an_output_of_zeros_does_not_pass_for_a_checked_rule() -> None:
     """A wrong rule is detected only at the second step: at the first, all outputs are zero."""
     layer = Misdescribed(5, 3).double()
@@ -214,6 +199,7 @@ def test_an_output_of_zeros_does_not_pass_for_a_checked_rule() -> None:
     assert not reports[2].layers
 
 
+PROBE = Probe(torch.ones(2, 5))
 BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"every_n_steps": 0}, ValueError, "every_n_steps=….*got 0.*at least 1"),
     ({"max_rows": 0}, ValueError, "max_rows=….*got 0"),
@@ -240,6 +226,26 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"model": nn.ReLU()}, ValueError, "ReLU without trainable parameters"),
     ({"model": len}, TypeError, "expected a torch.nn.Module"),
     ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, ValueError, "that holds none"),
+    ({"realised": True, "optimizer": None}, ValueError, "realised=….*got it with optimizer=None"),
+    ({"realised": "loss"}, TypeError, "realised=….*got str, expected the module"),
+    ({"realised": True, "layers_per_step": 2}, ValueError, "layers_per_step=2, expected one of"),
+    ({"alignment": PROBE, "layers_per_step": 2}, ValueError, "alignment=….*expected one of the"),
+    ({"alignment": torch.ones(2)}, TypeError, "expected an adiv_monitor"),
+    *(
+        ({"layers_per_step": wrong}, ValueError, "layers_per_step=….*integer of at least 1")
+        for wrong in (0, -1, 1.5, True)
+    ),
+    *(
+        ({"own_measures": wrong}, TypeError, r"^Monitor\(own_measures=…\): got .*, expected a dict")
+        for wrong in (["a"], {"a": 1}, {"descent": len}, {1: len})
+    ),
+    ({"alarms": ["update_cosin < 0"]}, ValueError, "update_cosine"),
+    ({"alarms": ["update_cosine < __import__('os')"]}, ValueError, "expected .LAYERS:. MEASURE"),
+    ({"alarms": ["too-deep"]}, ValueError, "expected .LAYERS:. MEASURE"),
+    ({"alarms": [3]}, TypeError, "a function"),
+    ({"alarms": "update_cosine < 0"}, TypeError, "a list of rules"),
+    ({"on_alarm": "stop"}, ValueError, "expected some: alarms='default'"),
+    ({"alarms": "default", "on_alarm": "halt"}, ValueError, "'halt', expected 'warn' or 'stop'"),
     ({"optimizer": nn.ReLU()}, TypeError, "expected a torch.optim.Optimizer or None"),
     ({"optimizer": torch.optim.SGD.__new__(torch.optim.SGD)}, TypeError, "runs no step hooks"),
 ]
@@ -362,17 +368,6 @@ def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
             model(x).sum().backward()
             optimizer.step()
     assert [report.step for report in monitor.reports] == [0, 2]
-
-
-class Around(torch.optim.Optimizer):
-    """A wrapper that delegates its steps to another optimizer, as Lookahead does."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
-        self.inner = inner
-
-    def step(self, closure: object = None) -> None:
-        self.inner.step()
 
 
 def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:

@@ -2,47 +2,16 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
+from setups import trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.step import vectors
-
-
-def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
-    """Return the sampled rows of all calls, concatenated."""
-    found, offset = [], 0
-    for each, kept, total in zip(draws, winners(draws, most), totals, strict=True):
-        rows = np.arange(total) if each.chosen is None else each.chosen
-        found.append(offset + (rows if kept is None else rows[kept]))
-        offset += total
-    return np.concatenate(found)
-
-
-@pytest.mark.slow(one_in=4, first=1)
-@pytest.mark.parametrize(
-    ("totals", "most"),
-    [([37], 10), ([5, 40, 1, 200, 3], 12), ([4, 4], 8)],
-)
-def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
-    """Keys are sorted, distinct, as many as requested, and each position is equally likely."""
-    generator = np.random.default_rng(0)
-    counts, repeats = np.zeros(sum(totals)), 1500
-    for _ in range(repeats):
-        draws = [draw((total,), most, generator) for total in totals]
-        chosen = chosen_of(draws, most, totals)
-        assert len(chosen) == min(most, sum(totals)) == len(set(chosen.tolist()))
-        assert all((d.chosen is None) or (np.diff(d.chosen) > 0).all() for d in draws)
-        counts[chosen] += 1
-    share = most / sum(totals)
-    deviation = np.sqrt(repeats * share * (1 - share)) or 1e-9
-    assert np.abs(counts - repeats * share).max() < 5 * deviation
 
 
 class Loops(nn.Module):
@@ -96,7 +65,6 @@ def test_rows_of_a_step_are_even(
             optimizer.zero_grad()
             backward(model, x)
             optimizer.step()
-    assert monitor.latest is not None
     reading = monitor.latest.layers["layer"]
     assert (reading.rows_seen, reading.rows_total) == (10, 40)
     counts = torch.stack([torch.bincount(rows.long(), minlength=40) for rows in seen]).sum(0)
@@ -113,11 +81,9 @@ def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None
     off = []
     for seed in range(80):
         optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
-        with Monitor(norm, optimizer, max_rows=None, seed=seed) as monitor:
-            norm(x).square().sum().backward()
-            optimizer.step()
-        assert monitor.latest is not None
-        reading = monitor.latest.layers[""]
+        loss = lambda norm: norm(x).square().sum()  # noqa: E731
+        (report,) = trained(norm, loss, optimizer=optimizer, max_rows=None, seed=seed)
+        reading = report.layers[""]
         for level in (0.05, 0.5, 0.95):
             name = f"scale_p{round(100 * level):02}"
             difference = getattr(reading, name) - scales.quantile(level).item()
@@ -136,12 +102,9 @@ def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
 
     def p50(max_rows: int | None, seed: int = 0) -> tuple[float, float]:
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9)
-        with Monitor(layer, optimizer, max_rows=max_rows, seed=seed) as monitor:
-            optimizer.zero_grad()
-            (layer(x) * aims).sum().backward()
-            optimizer.step()
-        assert monitor.latest is not None
-        reading = monitor.latest.layers[""]
+        loss = lambda layer: (layer(x) * aims).sum()  # noqa: E731
+        (report,) = trained(layer, loss, optimizer=optimizer, max_rows=max_rows, seed=seed)
+        reading = report.layers[""]
         return reading.row_cosine_p50, reading.standard_error.get("row_cosine_p50", 0.0)
 
     truth, none = p50(None)

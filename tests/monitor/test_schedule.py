@@ -12,7 +12,7 @@ from setups import mlp
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import schedule
-from adiv_monitor.step.schedule import Schedule, StepTimes, Unasked, interval
+from adiv_monitor.step.schedule import Schedule, StepTimes, Unasked
 
 
 class Clock:
@@ -30,33 +30,6 @@ class Clock:
     def passed(self, start: float, end: float) -> float | None:
         reached = list(self._marks)[: len(self._marks) - self._late]
         return end - start if end in reached else None
-
-
-ROUND = sorted(n * 10**power for n in (1, 2, 5) for power in range(8))
-
-
-@pytest.mark.parametrize("cost", [0.3, 1, 2.5, 40])
-@pytest.mark.parametrize("bound", [0.001, 0.01, 0.25])
-def test_the_interval_is_the_smallest_round_one_within_the_bound(cost: float, bound: float) -> None:
-    n = interval(cost, bound, least=1)
-    assert n == next(n for n in ROUND if cost / (n + cost) <= bound * (1 + 1e-12))
-    assert interval(cost, bound, least=7 * n) == 7 * n
-
-
-def test_a_measured_step_is_timed_with_the_one_after_it() -> None:
-    clock = Clock()
-    steps = StepTimes(clock.now, clock.passed)
-    assert steps.costs() == []
-    for before, after in [(700, 9), (0, 2), (1, 1), (1, 1), (0.5, 4), (0, 1), (1, 1)]:
-        measured = after in (9, 4)
-        clock.time += before
-        if measured:
-            steps.forward_begins()
-        clock.time += after
-        steps.step_ended(measured=measured)
-    # 700 passed before the forward pass began: that counts as a plain step, which takes 2.
-    assert steps.costs() == [(2 + 9 + 2) / 2 - 2, (0.5 + 4 + 1) / 2 - 2]
-    assert steps.costs() == []
 
 
 def test_a_device_that_lags_behind_is_not_waited_for() -> None:

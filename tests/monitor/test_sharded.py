@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,115 +15,38 @@ from processes import (
     FoundBy,
     assert_same,
     by_processes,
-    loss_of,
-    make,
     meet,
     patient,
     written,
 )
+from rank_steps import Case, sharded, small, take, train
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly
 from adiv_monitor.step.unsharded import WHY_NOT
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A step, taken by one process or by several ranks.
-
-    Attributes:
-        parts: samples of each micro-batch, for each rank.
-        optimizer: makes the optimizer.
-        sync: gradients are averaged after every micro-batch, not only after the last.
-        clip: the largest norm of the gradient.
-        nested: inner modules are sharded separately, too.
-        replicas: number of groups of ranks with equal parameters.
-        together: replicas, too, average gradients after every micro-batch, if `sync` is set.
-        turn: number of the turn if layers are measured in turn, three modules per step.
-    """
-
-    parts: tuple[tuple[int, ...], ...]
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    sync: bool = False
-    clip: float | None = None
-    nested: bool = True
-    replicas: int = 1
-    together: bool = True
-    turn: int | None = None
-
-
+ADAMW, SGD = (partial(kind, lr=0.01) for kind in (torch.optim.AdamW, torch.optim.SGD))
+Sharded = partial(Case, optimizer=ADAMW, shards=True)
 CASES = {
-    "halves, AdamW": Case(((4,), (4,))),
-    "halves, SGD": Case(((4,), (4,)), torch.optim.SGD),
-    "uneven, one unit, clipped": Case(((5,), (3,)), clip=0.1, nested=False),
-    "micro-batches": Case(((2, 2), (1, 3))),
-    "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True),
-    "micro-batches, replicas at the end": Case(
+    "halves, AdamW": Sharded(((4,), (4,))),
+    "halves, SGD": Sharded(((4,), (4,)), optimizer=SGD),
+    "uneven, one unit, clipped": Sharded(((5,), (3,)), clip=0.1, nested=False),
+    "micro-batches": Sharded(((2, 2), (1, 3))),
+    "micro-batches, each averaged": Sharded(((2, 2), (1, 3)), sync=True),
+    "micro-batches, replicas at the end": Sharded(
         ((2, 2), (1, 3)), sync=True, replicas=2, together=False
     ),
-    "halves, the first of three turns": Case(((4,), (4,)), turn=0),
-    "halves, the second": Case(((4,), (4,)), turn=1),
-    "halves, the third": Case(((4,), (4,)), torch.optim.SGD, turn=2),
-    "four": Case(((3,), (2,), (1,), (2,))),
-    "four, two replicas": Case(((3,), (2,), (1,), (2,)), replicas=2),
+    "halves, the first of three turns": Sharded(((4,), (4,)), turn=0),
+    "halves, the second": Sharded(((4,), (4,)), turn=1),
+    "halves, the third": Sharded(((4,), (4,)), optimizer=SGD, turn=2),
+    "four": Sharded(((3,), (2,), (1,), (2,))),
+    "four, two replicas": Sharded(((3,), (2,), (1,), (2,)), replicas=2),
 }
-
-
-def shard(model: nn.Module, case: Case) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    if case.replicas > 1:
-        names = ("replicate", "shard")
-        sizes = (case.replicas, world // case.replicas)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    for inner in (model.attend, model.branches[0], model.head) if case.nested else ():
-        fully_shard(inner, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-@patient()
-def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monitor, nn.Module]:
-    """Take two steps of one rank, or of all ranks in one process; the second is measured."""
-    model, tokens, targets = make()
-    world = len(case.parts)
-    if rank is not None:
-        shard(model, case)
-    optimizer = case.optimizer(model.parameters(), lr=0.01)
-    every = range(world) if rank is None else (rank,)
-    options: dict[str, Any] = {
-        "max_rows": None,
-        "layers_per_step": None if case.turn is None else 3,
-    }
-    monitor = Monitor(model, optimizer, sinks=[MemorySink()], on_error="raise", **options)
-    monitor.load_state_dict({**monitor.state_dict(), "turns": case.turn or 0})
-    if monitored:
-        monitor.attach()
-    else:
-        monitor.close()
-    for process in every:
-        first = sum(map(sum, case.parts[:process]))
-        for i, size in enumerate(case.parts[process]):
-            mine = slice(first, first + size)
-            first += size
-            if rank is not None:
-                last = i == len(case.parts[process]) - 1
-                model.set_requires_gradient_sync(case.sync or last)
-                model.set_requires_all_reduce(case.together or last)
-            loss = loss_of(model(tokens[mine]), targets[mine])
-            (loss * (1 if rank is None else world)).backward()
-    if case.clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-    optimizer.step()
-    monitor.close()
-    return monitor, model
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -139,8 +61,8 @@ def work(rank: int, world: int, folder: str) -> None:
     found: Found = {}
     for name, case in CASES.items():
         if len(case.parts) == world:
-            monitor, model = step(case, rank)
-            _, other = step(case, rank, monitored=False)
+            monitor, model = take(case, rank)
+            _, other = take(case, rank, monitored=False)
             pairs = zip(weights(model), weights(other), strict=True)
             same = all(torch.equal(a, b) for a, b in pairs)
             found[name] = monitor.latest, written(monitor), same
@@ -164,7 +86,7 @@ def test_the_report_is_that_of_one_process_with_all_of_it(
     assert all(same), "the training is bit-identical"
     assert all(report == reports[0] for report in reports), "all processes have it"
     assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
-    expected = step(CASES[name], None)[0].latest
+    expected = take(CASES[name], None)[0].latest
     assert expected is not None
     assert reports[0].coverage == 1
     assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
@@ -173,42 +95,12 @@ def test_the_report_is_that_of_one_process_with_all_of_it(
 # A single rank
 
 
-def small(rank: int | None, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
-    """Return a model and the rows of one of two ranks, or of both."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-    data = torch.randn(8, 5, dtype=torch.float64).to(dtype)
-    return model, data if rank is None else data[4 * rank : 4 * rank + 4]
+adamw = partial(train, wrap=sharded, steps=3, optimizer=ADAMW)
+sgd = partial(train, wrap=sharded, optimizer=SGD)
 
 
-def train(
-    rank: int | None,
-    prepare: Callable[[nn.Module], object],
-    after: Callable[[nn.Module], object] = lambda model: None,
-    **options: Any,
-) -> Monitor:
-    """Take three steps, all measured."""
-    model, x = small(rank, options.pop("dtype", torch.float64))
-    prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise", **options) as monitor:
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(x).double().square().mean().backward()
-            optimizer.step()
-            after(model)
-    return monitor
-
-
-def sharded(model: nn.Module, **options: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model[2], **options)
-    fully_shard(model, **options)
-
-
-def weights_of_one_part_that_change(rank: int) -> list[StepReport]:
-    return list(train(rank, sharded, shorten).reports)
+def weights_of_one_part_that_change(rank: int | None) -> list[StepReport]:
+    return list(adamw(rank, after=lambda step, model, _: shorten(model)).reports)
 
 
 @torch.no_grad()
@@ -241,26 +133,17 @@ def half_precision(rank: int) -> list[StepReport]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    prepare = partial(sharded, mp_policy=policy)
-    return list(train(rank, prepare, dtype=torch.float32).reports)
+    wrap = partial(sharded, mp_policy=policy)
+    return list(adamw(rank, wrap=wrap, dtype=torch.float32).reports)
 
 
 def attention_and_passes_again(rank: int) -> StepReport | None:
-    return train(rank, sharded, realised=True, attention=True).latest
+    return adamw(rank, realised=True, attention=True).latest
 
 
 def one_without_a_monitor(rank: int) -> tuple[StepReport | None, float]:
     begin = time.monotonic()
-    if rank == 0:
-        return train(rank, sharded).latest, time.monotonic() - begin
-    model, x = small(rank)
-    sharded(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    return None, 0.0
+    return adamw(rank, monitored=rank == 0).latest, time.monotonic() - begin
 
 
 def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
@@ -283,22 +166,15 @@ def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
 
 def hooks_that_fail_in_one(rank: int) -> list[StepReport]:
     """Train with hooks that fail on one rank, so that its second step has no readings."""
-    model, x = small(rank)
-    sharded(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor,
-    ):
+
+    def breaks(step: int, model: nn.Module, monitor: Monitor) -> None:
+        if (rank, step) == (1, 1):
+            assert monitor._controller._armed is not None
+            monitor._controller._armed.guard.broken = True
+
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "PATIENCE", 1.0)
-        for number in range(4):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            if (rank, number) == (1, 1):
-                assert monitor._controller._armed is not None
-                monitor._controller._armed.guard.broken = True
-            optimizer.step()
-    return list(monitor.reports)
+        return list(sgd(rank, steps=4, between=breaks).reports)
 
 
 def layer_that_fails_in_one(rank: int) -> list[StepReport]:
@@ -310,20 +186,8 @@ def all_layers_fail_in_one(rank: int) -> list[list[StepReport]]:
 
 
 def without(rank: int, failing: int, *paths: str) -> list[StepReport]:
-    model, x = small(rank)
-    sharded(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = Monitor(model, optimizer, every_n_steps=1)
-    with monitor:
-        if rank == failing:
-            monitor._failures.switched_off.update(dict.fromkeys(paths, "a test"))
-            monitor._controller.disarm()
-            monitor._controller.arm()
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    return list(monitor.reports)
+    off = paths if rank == failing else ()
+    return list(sgd(rank, steps=2, off=off, on_error="warn").reports)
 
 
 class Tied(nn.Module):
@@ -395,14 +259,14 @@ TASKS: tuple[Callable[[int], Any], ...] = (
 
 
 def test_weights_that_change_after_the_step(found: dict[int, list[Found]]) -> None:
-    expected = train(None, lambda model: None, shorten).reports
+    expected = weights_of_one_part_that_change(None)
     for own in found[2]:
         for report, whole in zip(own["weights_of_one_part_that_change"], expected, strict=True):
             assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
 
 
 def test_an_evaluation_before(found: dict[int, list[Found]]) -> None:
-    expected = train(None, lambda model: None).reports[0]
+    expected = adamw(None).reports[0]
     for own in found[2]:
         report = own["evaluation_before"]
         assert report.coverage == 1
@@ -411,7 +275,7 @@ def test_an_evaluation_before(found: dict[int, list[Found]]) -> None:
 
 
 def test_half_precision(found: dict[int, list[Found]]) -> None:
-    expected = train(None, lambda model: None, dtype=torch.float32).reports
+    expected = adamw(None, dtype=torch.float32).reports
     reports = found[2][0]["half_precision"]
     for report, whole in zip(reports, expected, strict=True):
         assert report.notes == ()

@@ -84,39 +84,10 @@ def of_certain(total: PerLayer) -> Sum:
     return Sum(total, np.zeros((DRAWS, SEEN)))
 
 
-# --- exact cases ---------------------------------------------------------------------------------
-
-
-def of_all(rows: int, active: np.ndarray) -> Sample:
-    return Sample(np.full(len(active), float(rows)), active)
-
-
-def test_all_rows_leave_nothing_to_chance() -> None:
-    random = np.random.default_rng(0)
-    features, active = random.normal(size=(2, 50, 3)) + 1, random.random((2, 50)) < 0.7
-    sample, count = of_all(50, active), active.sum(1).astype(float)
-    squares = (features**2).sum(-1)
-    whole = np.where(active[..., None], features, 0).sum(1)
-    products = (features * whole[:, None]).sum(-1)
-    found = measures.common_share(products, squares, count, sample)
-    total = np.where(active, squares, 0).sum(1)
-    share = (whole**2).sum(1) / count / total
-    np.testing.assert_allclose(found.value, share, rtol=1e-12)
-    pivot, one = np.array([2.0, -3.0]), np.ones(2)
-    from_pivot = squares - pivot[:, None]
-    cv = measures.scale_cv_of_rows(from_pivot, from_pivot**2, one, pivot, sample)
-    of_layers = [s[a].std() / s[a].mean() for s, a in zip(squares, active, strict=True)]
-    np.testing.assert_allclose(cv.value, of_layers, rtol=1e-12)
-    largest = measures.scale_max_of_rows(squares, sample)
-    assert largest.value.tolist() == np.where(active, squares, 0).max(1).tolist()
-    for exact in (found, cv, largest):
-        assert exact.error.tolist() == [0, 0]
-
-
 def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
     """With one active sampled row of many, pairs are unknown: only its own square counts."""
     active = np.array([[True, False, False]])
-    rows, sample = np.array([[4.0, 0.0, 0.0]]), of_all(100, active)
+    rows, sample = np.array([[4.0, 0.0, 0.0]]), Sample(np.array([100.0]), active)
     found = measures.common_share(rows, rows, np.array([20.0]), sample)
     assert found.value == pytest.approx(1 / 20) and np.isnan(found.error)
     assert measures.common_share(rows, rows, np.array([1.0]), sample) == (1, 0)

@@ -175,11 +175,3 @@ def test_until_it_stops_the_run_is_bit_identical() -> None:
     for _ in range(4):
         take(plain, its_own)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_a_choice_that_is_none_is_refused() -> None:
-    model, optimizer = model_and_optimizer()
-    with pytest.raises(ValueError, match=r"on_alarm=….: got 'halt', expected 'warn' or 'stop'"):
-        Monitor(model, optimizer, alarms="default", on_alarm="halt")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected some: alarms='default'"):
-        Monitor(model, optimizer, on_alarm="stop")

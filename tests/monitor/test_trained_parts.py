@@ -1,11 +1,13 @@
 """Trained parameters may change between steps: a report covers those that its step trained."""
 
 from collections.abc import Callable
+from itertools import count
 
 import torch
-from torch import nn
+from setups import trained
+from torch import Tensor, nn
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 
 
 def network() -> nn.Sequential:
@@ -20,15 +22,14 @@ def reports(
     steps: int = 4,
 ) -> dict[int, StepReport]:
     """Train and return the reports; `change` is called just before the forward pass of a step."""
-    torch.manual_seed(1)
-    monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise")
-    with monitor:
-        for step in range(steps):
-            change(step)
-            optimizer.zero_grad()
-            model(torch.randn(7, 6)).square().sum().backward()
-            optimizer.step()
-    return {report.step: report for report in monitor.reports}
+    numbers = count()
+
+    def loss(model: nn.Module) -> Tensor:
+        change(next(numbers))
+        return model(torch.randn(7, 6)).square().sum()
+
+    reports = trained(model, loss, steps, optimizer=optimizer)
+    return {report.step: report for report in reports}
 
 
 LATE = "became trainable after the step was prepared"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import setups
 import torch
 from setups import same
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from zoo import ZOO, Specimen, Training, seed
 from zoo.libraries import PEFT, TIMM
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.alignment import Probe
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Turn
 
@@ -126,14 +126,11 @@ def several() -> tuple[nn.Module, Tensor]:
 
 def trained(steps: int, **options: Any) -> tuple[list[StepReport], list[Tensor]]:
     model, x = several()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise", **options)
-    with monitor:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-    return list(monitor.reports), [p.detach() for p in model.parameters()]
+    own = torch.optim.AdamW(model.parameters(), lr=0.01)
+    reports = setups.trained(
+        model, lambda model: model(x).square().sum(), steps, optimizer=own, **options
+    )
+    return reports, [p.detach() for p in model.parameters()]
 
 
 def test_a_round_goes_through_the_modules_in_the_models_order_and_begins_anew() -> None:
@@ -239,30 +236,17 @@ def test_a_round_is_one_report_to_pictures_and_rules() -> None:
     assert running.last.layers.keys() == reports[-1].layers.keys()
 
 
-def test_what_takes_a_copy_of_all_parameters_is_refused() -> None:
-    model, _ = several()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"realised=….*layers_per_step=2, expected one of the two"):
-        Monitor(model, optimizer, layers_per_step=2, realised=True)
-    probe = Probe(torch.randn(2, 3, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"alignment=….*layers_per_step=2, expected one of the"):
-        Monitor(model, optimizer, layers_per_step=2, alignment=probe)
-    for wrong in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=r"layers_per_step=….*integer of at least 1"):
-            Monitor(model, optimizer, layers_per_step=wrong)  # type: ignore[arg-type]
-
-
 def test_a_weight_of_another_shape_has_changed() -> None:
     """Pruning between the step and the next forward pass costs no report."""
     model, x = nn.Linear(128, 256, bias=False), torch.randn(4, 128)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for number in range(4):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-            if number == 2:
-                model.weight.data = model.weight.data[:200].clone()
-                model.weight.grad = None
-    assert monitor.reports[2].layers[""].projection_cosine is None
-    assert any("changed after the optimizer's step" in note for note in monitor.reports[2].notes)
+
+    def prune(step: int) -> None:
+        if step == 2:
+            model.weight.data = model.weight.data[:200].clone()
+            model.weight.grad = None
+
+    own = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss = lambda model: model(x).square().sum()  # noqa: E731
+    report = setups.trained(model, loss, 4, optimizer=own, after=prune)[2]
+    assert report.layers[""].projection_cosine is None
+    assert any("changed after the optimizer's step" in note for note in report.notes)

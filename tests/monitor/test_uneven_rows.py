@@ -12,9 +12,9 @@ from functools import cache
 import pytest
 import torch
 from adiv_layers import AffineLikeLinear, GradientOnlyLinear, PatchNormConv2d
+from setups import one_step
 from torch import Tensor, nn
 
-from adiv_monitor import Monitor
 from adiv_monitor.report import LayerReading
 
 SEEN, DRAWS = 64, 40
@@ -101,14 +101,13 @@ def uneven(kind: str, size: float) -> tuple[nn.Module, Tensor, Tensor]:
 def measured(kind: str, size: float, max_rows: int | None, seed: int = 0) -> LayerReading:
     """Measure one step of plain gradient descent in two micro-batches."""
     model, x, g = uneven(kind, size)
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
+
+    def backward(model: nn.Module) -> None:
         for part in (slice(len(x) // 3), slice(len(x) // 3, None)):
             (model(x[part]) * g[part]).sum().backward()
-        optimizer.step()
-    assert monitor.latest is not None
-    (reading,) = monitor.latest.layers.values()
+
+    report = one_step(copy.deepcopy(model), backward, max_rows=max_rows, seed=seed)
+    (reading,) = report.layers.values()
     return reading
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from setups import trained
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor, StepReport
@@ -29,41 +30,21 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 def train(
     model: nn.Module,
-    trained: Iterable[nn.Parameter],
+    held: Iterable[nn.Parameter],
     loss: Loss = squares,
     *,
     steps: int = 3,
-    between: Callable[[int, torch.optim.Optimizer], object] = lambda step, optimizer: None,
-    after: Callable[[int], object] = lambda step: None,
-    watched: bool = True,
     rate: float = 0.05,
     **options: Any,
 ) -> list[StepReport]:
-    """Train and return the reports.
-
-    Args:
-        model: the model.
-        trained: the parameters of the optimizer.
-        loss: computes the loss of a batch.
-        steps: the number of steps.
-        between: called between the backward pass and the optimizer's step.
-        after: called after each step.
-        watched: whether a monitor is attached.
-        rate: the learning rate.
-        options: those of the monitor.
-    """
-    optimizer = torch.optim.SGD(trained, lr=rate)
-    options = {"every_n_steps": 1, "on_error": "raise", **options}
-    monitor = Monitor(model, optimizer, **options)
+    """Train these parameters by the loss of random batches, and return the reports."""
     chance = torch.Generator().manual_seed(1)
-    with monitor if watched else nullcontext():
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss(model, torch.randn(7, 6, generator=chance)).backward()
-            between(step, optimizer)
-            optimizer.step()
-            after(step)
-    return list(monitor.reports)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return loss(model, torch.randn(7, 6, generator=chance))
+
+    optimizer = torch.optim.SGD(held, lr=rate)
+    return trained(model, loss_of, steps, optimizer=optimizer, **options)
 
 
 def of_head(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -114,9 +95,9 @@ def test_what_something_else_changes_is_not_told(
 def test_gradients_that_are_removed_before_the_step_are_told(to_none: bool) -> None:
     model = network()
 
-    def between(step: int, optimizer: torch.optim.Optimizer) -> None:
+    def between(step: int) -> None:
         if step != 1:
-            optimizer.zero_grad(set_to_none=to_none)
+            model.zero_grad(set_to_none=to_none)
 
     reports = train(model, model.parameters(), between=between)
     assert [r.removed for r in reports] == [SIZES, {}, SIZES]

@@ -5,21 +5,14 @@
 
 import copy
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from setups import EXACT, one_step, same
+from setups import one_step, same
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
-from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
-
-from adiv_monitor import Monitor
 
 
 class Bent(nn.Module):
@@ -82,20 +75,6 @@ class Borrowing(Custom):
         return torch.tanh(self.function(torch.sin(x), self.lora_A.weight))
 
 
-class Noisy(nn.Module):
-    """Dropout and batch normalisation around a learned power."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.power = nn.Parameter(torch.rand(4))
-        self.drop = nn.Dropout(0.5)
-        self.norm = nn.BatchNorm1d(4, affine=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        random.random(), np.random.random()
-        return self.norm((self.drop(x.abs()) + 0.5) ** self.power)
-
-
 class Wrapped(nn.Module):
     """The module behind a linear layer: it is not the root, and its input requires grad."""
 
@@ -154,75 +133,6 @@ def test_calls_share_the_rows() -> None:
     for max_rows, seen in ((None, 14), (5, 5)):
         reading = one_step(copy.deepcopy(model), backward, max_rows=max_rows).layers["inner"]
         assert (reading.rows_seen, reading.rows_total) == (seen, 14)
-
-
-# --- the unaffected run --------------------------------------------------------------------------
-
-
-class Stateful(nn.Module):
-    """A module with everything that reveals a second run: states, hooks, random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noisy = Noisy()
-        self.last = spectral_norm(nn.Linear(4, 4))
-        self.register_buffer("calls", torch.zeros(()))
-        self.penalties: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        z = self.noisy(x)
-        self.penalties.append(z.square().mean())
-        return functional.dropout(self.last(z), 0.3)
-
-
-def test_the_run_is_the_same_to_the_last_bit() -> None:
-    def train(monitored: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        model = Stateful()
-        called: list[int] = []
-        model.noisy.norm.register_forward_hook(lambda *_: called.append(1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        monitor = Monitor(model, optimizer, every_n_steps=1, max_rows=2, on_error="raise")
-        if monitored:
-            monitor.attach()
-        else:
-            monitor.close()
-        found = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.randn(6, 4)).square().mean() + sum(model.penalties)
-            loss.backward()
-            model.penalties.clear()
-            optimizer.step()
-            found.append(loss.detach())
-        monitor.close()
-        for report in monitor.reports:
-            assert not report.unsupported
-            assert report.coverage == 1
-        assert len(called) == 3
-        assert not model.noisy._forward_hooks
-        drawn = torch.tensor([random.random(), np.random.random()])
-        return [*found, *model.state_dict().values(), torch.get_rng_state(), drawn]
-
-    for a, b in zip(train(False), train(True), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_under_checkpointing(reentrant: bool) -> None:
-    torch.manual_seed(3)
-    model, x = nn.Sequential(nn.Linear(4, 4), Custom()).double(), data(6, 4)
-    plain = one_step(copy.deepcopy(model), lambda m: total(m(x)).backward())
-
-    def backward(model: nn.Module) -> None:
-        hidden = model[0](x)
-        total(checkpoint(model[1], hidden, use_reentrant=reentrant)).backward()
-
-    found = one_step(model, backward).layers["1.w"].measures()
-    assert found == pytest.approx(plain.layers["1.w"].measures(), **EXACT)
 
 
 # --- reasons for modules that cannot be measured -------------------------------------------------
