@@ -2,21 +2,26 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 from torch.nn import functional
 
-from adiv_monitor import Monitor
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly
+from adiv_monitor.step.merge import merge_ranks, prepared
+from adiv_monitor.step.outcome import understand
+from adiv_monitor.step.run_history import RunHistory
 
 SAMPLES, TOKENS = 8, 5
 PATIENCE = timedelta(seconds=120)
@@ -64,6 +69,18 @@ def contributions_of_ranks(monkeypatch: pytest.MonkeyPatch, world: int) -> list[
     monkeypatch.setattr(assembly.Assembly, "join", lambda self, name: None)
     monkeypatch.setattr(assembly.Assembly, "add", lambda self, part: sent.append(part))
     return sent
+
+
+def merged(parts: Sequence[Any], max_rows: int, seed: int = 0) -> StepReport:
+    """Return the report that comes of what the ranks sent."""
+    world, generator = len(parts), np.random.default_rng(seed)
+    own = {
+        rank: replace(part, sums=prepared(part.sums, max_rows, world, generator))
+        for rank, part in enumerate(parts)
+    }
+    whole, ranks = merge_ranks(own, world, max_rows)
+    assert ranks == list(range(world))
+    return understand(whole, RunHistory())
 
 
 def run_in(processes: int, work: Callable[..., None], *args: Any) -> None:

@@ -14,6 +14,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+# Measures that have errors where rows are sampled, also where one pass tells all scales.
+SAMPLED = {
+    *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
+    *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
+    *("bias_share", "update_ratio", "common_share", "activation_rms"),
+    *("activation_max", "activation_kurtosis", "zero_share", "silent_share"),
+    *("scale_p05", "scale_p50", "scale_p95"),
+}
+
 
 @dataclass
 class LayerTruth:

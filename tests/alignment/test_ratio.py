@@ -38,7 +38,6 @@ def test_it_is_never_above_one_and_says_an_effective_rank(seed: int) -> None:
     weight, z = drawn(seed)
     n = z.shape[1]
     found = log_alignment(weight, z)
-    assert found is not None
     assert found <= 1 + 1e-12
     _, s, Vh = torch.linalg.svd(weight, full_matrices=False)
     p = s**2 / (s**2).sum()

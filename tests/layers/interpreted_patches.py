@@ -6,7 +6,21 @@ from adiv_layers.functional import patch_norm_conv
 from adiv_layers.kernels import functions, launch
 from interpreted import DTYPES, FLOAT64, check, poisoned
 
-FORMS = [1.0, 0.0]  # affine-like, norm-like
+# By name, α and β.
+FORMS = [("affine-like", 1, 1), ("norm-like", 1, 1)]
+EXTREMES = [("affine-like", -2, 0.5), ("affine-like", 1, 1e-3), ("affine-like", 1e-2, 1)]
+EXTREMES += [("norm-like", 3, -0.9), ("norm-like", 1, 0), ("norm-like", -2, 1)]
+
+
+def divisors(form, squares):
+    """Return the factors of Wx and of b in a form, as in the paper."""
+    name, alpha, beta = form
+    if name == "affine-like":
+        s = (alpha**2 * squares + beta**2).sqrt()
+        return alpha / s, beta / s
+    squares = squares.clamp_min(1e-24)
+    s = squares.sqrt() if abs(beta) == 1 else (alpha**2 * squares / (1 - beta**2)).sqrt()
+    return alpha / s, torch.full_like(s, beta)
 
 
 def unfolded(x, kernel, stride, padding, dilation):
@@ -25,21 +39,18 @@ def reference(stride, padding, dilation, groups, form):
         w = weight.reshape(groups, weight.shape[0] // groups, -1)
         b = bias.view(1, groups, -1, *[1] * len(space))
         y = torch.einsum("gof,bgf...->bgo...", w, patches)
-        square = patches.square().sum(2, keepdim=True)
-        if form > 0:
-            z = (y + b) / (square + 1).sqrt()
-        else:
-            z = y / square.clamp_min(1e-24).sqrt() + b
-        return z.flatten(1, 2)
+        first, second = divisors(form, patches.square().sum(2, keepdim=True))
+        return (first * y + second * b).flatten(1, 2)
 
     return call
 
 
 def patch_norm(stride, padding, dilation, groups, form):
-    name = "affine-like" if form > 0 else "norm-like"
+    name, alpha, beta = form
 
     def call(x, weight, bias):
-        return patch_norm_conv(x, weight, bias, stride, padding, dilation, groups, form=name)
+        settings = {"form": name, "alpha": alpha, "beta": beta}
+        return patch_norm_conv(x, weight, bias, stride, padding, dilation, groups, **settings)
 
     return call
 
@@ -66,8 +77,8 @@ def channels_last(x):
     return x.to(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()])
 
 
-@pytest.mark.slow(one_in=23)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow(one_in=47)
+@pytest.mark.parametrize("form", FORMS + EXTREMES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_patch_norm(case, form, dtype, monkeypatch):
@@ -125,7 +136,7 @@ def test_zero_patches():
     x[..., 0] = 1.0
     x.requires_grad_()
     weight, bias = torch.randn(3, 2, 2, dtype=FLOAT64), torch.randn(3, dtype=FLOAT64)
-    z = patch_norm((2,), (0,), (1,), 1, 0.0)(x, weight, bias)
+    z = patch_norm((2,), (0,), (1,), 1, FORMS[1])(x, weight, bias)
     assert torch.equal(z[0, :, 1], bias)  # W·0·r + b
     (dx,) = torch.autograd.grad(z.sum(), x)
     assert dx.isfinite().all()

@@ -16,6 +16,15 @@ FORMS = {
     "norm-like": norm_like(1.0, 1.0, 1e-12, FLOAT64),
     "norm-like, α=-1, β=0.6": norm_like(-1.0, 0.6, 1e-12, FLOAT64),
 }
+# The ends of the ranges of α and β.
+EXTREMES = FORMS | {
+    "affine-like, α=3, β=-0.1": affine_like(3.0, -0.1),
+    "affine-like, α=0.01": affine_like(1e-2, 1.0),
+    "affine-like, β=0.001": affine_like(1.0, 1e-3),
+    "norm-like, α=-2": norm_like(-2.0, 1.0, 1e-12, FLOAT64),
+    "norm-like, β=0": norm_like(1.0, 0.0, 1e-12, FLOAT64),
+    "norm-like, α=3, β=-0.9": norm_like(3.0, -0.9, 1e-12, FLOAT64),
+}
 AFFINE, NORM = FORMS["affine-like"], FORMS["norm-like"]
 SHAPES = [(1, 50), (7, 3), (9, 100), (33, 257), (4, 1000), (3, 777)]
 
@@ -192,13 +201,16 @@ FEWER_ROWS_THAN_INPUTS = [(5, 50, 7), (13, 257, 65)]
 MORE_ROWS_THAN_INPUTS = [(40, 16, 9), (33, 31, 20)]
 
 
-@pytest.mark.slow(one_in=23)
-@pytest.mark.parametrize(("way", "form"), MAPS)
+@pytest.mark.slow(one_in=59)
+@pytest.mark.parametrize("form", EXTREMES)
+@pytest.mark.parametrize("way", [by_input, by_output])
 @pytest.mark.parametrize("shape", FEWER_ROWS_THAN_INPUTS + MORE_ROWS_THAN_INPUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_maps(way, form, shape, dtype, monkeypatch):
-    m, k, n = shape
-    inputs = [torch.randn(m, k) + 0.1, torch.randn(n, k) / k**0.5, torch.randn(n)]
+    """Of short and of long rows."""
+    (m, k, n), form = shape, EXTREMES[form]
+    x = torch.randn(m, k) * torch.logspace(-3, 1, m)[:, None]
+    inputs = [x, torch.randn(n, k) / k**0.5, torch.randn(n)]
     with poisoned(monkeypatch):
         check(way(form), linear_reference(form), inputs, [torch.randn(m, n)], dtype)
 
@@ -207,13 +219,14 @@ FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)
 
 
 @pytest.mark.slow(one_in=71)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EXTREMES)
 @pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_few_rows_by_a_small_weight(form, shape, dtype, bias, monkeypatch):
-    form, (m, k, n) = FORMS[form], shape
-    inputs = [torch.randn(m, k) + 0.1, torch.randn(n, k) / k**0.5, torch.randn(n)]
+    form, (m, k, n) = EXTREMES[form], shape
+    x = torch.randn(m, k) * torch.logspace(-3, 1, m)[:, None]
+    inputs = [x, torch.randn(n, k) / k**0.5, torch.randn(n)]
     with poisoned(monkeypatch):
         check(
             in_one_kernel(form),

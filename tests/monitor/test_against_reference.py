@@ -16,14 +16,8 @@ from adiv_monitor.report import MEASURES, REALISED_MEASURES
 STEPS = {1: 3, 3: 2}  # steps by micro-batches; few, as the reference is slow
 Batch = tuple[torch.Tensor, torch.Tensor]
 Truth = dict[str, reference.LayerTruth]
-# Measures that sampling affects: of layers with one-pass scales, and of gains, which have none.
-SAMPLED = {
-    *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
-    *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
-    *("bias_share", "update_ratio", "common_share", "activation_rms"),
-    *("activation_max", "activation_kurtosis", "zero_share", "silent_share"),
-    *("scale_p05", "scale_p50", "scale_p95"),
-}
+# Gains have no scales from one pass.
+SAMPLED = reference.SAMPLED
 SAMPLED_OF_GAINS = SAMPLED | {
     *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max"),
     *("idle_share", "activation_gradient_rms"),

@@ -4,20 +4,19 @@ import copy
 import itertools
 import json
 import math
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from attending import Spy
 from torch import Tensor, nn
 from torch.func import jacrev, jvp
 from torch.nn import functional
-from zoo import ZOO, seed
+from zoo import ZOO
+from zoo.runs import run
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.features import scores
@@ -111,7 +110,6 @@ def monitored(
         else:
             step(model, stepping)
         stepping.step()
-    assert monitor.latest is not None
     return monitor.latest
 
 
@@ -282,7 +280,6 @@ def test_without_an_optimizer_there_is_what_the_gradient_says(plain: StepReport)
     with Monitor(model, None, attention=True, loss=judged, on_error="raise") as monitor:
         loss_of(model, batch()).backward()
         monitor.end_step()
-    assert monitor.latest is not None
     [reading], [expected] = monitor.latest.attention.values(), plain.attention.values()
     assert "attention_cosine" not in reading.measures()
     assert reading.attention_gradient_cosine == pytest.approx(expected.attention_gradient_cosine)
@@ -432,12 +429,9 @@ ATTENDING = ("gpt2", "t5", "whisper", "hf_vit", "transformer")
 @pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("name", ATTENDING)
 def test_the_run_is_the_unmonitored_one(name: str) -> None:
-    """Losses, weights, buffers and random streams equal those of the unmonitored run bitwise."""
-    runs = [zoo_run(name, watched=watched) for watched in (True, False)]
-    (losses, state, drawn, reports), (expected, plain, plainly_drawn, _) = runs
-    assert losses == expected
-    assert drawn == plainly_drawn
-    assert all(torch.equal(state[key], tensor) for key, tensor in plain.items())
+    ours = run(ZOO[name], monitored=True, attention=True)
+    ours.assert_same(run(ZOO[name], monitored=False))
+    [reports] = ours.reports
     for report in reports:
         assert report.attention
         (note,) = (note for note in report.notes if "ttention" in note)
@@ -446,20 +440,6 @@ def test_the_run_is_the_unmonitored_one(name: str) -> None:
         without = {"attention_cosine", "attention_gradient_cosine"}
         assert reading.measures().keys() == {*ATTENTION_MEASURES} - without
         assert all(map(math.isfinite, reading.measures().values()))
-
-
-def zoo_run(name: str, *, watched: bool) -> tuple[list[float], Any, object, list[StepReport]]:
-    seed(7)
-    training = ZOO[name].build()
-    [trained] = training.trained
-    with Monitor(
-        trained.model, trained.optimizer, every_n_steps=2, attention=watched, on_error="raise"
-    ) as monitor:
-        if not watched:
-            monitor.close()
-        losses = [loss.item() for _ in range(3) for loss in training.step()]
-    drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    return losses, trained.model.state_dict(), drawn, list(monitor.reports)
 
 
 # Output to sinks

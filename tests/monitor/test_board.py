@@ -128,7 +128,6 @@ def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, in
     found = grid(
         running(report(0, layers=layers), report(1, layers=layers)).record(), "update_ratio"
     )
-    assert found is not None
     cells = 0.3  # at least this share of the picture: half of the grid
     assert share(heat_picture(found), colour) > 0.7 * cells / 2
 

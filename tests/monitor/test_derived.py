@@ -179,7 +179,6 @@ def stepped(module: nn.Module, *, calls: int = 1, **options: Any) -> tuple[StepR
             return functional_call(module, dict(zip(before, values, strict=True)), (x,))
 
     e, d = (jvp(output, tuple(before.values()), tuple(t.values()))[1] for t in (gamma, u))
-    assert monitor.latest is not None
     return monitor.latest, torch.stack([e.flatten(), d.flatten(), seen[0].flatten()])
 
 

@@ -79,7 +79,6 @@ def test_the_report_is_that_of_one_process_with_all_rows(
     assert all(report == reports[0] for report in reports), "all processes have it"
     assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
     expected = take(CASES[name], None)[0].latest
-    assert expected is not None
     assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
     assert not any(reading.standard_error for reading in expected.layers.values())
 
@@ -221,10 +220,34 @@ def stage_of_a_pipeline(rank: int) -> StepReport | None:
             dist.recv(x, 0)
             x.requires_grad_()
             model(x).square().mean().backward()
-            assert x.grad is not None
             dist.send(x.grad, 0)
         optimizer.step()
     return monitor.latest
+
+
+def tensor_parallel(rank: int) -> tuple[bool, Any, Any, float]:
+    """Train a network of which each rank has a part; the normalisation is whole in both."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    plan = {"1": parallel.ColwiseParallel(), "3": parallel.RowwiseParallel()}
+    runs = []
+    for monitored in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        model = parallel.parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise")
+        monitor.attach() if monitored else monitor.close()
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+        monitor.close()
+        runs.append([getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()])
+    report = monitor.latest
+    return all(map(torch.equal, *runs)), report.layers, report.unsupported, report.coverage
 
 
 FIRST = [(0, 20), (20, 20), (40, 50)]  # a cost of 4 plain steps at a bound of 1/10: 36
@@ -360,6 +383,7 @@ TASKS = (
     training_of_its_own,
     within_a_bound,
     stage_of_a_pipeline,
+    tensor_parallel,
 )
 ALONE = ("This report has only the rows of rank 0, of 2 ranks.",)
 
@@ -497,6 +521,16 @@ def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
         assert len(report.layers) == 1
         assert [reading.rows_seen for reading in report.layers.values()] == [4]
         assert own["training_of_its_own"][0].notes == ()
+
+
+def test_tensor_parallelism_is_refused_and_the_training_is_the_same(
+    found: dict[int, list[Found]],
+) -> None:
+    for own in found[2]:
+        same, layers, unsupported, coverage = own["tensor_parallel"]
+        assert same and not layers and coverage == 0
+        assert list(unsupported) == ["0", "1", "3"]
+        assert all("tensor parallelism, which is not measured" in x for x in unsupported.values())
 
 
 def test_processes_agree_on_the_interval_and_wait_for_none(found: dict[int, list[Found]]) -> None:

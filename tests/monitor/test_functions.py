@@ -27,18 +27,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
 }
-# Measures with errors if rows are sampled: those computed from d and e, and scales that are not
-# known from one pass.
-OF_MOVES = {
-    *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
-    *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
-    *("bias_share", "activation_rms", "update_ratio", "common_share"),
-    *("activation_max", "activation_kurtosis", "zero_share", "silent_share"),
-    *("scale_p05", "scale_p50", "scale_p95"),
-}
-OF_SCALES = {
-    *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "idle_share"),
-}
+# Those of scales that are not known from one pass.
+OF_SCALES = {"diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "idle_share"}
 
 
 KINDS = {"linear", "convolution", "embedding", "experts", "gain", "offset"}
@@ -159,7 +149,13 @@ def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:
         reading, expected = report.layers[use.path], truths[use.path]
         total = expected.pop("rows_total")
         assert (reading.rows_seen, reading.rows_total) == (min(3, total), total)
-        allowed = set() if total <= 3 else OF_MOVES if use.one_pass else OF_MOVES | OF_SCALES
+        allowed = (
+            set()
+            if total <= 3
+            else reference.SAMPLED
+            if use.one_pass
+            else reference.SAMPLED | OF_SCALES
+        )
         assert reading.standard_error.keys() <= allowed
         for measure, value in reading.measures().items():
             if value is not None and measure not in allowed and "expert" not in measure:

@@ -3,7 +3,8 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import cases
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
-from zoo import ZOO, seed
+from zoo import ZOO
 from zoo.marks import filtered
+from zoo.runs import run
 
 from adiv_monitor import Monitor, StepReport, audit
 from adiv_monitor.alignment import Probe
@@ -39,11 +41,6 @@ def there(value: Any, device: str) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
 
 
-def alone(model: nn.Module, device: str) -> nn.Module:
-    """Return a copy of the model on the device."""
-    return copy.deepcopy(model).to(device)
-
-
 def alike(a: Any, b: Any) -> bool:
     if isinstance(a, float):
         return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
@@ -59,6 +56,40 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+def as_on_a_cpu(
+    model: nn.Module,
+    batches: list[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    make: Callable[[Any], torch.optim.Optimizer],
+    **asked: Any,
+) -> list[tuple[StepReport, StepReport]]:
+    """Train there and on a CPU, and return the reports of each step; their readings agree.
+
+    Of `asked`, the options of the monitor, functions for `alignment` are called with the device.
+    """
+    found = {}
+    for device in ("cpu", GPU):
+        own = copy.deepcopy(model).to(device)
+        rest = iter(there(batches, device))
+        options = dict(asked)
+        if "alignment" in asked:
+            options["alignment"] = asked["alignment"](device)
+        optimizer = make(own.parameters())
+        found[device] = setups.trained(
+            own,
+            lambda model, rest=rest: loss(model, next(rest)),
+            len(batches),
+            optimizer=optimizer,
+            **options,
+        )
+    pairs = list(zip(found[GPU], found["cpu"], strict=True))
+    for mine, theirs in pairs:
+        assert (mine.unsupported, mine.coverage) == (theirs.unsupported, theirs.coverage)
+        assert mine.notes == theirs.notes
+        setups.same(mine, theirs, loosely=True)
+    return pairs
+
+
 # --- as on a CPU ---------------------------------------------------------------------------------
 
 
@@ -66,50 +97,28 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("max_rows", [3, None], ids=["sampled", "all-rows"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_reads_as_on_a_cpu(name: str, max_rows: int | None) -> None:
-    case, reports = function_cases.CASES[name], {}
-    for device in ("cpu", GPU):
-        model, inputs = case.model().to(device), there(case.data(), device)
-        own = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with Monitor(
-            model, own, max_rows=max_rows, attainable=True, realised=True, on_error="raise"
-        ) as monitor:
-            z = model(*inputs)
-            aims = torch.linspace(-1.0, 2.0, z.numel(), dtype=z.dtype, device=device).view(z.shape)
-            ((z - aims).square().sum() + (z * aims).sin().sum()).backward()
-            own.step()
-        reports[device] = monitor.latest
-    assert reports[GPU].coverage == 1.0 and not reports[GPU].unsupported
-    assert reports[GPU].notes == reports["cpu"].notes
-    setups.same(reports[GPU], reports["cpu"], loosely=True)
+    case = function_cases.CASES[name]
+
+    def loss(model: nn.Module, inputs: Any) -> Tensor:
+        z = model(*inputs)
+        aims = torch.linspace(-1.0, 2.0, z.numel(), dtype=z.dtype, device=z.device).view(z.shape)
+        return (z - aims).square().sum() + (z * aims).sin().sum()
+
+    adamw = partial(torch.optim.AdamW, lr=0.01)
+    asked = {"max_rows": max_rows, "attainable": True, "realised": True}
+    ((found, _),) = as_on_a_cpu(case.model(), [case.data()], loss, adamw, **asked)
+    assert found.coverage == 1.0 and not found.unsupported
 
 
 @pytest.mark.parametrize("max_rows", [5, None], ids=["sampled", "all-rows"])
 @pytest.mark.parametrize("optimizer", cases.OPTIMIZERS)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_a_model_reads_as_on_a_cpu(name: str, optimizer: str, max_rows: int | None) -> None:
-    found: dict[str, list[StepReport]] = {}
     case = cases.CASES[name]
-    probe = case.batches(1)[0][0]
-    for device in ("cpu", GPU):
-        model = alone(case.model(), device)
-        own = cases.OPTIMIZERS[optimizer](model.parameters())
-        with Monitor(
-            model,
-            own,
-            every_n_steps=1,
-            max_rows=max_rows,
-            attainable=True,
-            realised=True,
-            alignment=Probe(there(probe, device)),
-            on_error="raise",
-        ) as monitor:
-            for batch in case.batches(3):
-                own.zero_grad()
-                cases.loss_of(model, there(batch, device)).backward()
-                own.step()
-        found[device] = list(monitor.reports)
-    for mine, theirs in zip(found[GPU], found["cpu"], strict=True):
-        setups.same(mine, theirs, loosely=True)
+    batches, make = case.batches(3), cases.OPTIMIZERS[optimizer]
+    asked: Any = {"max_rows": max_rows, "attainable": True, "realised": True}
+    asked["alignment"] = lambda device: Probe(there(case.batches(1)[0][0], device))
+    for mine, theirs in as_on_a_cpu(case.model(), batches, cases.loss_of, make, **asked):
         assert mine.alignment.keys() == theirs.alignment.keys()
         for path, reading in mine.alignment.items():
             for measure, value in vars(reading).items():
@@ -140,24 +149,11 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("max_rows", [4, None], ids=["sampled", "all-rows"])
 def test_recurrent_modules_read_as_on_a_cpu(max_rows: int | None) -> None:
-    found = {}
     torch.manual_seed(0)
-    first = Recurrent().double()
-    tokens, labels = torch.randint(7, (3, 5)), torch.randint(3, (3,))
-    for device in ("cpu", GPU):
-        model = alone(first, device)
-        own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with Monitor(
-            model, own, every_n_steps=1, max_rows=max_rows, attention=True, on_error="raise"
-        ) as monitor:
-            for _ in range(2):
-                own.zero_grad()
-                functional.cross_entropy(model(tokens.to(device)), labels.to(device)).backward()
-                own.step()
-        found[device] = list(monitor.reports)
-    for mine, theirs in zip(found[GPU], found["cpu"], strict=True):
-        assert mine.unsupported == theirs.unsupported and mine.coverage == theirs.coverage
-        setups.same(mine, theirs, loosely=True)
+    batch = torch.randint(7, (3, 5)), torch.randint(3, (3,))
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    asked: Any = {"max_rows": max_rows, "attention": True}
+    as_on_a_cpu(Recurrent().double(), [batch] * 2, cases.loss_of, momentum, **asked)
 
 
 # --- nothing is changed --------------------------------------------------------------------------
@@ -166,31 +162,12 @@ def test_recurrent_modules_read_as_on_a_cpu(max_rows: int | None) -> None:
 @pytest.mark.parametrize("name", [filtered(name) for name in ZOO])
 @pytest.mark.filterwarnings("ignore:.* does not have a deterministic implementation")
 def test_a_model_of_the_zoo_trains_as_without_a_monitor(name: str) -> None:
-    def run(*, monitored: bool) -> tuple[list[nn.Module], list[float], Tensor, list[StepReport]]:
-        seed(7)
-        with ExitStack() as stack, torch.device(GPU):
-            training = ZOO[name].build()
-            for each in training.trained:  # parameters that are made without a device
-                each.model.to(GPU)
-            options = {"every_n_steps": 2, "realised": True, "on_error": "raise"}
-            monitors = [
-                stack.enter_context(Monitor(each.model, each.optimizer, **options))
-                for each in training.trained
-                if monitored
-            ]
-            losses = [loss.item() for _ in range(3) for loss in training.step()]
-        reports = [report for monitor in monitors for report in monitor.reports]
-        models = [each.model for each in training.trained]
-        return models, losses, torch.cuda.get_rng_state(), reports
-
-    models, losses, drawn, _ = run(monitored=False)
-    assert run(monitored=False)[1] == losses, "without a monitor it trains differently each time"
-    seen = run(monitored=True)
-    assert seen[1] == losses
-    assert torch.equal(seen[2], drawn)
-    for model, expected in zip(seen[0], models, strict=True):
-        assert_equal(model, expected)
-    for report in seen[3]:
+    plain = run(ZOO[name], monitored=False, device=GPU)
+    again = run(ZOO[name], monitored=False, device=GPU)
+    assert again.losses == plain.losses, "without a monitor it trains differently each time"
+    seen = run(ZOO[name], monitored=True, device=GPU, realised=True)
+    seen.assert_same(plain)
+    for report in (report for reports in seen.reports for report in reports):
         # cuDNN's dropout between recurrent layers can't be repeated: docs/limits.md.
         unseen = {path for path in report.unmeasured if not path.startswith("lstm.")}
         assert unseen == set(ZOO[name].unseen)
@@ -400,6 +377,3 @@ def audited(device: str, *, rate: float) -> list[str]:
 @pytest.mark.parametrize("rate", [0.1, 300.0, 1e-5])
 def test_an_audit_finds_what_it_finds_on_a_cpu(rate: float) -> None:
     assert audited(GPU, rate=rate) == audited("cpu", rate=rate)
-
-
-# --- the audit -----------------------------------------------------------------------------------

@@ -110,7 +110,6 @@ def test_what_is_not_finite_has_a_colour_of_its_own(flawed: LayerReading) -> Non
     steps = [report(i, layers={"a": well, "b": flawed if i == 1 else well}) for i in range(3)]
     record = Record(Running().record().facts, (), (), tuple(steps))
     found = grid(record, "update_ratio")
-    assert found is not None
     assert found.not_finite.tolist() == [[False] * 3, [False, True, False]]
     black, without = (0, 0, 0), found._replace(not_finite=np.zeros((2, 3), dtype=bool))
     assert share(heat_picture(found), black) > share(heat_picture(without), black) + 0.01

@@ -10,27 +10,22 @@ from torch import Tensor, nn
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning.fabric")
+pytest.importorskip("pytorch_lightning")
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from lightning.fabric import Fabric
+from lightning_setups import BATCHES, net
 from plain_loops import plain_loop
 from setups import same
 
 from adiv_monitor import Monitor, StepReport
 
-CHANCE = torch.Generator().manual_seed(0)
-BATCHES = [
-    (torch.randn(6, 4, generator=CHANCE), torch.randint(3, (6,), generator=CHANCE))
-    for _ in range(8)
-]
-
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def pair() -> Pair:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+    model = net()
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 

@@ -3,6 +3,7 @@
 Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
@@ -11,8 +12,10 @@ import torch
 from cases import Around, loss_of
 from setups import EXACT, cosine, mlp, plain_step, same, trained
 from torch import Tensor, nn
+from torch.nn import functional
 
 from adiv_monitor import LayerReading, Monitor
+from adiv_monitor.report import StepReport
 
 
 def test_a_closure_is_measured_and_lbfgs_refused() -> None:
@@ -336,3 +339,47 @@ def test_a_compiled_optimizer_step() -> None:
             step()
     assert [report.step for report in monitor.reports] == [0, 2, 4]
     assert all(len(report.layers) == 3 for report in monitor.reports)
+
+
+def evaluated(width: int, *, swaps: bool, clips: bool) -> list[StepReport]:
+    """Train with an evaluation behind each step.
+
+    Args:
+        width: 300 makes the weight a large piece.
+        swaps: averaged weights are swapped in for the evaluation, and back.
+        clips: weights are clipped after each step.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, width), nn.ReLU(), nn.Linear(width, 3))
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = torch.randn(16, 300), torch.arange(16) % 3
+
+    def swap() -> None:
+        for own, other in zip(model.parameters(), average.parameters(), strict=True):
+            own.data, other.data = other.data, own.data
+
+    @torch.no_grad()
+    def evaluate(step: int) -> None:
+        for parameter in model.parameters() if clips else ():
+            parameter.clamp_(-0.03, 0.03)
+        if swaps:
+            swap()
+        model.eval()(x)
+        model.train()
+        if swaps:
+            swap()
+
+    loss = lambda model: functional.cross_entropy(model(x), y)  # noqa: E731
+    return trained(model, loss, 4, optimizer=optimizer, after=evaluate)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("width", [8, 300])
+def test_weights_that_are_swapped_in_for_an_evaluation_are_no_applied_update(
+    width: int, clips: bool
+) -> None:
+    plain = evaluated(width, swaps=False, clips=clips)
+    swapped = evaluated(width, swaps=True, clips=clips)
+    for one, other in zip(plain, swapped, strict=True):
+        assert one.layers == other.layers and one.notes == other.notes

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OPTIMIZERS
 from setups import one_step, same, trained
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,10 +23,6 @@ KINDS: dict[str, Callable[..., nn.RNNBase]] = {
     "lstm": lambda **kw: nn.LSTM(K, H, **kw),
     "projected-lstm": lambda **kw: nn.LSTM(K, H, proj_size=P, **kw),
     "gru": lambda **kw: nn.GRU(K, H, **kw),
-}
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
 }
 # A warning of torch's, issued once, about float32 on a CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -181,7 +178,7 @@ def second(
 
 
 @pytest.mark.slow(one_in=19)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -118,7 +118,6 @@ def measured(
         monitor.end_step() if optimizer is None else optimizer.step()
         for p in filter(lambda p: not is_lazy(p), model.parameters()):
             p.requires_grad_(False)  # as Lightning's `toggle_optimizer` does
-    assert monitor.latest is not None
     return monitor.latest
 
 

@@ -87,7 +87,6 @@ def test_the_report_is_that_of_one_process_with_all_of_it(
     assert all(report == reports[0] for report in reports), "all processes have it"
     assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
     expected = take(CASES[name], None)[0].latest
-    assert expected is not None
     assert reports[0].coverage == 1
     assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
 
@@ -169,7 +168,6 @@ def hooks_that_fail_in_one(rank: int) -> list[StepReport]:
 
     def breaks(step: int, model: nn.Module, monitor: Monitor) -> None:
         if (rank, step) == (1, 1):
-            assert monitor._controller._armed is not None
             monitor._controller._armed.guard.broken = True
 
     with pytest.MonkeyPatch.context() as patch:
@@ -348,7 +346,6 @@ def test_where_all_layers_fail_in_one_process_the_others_have_reports(
 
 def test_layers_that_a_rule_of_their_class_measures(found: dict[int, list[Found]]) -> None:
     expected = corrected(None)
-    assert expected is not None
     for own in found[2]:
         assert own["corrected"].coverage == 1
         assert_same(own["corrected"].to_dict(), expected.to_dict())

@@ -4,19 +4,15 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from processes import contributions_of_ranks
+from processes import contributions_of_ranks, merged
 from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.step.merge import merge_ranks, prepared
-from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.run_history import RunHistory
 
 WORDS, WIDTH, TOKENS, SEEN = 40, 12, 1024, 96
 
@@ -91,7 +87,6 @@ class Step:
         for name, p in apart.named_parameters():
             w = taken.get(name, taken["embed.weight"])
             descents[name.split(".")[0]] += factor * float((w * p.grad).sum())
-        assert monitor.latest is not None
         return monitor.latest, descents
 
 
@@ -177,13 +172,6 @@ def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad.copy_(gradient)
             optimizer.step()
-    generator = np.random.default_rng(0)
-    own = {
-        rank: replace(part, sums=prepared(part.sums, SEEN, WORLD, generator))
-        for rank, part in enumerate(parts)
-    }
-    merged, _ = merge_ranks(own, WORLD, SEEN)
-    report = understand(merged, RunHistory())
-    for path, reading in report.layers.items():
+    for path, reading in merged(parts, SEEN).layers.items():
         off = abs(reading.descent - expected[path])
         assert off <= 4 * reading.standard_error.get("descent", 0.0) + 1e-9

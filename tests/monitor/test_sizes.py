@@ -57,7 +57,6 @@ class Step:
             self.before = {name: p.detach().clone() for name, p in named.items()}
             scaler.step(optimizer)
             self.after = {name: p.detach().clone() for name, p in named.items()}
-        assert own.latest is not None
         self.report: StepReport = own.latest
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 pytest.importorskip("pytorch_lightning")
 import pytorch_lightning as pl
-from lightning_setups import QUIET, trainer
+from lightning_setups import BATCHES, QUIET, trainer
 from plain_loops import plain_loop
 from processes import as_launched, meet, run_in
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
@@ -25,15 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend"),
     *QUIET,
 ]
-WORLD, SAMPLES, BATCHES = 2, 6, 4
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    chance = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(SAMPLES, 4, generator=chance), torch.randint(3, (SAMPLES,), generator=chance))
-        for _ in range(BATCHES)
-    ]
+WORLD, SAMPLES = 2, 6
+FOUR = BATCHES[:4]
 
 
 def net() -> nn.Sequential:
@@ -65,7 +58,7 @@ class Classifier(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
-        return torch.utils.data.DataLoader(batches(), batch_size=None)
+        return torch.utils.data.DataLoader(FOUR, batch_size=None)
 
 
 def fit(way: str, strategy: Any, folder: str | Path, **options: Any) -> None:
@@ -114,7 +107,7 @@ def plain() -> list[dict[str, Any]]:
     """Run the same training as a plain loop with whole batches."""
     model = nn.ModuleDict({"net": net()})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = (nn.functional.cross_entropy(model["net"](x), y) for x, y in batches())
+    losses = (nn.functional.cross_entropy(model["net"](x), y) for x, y in FOUR)
     return [report.to_dict() for report in plain_loop(model, optimizer, losses)]
 
 
