@@ -92,7 +92,7 @@ class Around(torch.optim.Optimizer):
     """A wrapper that delegates its steps to another optimizer, as Lookahead does."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        super().__init__(inner.param_groups, {})
         self.inner = inner
 
     def step(self, closure: object = None) -> None:

@@ -49,6 +49,7 @@ def trained(
     model: nn.Module,
     loss: Callable[[nn.Module], Tensor],
     steps: int = 1,
+    /,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     between: Callable[[int], object] = lambda step: None,
