@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+SAMPLES, TOKENS = 3, 4
+
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
     torch.manual_seed(0)
@@ -94,11 +96,11 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         padding = None
         if self.padding:
-            padding = torch.zeros(4, 6, dtype=torch.bool)
-            padding[1, 4:] = True
+            padding = torch.zeros(SAMPLES, TOKENS, dtype=torch.bool)
+            padding[1, 2:] = True
         mask = self.mask
         if mask is not None and mask.dim() == 3:
-            mask = mask.expand(12, 6, 6)
+            mask = mask.expand(3 * SAMPLES, TOKENS, TOKENS)
         batch_first = self.attention.batch_first
         x = x if batch_first else x.transpose(0, 1)
         value = x[..., :7] if self.weights else x
@@ -121,7 +123,7 @@ class LowRank(nn.Module):
         q = self.up(self.down(x + 0 * torch.rand(())))
         q *= 2
         q += self.q(x)
-        q, k, v = (z.view(len(x), 6, 3, 4).transpose(1, 2) for z in (q, self.k(x), self.v(x)))
+        q, k, v = (z.view(len(x), TOKENS, 3, 4).transpose(1, 2) for z in (q, self.k(x), self.v(x)))
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -144,7 +146,7 @@ class Language(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(4, 6, dtype=torch.long)
+        mask = torch.ones(SAMPLES, TOKENS, dtype=torch.long)
         mask[2, :2] = 0
         hidden: Tensor = self.model(inputs_embeds=x, attention_mask=mask).last_hidden_state
         return hidden
@@ -176,8 +178,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, str]]] = {
     "torch, no bias": torch_attention(batch_first=True, bias=False),
     "torch, batch second": torch_attention(padding=True),
     "torch, separate weights": torch_attention(kdim=12, vdim=7, batch_first=True),
-    "torch, mask": torch_attention(mask=torch.ones(6, 6, dtype=torch.bool).triu(1)),
-    "torch, mask of heads": torch_attention(mask=tensors((12, 6, 6))[0], batch_first=True),
+    "torch, mask": torch_attention(mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)),
+    "torch, mask of heads": torch_attention(
+        mask=tensors((3 * SAMPLES, TOKENS, TOKENS))[0], batch_first=True
+    ),
     "low rank": lambda: (LowRank(), ""),
     "llama": language("Llama", **SMALL, **GROUPED),
     "qwen3": language("Qwen3", **SMALL, **GROUPED),

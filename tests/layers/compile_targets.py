@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from adiv_layers.forms import Correction
 from adiv_layers.kernels import channels, launch, patch, rows, small
-from compiled_code import amd_usage, narrow_products, nvidia_usage
+from compiled_code import amd_usage, instructions, narrow_products, nvidia_usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -190,12 +190,13 @@ def main(name, each):
             moved = int(elements * dtype.itemsize)
             compiled = build(kernel, arguments, options, target)
             used = usage(compiled)
+            counted = name == "sm_90" and case.startswith("unit_rows")
             found[f"{case}, {dtype}"] = used | {
                 "loads": used["loads"][access],
                 "stores": used["stores"][access],
                 "least_loads": loads * moved // max(access, 1),
                 "least_stores": stores * moved // max(access, 1),
-                "instructions": used.get("instructions", 0) / elements,
+                "instructions": instructions(compiled) / elements if counted else None,
                 "threads": threads,
                 "narrow_products": narrow_products(compiled.asm["ttir"]),
             }

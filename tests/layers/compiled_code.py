@@ -27,14 +27,24 @@ def narrow_products(code):
     return narrow
 
 
-def nvidia_usage(compiled):
+def dumped(compiled, option):
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [str(tool), "-res-usage", "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(compiled):
+    """Count the instructions for an NVIDIA GPU, which takes a second."""
+    text = dumped(compiled, "-sass")
+    return len(re.findall(r"^\s+/\*[\da-f]{4}\*/\s+(?!NOP)", text, re.MULTILINE))
+
+
+def nvidia_usage(compiled):
+    text = dumped(compiled, "-res-usage")
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     ptx = compiled.asm["ptx"]
     return {
@@ -42,7 +52,6 @@ def nvidia_usage(compiled):
         "spilled": used["STACK"] + used["LOCAL"],
         "loads": accesses(ptx, "ld"),
         "stores": accesses(ptx, "st"),
-        "instructions": len(re.findall(r"^\s+/\*[\da-f]{4}\*/\s+(?!NOP)", text, re.MULTILINE)),
     }
 
 

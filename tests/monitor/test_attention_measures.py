@@ -37,8 +37,8 @@ class Attends(nn.Module):
 
     def __init__(self, cross: bool = False, call: dict[str, Any] | None = None, **options: Any):
         super().__init__()
-        self.before = nn.Linear(12, 12)
-        self.attention = nn.MultiheadAttention(12, 3, batch_first=True, **options)
+        self.before = nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 3, batch_first=True, **options)
         self.cross = cross
         self.call = {"need_weights": False} | (call or {})
 
@@ -66,7 +66,7 @@ def attends(**options: Any) -> Callable[[], nn.Module]:
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "torch": attends(),
-    "torch, cross": attends(cross=True, kdim=12, vdim=7),
+    "torch, cross": attends(cross=True, kdim=6, vdim=5),
     "torch, padding": attends(call={"key_padding_mask": padding(6)}),
     "torch, causal": attends(call={"attn_mask": CAUSAL, "is_causal": True}),
 }
@@ -82,11 +82,11 @@ def built(name: str) -> nn.Module:
 
 def batch(samples: int = 4) -> Tensor:
     torch.manual_seed(4)
-    return torch.randn(samples, 6, 12, dtype=torch.float64)
+    return torch.randn(samples, 6, 6, dtype=torch.float64)
 
 
 def judged(output: Tensor) -> Tensor:
-    return (output * torch.linspace(-1, 1, 12, dtype=output.dtype)).sin().square().sum()
+    return (output * torch.linspace(-1, 1, 6, dtype=output.dtype)).sin().square().sum()
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -317,8 +317,8 @@ class Own(nn.Module):
 
     def __init__(self, changed: Callable[[Tensor], Tensor], shared: bool = False) -> None:
         super().__init__()
-        self.q = nn.Linear(12, 12)
-        self.k = self.q if shared else nn.Linear(12, 12)
+        self.q = nn.Linear(6, 6)
+        self.k = self.q if shared else nn.Linear(6, 6)
         self.changed = changed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.q, self.k = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         attend = functional.scaled_dot_product_attention
@@ -462,7 +462,7 @@ def unseen(x: Tensor) -> nn.Module:
     class Detached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.attends = nn.Linear(12, 12), Own(nn.Identity())
+            self.linear, self.attends = nn.Linear(6, 6), Own(nn.Identity())
 
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) + 0 * self.attends(x).detach()
@@ -476,7 +476,7 @@ class Adapted(Own):
     def __init__(self, x: Tensor) -> None:
         super().__init__(nn.Identity())
         self.requires_grad_(False)
-        self.v = nn.Linear(12, 12)
+        self.v = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part(x)[:, None] for part in (self.q, self.k, self.v))
@@ -497,7 +497,7 @@ def broken(x: Tensor) -> nn.Module:
         (unseen, "Attention of 'attends' is not measured: no gradient reached it in this step."),
         (broken, "queries or keys are not finite"),
         (Adapted, "no trained parameter makes its queries or keys"),
-        (lambda x: nn.Linear(12, 12), "No attention of trained weights was seen"),
+        (lambda x: nn.Linear(6, 6), "No attention of trained weights was seen"),
     ],
 )
 def test_what_has_no_reading_is_said(build: Callable[[Tensor], nn.Module], reason: str) -> None:
