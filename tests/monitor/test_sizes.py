@@ -1,7 +1,6 @@
 """Sizes: each number against its definition in plain tensors, however the gradient came about."""
 
 import math
-from collections import defaultdict
 
 import pytest
 import torch
