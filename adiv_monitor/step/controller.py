@@ -240,6 +240,8 @@ class StepController:
             self.failures.safely(self._note_random, self._armed)
 
     def _note_random(self, armed: Armed) -> None:
+        if not armed.selection.parameters:
+            return
         device = next(iter(armed.selection.parameters)).device
         before = armed.told.get("random_states", ())[:1]
         armed.told["random_states"] = (*before, checksum(device))

@@ -37,7 +37,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.rnn(x)[0]
-        return result
+        return 1 * result  # the very output that `backward` is called on does not arrive
 
 
 # A module of four inputs and outputs, and how often it is called.
