@@ -240,11 +240,9 @@ class StepController:
             self.failures.safely(self._note_random, self._armed)
 
     def _note_random(self, armed: Armed) -> None:
-        if not armed.selection.parameters:
-            return
-        device = next(iter(armed.selection.parameters)).device
-        before = armed.told.get("random_states", ())[:1]
-        armed.told["random_states"] = (*before, checksum(device))
+        for parameter in [*armed.selection.parameters][:1]:  # none, if all are refused
+            before = armed.told.get("random_states", ())[:1]
+            armed.told["random_states"] = (*before, checksum(parameter.device))
 
     def disarm(self) -> None:
         """Remove the hooks."""
