@@ -142,6 +142,18 @@ def _early() -> Accuracies:
     return accuracies(runs("fair-tuning"), cut)
 
 
+def of_depth() -> Iterator[Headline]:
+    """The fair test with six hidden layers, at batch size 128."""
+    found = tuned("fair-depth6")
+    for activation in ("tanh", "leaky"):
+        for than in ("standard", "batchnorm", "layernorm"):
+            shown = signed(difference(found, Arm("affine-like", activation, 128), than))
+            yield f"six layers, {activation}: affine-like − {than}", shown
+        for method in ("norm-like", "gradient-proportional", "rate-by-layer", "batchnorm"):
+            shown = signed(difference(found, Arm(method, activation, 128), "standard"))
+            yield f"six layers, {activation}: {method} − standard", shown
+
+
 def of_own_setting() -> Iterator[Headline]:
     """The paper's setting at batch size 32, with a learning rate tuned for every map."""
     common, found = table1(after(25)), tuned("fair-adam-unit")
@@ -242,7 +254,10 @@ def of_schedules() -> Iterator[Headline]:
 
 def headlines() -> Iterable[Headline]:
     """All of them."""
-    parts = (of_table1, of_fair, of_gradient_only, of_own_setting, of_overtaking, of_readings)
+    parts = (
+        *(of_table1, of_fair, of_gradient_only, of_depth),
+        *(of_own_setting, of_overtaking, of_readings),
+    )
     for part in (*parts, of_optimizers, of_schedules):
         yield from part()
 
