@@ -2,24 +2,16 @@
 
 import math
 import random
-from functools import cache
+from dataclasses import replace
 
-import torch
-from torch import nn
+import made_records
+from example_reports import LAYERS, reading, report
 
-from adiv_monitor import Monitor
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
-from adiv_monitor.diagnosis.record import (
-    Facts,
-    InputStatistics,
-    Record,
-    UnitStatistics,
-    WeightStatistics,
-    Wiring,
-)
+from adiv_monitor.diagnosis.record import Record, UnitStatistics, Wiring
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.report import QUANTILE_LEVELS, LayerReading, StepReport
+from adiv_monitor.report import LayerReading, StepReport
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -31,75 +23,32 @@ HOSTILE = (
 )
 
 
-class Small(nn.Module):
-    """A small convolutional network whose layers have the names used in the examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-        self.block = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-        self.head = nn.Sequential(nn.Flatten(), nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(self.stem(x)))
-
-
-def trained() -> Record:
-    """Return the record of a real run on artificial images."""
-    model = Small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    centres = torch.rand(10, 1, 8, 8)
-    losses, norms = [], []
-    with Monitor(model, optimizer, every_n_steps=4, attainable=True, realised=True) as monitor:
-        for _ in range(12):
-            y = torch.randint(10, (16,))
-            x = 16 * (centres[y] + 0.3 * torch.randn(16, 1, 8, 8))
-            loss = nn.functional.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))
-            losses.append(loss.item())
-            optimizer.step()
-    return record(tuple(monitor.reports), losses, norms)
+UNITS = UnitStatistics("relu", 32, 0, 0.41, 10)
 
 
 def record(reports: tuple[StepReport, ...], losses: list[float], norms: list[float]) -> Record:
     """Return a record around a run's reports, losses and gradient norms."""
-    facts = Facts(
+    facts = replace(
+        made_records.FACTS,
         model="my_project.models.Small",
-        parameters=10_000,
-        trainable=9_500,
         optimizer="AdamW",
         settings={"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.01},
-        batch_size=48,
         batches=len(losses),
         steps=len(losses),
-        every_n_steps=4,
-        seed=0,
-        device="cpu",
-        torch=torch.__version__,
-        seconds_per_step=0.0123,
         clip_norm=1.0,
     )
-    return Record(
-        facts,
-        tuple(losses),
-        tuple(norms),
-        reports,
-        inputs={"0": InputStatistics(8.1, 6.3, -12.4, 31.2, 2.2, 1.4, 0.31, 1)},
-        units={
-            "stem.1": UnitStatistics("relu", 8, 2, 0.41, 10),
-            "block.2": UnitStatistics("relu", 16, 0, 0.52, 10),
-            "head.2": UnitStatistics("relu", 32, 5, 0.63, 10),
-        },
+    return made_records.record(
+        facts=facts,
+        losses=tuple(losses),
+        gradient_norms=tuple(norms),
+        reports=reports,
+        units={path: replace(UNITS, dead=dead) for path, dead in (("stem.1", 2), ("head.2", 5))},
         wiring=Wiring(frozen=("stem.0.bias",), input_matters=0.83),
         overfit=Trial("overfit", 60, 0.011, 2.4, None, 0.01),
         rates={
             factor: trial(f"rate*{factor:g}", len(losses), losses, ratio)
             for factor, ratio in ((0.1, 3.1), (0.3, 0.88), (3.0, 1.6), (10.0, math.inf))
         },
-        chance=math.log(10),
-        weights={"head.1": WeightStatistics(0.58, 0.04, 0.0)},
         notes=("Batches were repeated: there were fewer than steps.",),
     )
 
@@ -150,12 +99,9 @@ def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
     )
 
 
-@cache
 def faulty() -> AuditReport:
     """Return the report of a run with a finding of each strength."""
-    of_run = trained()
-    layers = list(of_run.reports[-1].layers)
-    return AuditReport(findings(layers, list(of_run.losses)), of_run)
+    return made_up(["stem.0", "block.0", "head.1", "head.3"], 3)
 
 
 def made_up(layers: list[str], steps: int, seed: int = 0) -> AuditReport:
@@ -181,53 +127,21 @@ def made_up(layers: list[str], steps: int, seed: int = 0) -> AuditReport:
 
 
 def _reading(draw: random.Random, share: float, length: float) -> LayerReading:
-    diagonal = draw.uniform(0.8, 1)
-    gradient = diagonal * draw.uniform(0.1, 0.6)
-    update = gradient * draw.uniform(0.5, 1.1) * (1 - 0.5 * share)
-    cv = draw.uniform(0.05, 0.9)
-    return LayerReading(
-        kind="linear",
-        rows_seen=128,
-        rows_total=8192,
-        rows_without_gradient=0,
-        gradient_factor=1.0,
-        update_cosine=update,
+    """Return a reading whose step turns away from the gradient as training goes on."""
+    gradient = draw.uniform(0.1, 0.6)
+    return reading(
+        draw.randrange(1000),
         gradient_cosine=gradient,
-        diagonal_cosine=diagonal,
-        attainable_cosine=min(gradient * 1.6, 1.0),
+        update_cosine=gradient * draw.uniform(0.5, 1.1) * (1 - 0.5 * share),
         effective_lr=length * 1e-3 * draw.uniform(0.8, 1.2),
         scale_mean=length,
-        scale_cv=cv,
-        scale_p05=length / 2,
-        scale_p50=length,
-        scale_p95=length * 2,
-        scale_max=length * 3,
-        common_share=draw.random(),
-        interference_ratio=10 ** draw.uniform(0, 2),
-        row_cosine_mean=update,
-        row_cosine_p05=update - 0.3,
-        row_cosine_p50=update,
-        row_cosine_p95=update + 0.3,
-        harmed_fraction=draw.uniform(0.1, 0.4),
-        idle_share=0.0,
-        bias_share=draw.random(),
         update_ratio=10 ** draw.uniform(-4, -1),
-        descent=draw.uniform(0, 1e-3),
-        parameter_cosine=draw.uniform(0.3, 0.9),
-        projection_cosine=1.0,
-        applied_cosine=draw.uniform(0.3, 0.9),
-        standard_error={"update_cosine": 0.02 * update, "interference_ratio": 0.4},
-        scale_quantiles=tuple(length * math.exp(cv * (4 * q - 2)) for q in QUANTILE_LEVELS),
-        row_cosine_quantiles=tuple(
-            max(-1.0, min(1.0, update + 0.9 * (q - 0.5) ** 3 * 4)) for q in QUANTILE_LEVELS
-        ),
+        standard_error={"update_cosine": 0.02 * gradient, "interference_ratio": 0.4},
     )
 
 
 def known_by_reports(seed: int = 0, losses: bool = True) -> AuditReport:
     """Return the report of a monitored training of four layers without an audit."""
-    from example_reports import LAYERS, reading, report
-
     running = Running()
     for i, step in enumerate((0, 250, 500)):
         layers = {path: reading(100 * seed + 10 * i + j) for j, path in enumerate(LAYERS)}
