@@ -1,6 +1,7 @@
-"""Healthy trainings that look like faults: the audit does not name these faults."""
+"""Healthy trainings that look like faults, or are unusual: the audit names no fault of them."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import functional
 from adiv_monitor import audit
 from adiv_monitor.audit.report import AuditReport
 
-Case = tuple[nn.Module, Sequence[Any], Callable[[nn.Module, Any], Tensor]]
+Case = tuple[nn.Module, Sequence[Any], Callable[[nn.Module, Any], Tensor] | None]
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -147,6 +148,50 @@ def bags() -> Case:
     return Bags(), batches, loss
 
 
+def gradient_penalty() -> Case:
+    """The critic of a WGAN: its loss differentiates with respect to its input."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        real, fake = batch
+        between = ((real + fake) / 2).requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        found: Tensor = model(fake).mean() - model(real).mean() + 10 * penalty
+        return found
+
+    batches = [(torch.randn(16, 5) + 1, torch.randn(16, 5)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(5, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)), batches, loss
+
+
+def differential_equation() -> Case:
+    """A physics-informed network: u' = −u, u(0) = 1."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        t = batch[0].clone().requires_grad_()
+        u = model(t)
+        (du,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+        found: Tensor = (du + u).square().mean() + (model(torch.zeros(1, 1)) - 1).square().mean()
+        return found
+
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    return model, [(torch.rand(32, 1),)], loss
+
+
+class OwnLoss(nn.Module):
+    """Returns a plain dict, as many training frameworks do."""
+
+    def __init__(self, key: str = "loss") -> None:
+        super().__init__()
+        self.key, self.net = key, mlp(16, 16, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {self.key: functional.cross_entropy(self.net(x), y)}
+
+
+def own_loss() -> Case:
+    return OwnLoss(), blobs()[:1], None
+
+
 CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "standardised in forward": (standardised_in_forward, ("input-scale", "input-mean")),
     "batch normalisation first": (batch_norm_first, ("input-scale", "input-mean")),
@@ -176,6 +221,21 @@ def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
     torch.manual_seed(0)
     report = audited(make(), rate=RATES.get(name, 3e-3))
     assert not {finding.name for finding in report.findings} & set(faults)
+
+
+@pytest.mark.parametrize("make", [gradient_penalty, differential_equation, own_loss])
+def test_of_correct_programs_with_unusual_losses_there_is_nothing_to_act_on(
+    make: Callable[[], Case],
+) -> None:
+    report = audited(make(), steps=6, rate=1e-2)
+    assert len(report.record.losses) == 6 and all(map(math.isfinite, report.record.losses))
+    assert [finding.name for finding in report.findings if finding.strength == "act"] == []
+
+
+def test_a_dict_without_a_loss_is_told() -> None:
+    expected = "gave dict, expected a model that gives its own loss, as the `loss`"
+    with pytest.raises(TypeError, match=expected):
+        audit(OwnLoss("nll"), blobs()[:1], steps=2)
 
 
 class Recurrent(nn.Module):
