@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
@@ -17,53 +16,39 @@ from readings_report import MEASURES, correlation
 from scipy import stats
 from training import Course, Setting
 
+from adiv_monitor import Monitor
+
 
 @pytest.fixture(scope="module")
 def data() -> Data:
     return synthetic(train=96, test=40)
 
 
-def test_what_is_read_is_what_the_definitions_say(data: Data) -> None:
-    """Of plain SGD on one layer's own numbers, in float64, by really taking the step."""
+def test_what_is_read_is_what_the_monitor_reports(
+    data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all steps, as few as they are."""
+    kept: list[Monitor] = []
+
+    class Kept(Monitor):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            kept.append(self)
+
+    monkeypatch.setattr(readings, "Monitor", Kept)
     network = Network("affine-like", "tanh", 0, 0.5)
-    setting = Setting(96, 32, 2, "centred", (network,), "sgd")
-    course = Course(setting, data, dtype=torch.float64)
-    torch.set_default_dtype(torch.float64)
-    try:
-        run = readings.train(network, setting, course, 1)
-        alone = readings.model(network, course.ensemble.sizes, course.typical)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert run["step"] == [0] and run["epoch"] == [1]
-    layers = [layer for layer in alone if isinstance(layer, torch.nn.Linear)]
-    inputs: dict[int, Any] = {}
-    outputs: dict[int, Any] = {}
-
-    def keep(i: int) -> Any:
-        def hook(layer: Any, given: Any, z: Any) -> None:
-            inputs[i], outputs[i] = given[0].detach(), z
-            z.retain_grad()
-
-        return hook
-
-    for i, layer in enumerate(layers):
-        layer.register_forward_hook(keep(i))
-    rows = course.order(0, 1)
-    x, y = course.pixels(course.train[0][rows]), course.train[1][rows]
-    torch.nn.functional.cross_entropy(alone(x), y).backward()
-    seen = dict(inputs), {i: (z.detach(), z.grad) for i, z in outputs.items()}
-    torch.optim.SGD(alone.parameters(), lr=0.5).step()
-    for i, layer in enumerate(layers):
-        z, g = seen[1][i]
-        move = (layer.forward(seen[0][i]) - z).detach()
-        downhill = -(move * g).sum() / (move.norm() * g.norm())
-        assert run["update_cosine"][i][0] == pytest.approx(downhill.item(), rel=1e-4)
-        # Plain SGD's step is the gradient's.
-        assert run["gradient_cosine"][i][0] == pytest.approx(downhill.item(), rel=1e-4)
-        harmed = ((move * g).sum(-1) > 0).double().mean().item()
-        assert run["harmed_fraction"][i][0] == pytest.approx(harmed, abs=1e-4)
-        # All rows of an affine-like map move by the same factor.
-        assert run["scale_cv"][i][0] == pytest.approx(0, abs=1e-6)
+    setting = Setting(32, 32, 2, "centred", (network,), "sgd")
+    run = readings.train(network, setting, Course(setting, data), 1)
+    (monitor,) = kept
+    assert run["step"] == [report.step for report in monitor.reports] == [0, 1, 2]
+    for measure in MEASURES:
+        layers = zip(*(report.layers.values() for report in monitor.reports), strict=True)
+        expected = [[getattr(reading, measure) for reading in layer] for layer in layers]
+        for mine, theirs in zip(run[measure], expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4), measure
+        assert len(expected) == 3
+    # All rows of an affine-like map move by the same factor.
+    assert run["scale_cv"][1] == pytest.approx([0] * 3, abs=1e-6)
 
 
 def test_monitored_networks_train_as_those_of_an_ensemble(data: Data) -> None:
