@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+import made_records
 import pytest
+from made_records import by_reports
 
 from adiv_monitor.alarms import Rule
 from adiv_monitor.audit.command.cli import hits
@@ -11,21 +13,16 @@ from adiv_monitor.audit.command.code import UsageError
 from adiv_monitor.audit.command.options import rule as parse
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.record import Facts, Record
-from adiv_monitor.report import LayerReading, StepReport
+from adiv_monitor.report import LayerReading
 
 
 def reading(cosine: float, error: float = 0.0, scale_cv: float | None = 0.5) -> LayerReading:
     errors = {"update_cosine": error} if error else {}
-    return LayerReading(
-        *("linear", 8, 8, 0, 1.0), update_cosine=cosine, scale_cv=scale_cv, standard_error=errors
-    )
+    return made_records.reading(update_cosine=cosine, scale_cv=scale_cv, standard_error=errors)
 
 
 def report(*steps: dict[str, LayerReading], findings: tuple[Finding, ...] = ()) -> AuditReport:
-    facts = Facts("m", 1, 1, "SGD", {}, 8, 1, 2, 1, 0, "cpu", "2", math.nan)
-    reports = tuple(StepReport(10 * i, layers, {}, 1.0) for i, layers in enumerate(steps))
-    return AuditReport(findings, Record(facts, (), (), reports))
+    return AuditReport(findings, by_reports(*steps))
 
 
 @pytest.mark.parametrize(
