@@ -135,7 +135,7 @@ class Uses(Recording):
             if seen.is_table:  # rows that are repeated count once
                 sizes = zip(use.weight.shape, use.weight.stride(), strict=True)
                 outputs, fan_in = fan_in, prod(size for size, step in sizes if step) // fan_in
-            of_torch = isinstance(seen.layer.module, nn.Embedding | nn.EmbeddingBag)
+            of_torch = isinstance(seen.layer.module, nn.Embedding)
             is_table = use.kind == "offset" or (use.kind == "embedding" and not of_torch)
             yield AlignedLayer(
                 path=path,

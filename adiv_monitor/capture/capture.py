@@ -7,7 +7,6 @@ gradients. `layers` maps each use to its layer.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -93,7 +92,6 @@ class Capture:
         self.norm_passes: list[Tensor] = []
         self.without_gradient: set[int] | None = None
         self.frozen = set[int]()
-        self._survey_note: str | None = None
         self._model = model
         self.selection = selection
         self.plan = plan
@@ -163,9 +161,6 @@ class Capture:
     def _share(self, reached: Mapping[Layer, LayerRows]) -> None:
         """Mark the layers that share at least one parameter entry with another use."""
         elsewhere = self.watching.refused
-        every = [*map(id, chain.from_iterable(map(attrgetter("parameters"), reached)))]
-        if len(every) == len({*every}) and elsewhere.keys().isdisjoint(every):
-            return
         users: dict[int, list[tuple[LayerRows, Piece]]] = defaultdict(list)
         for layer, rows in reached.items():
             for piece in layer.pieces:
@@ -202,15 +197,13 @@ class Capture:
         without = self.without_gradient or set()
         unseen = set(map(id, self.selection.due_parameters)) - held - without
         watching, is_survey = self.watching, self.plan is None
-        given = watching.sites, watching.others, unseen
-        self._survey_note = trace.learn(*given, is_survey=is_survey)
+        trace.learn(watching.sites, watching.others, unseen, is_survey=is_survey)
 
     def notes(self, *, overflowed: bool) -> list[str]:
         """Return notes for the report; whether gradients that were zeroed were not finite."""
-        notes = [self._survey_note] if self._survey_note else []
         if any(rows.dropped for rows in self.rows.values()):
-            notes.append(_OVERFLOWED if overflowed else _DROPPED)
-        return notes
+            return [_OVERFLOWED if overflowed else _DROPPED]
+        return []
 
 
 def _evaluated(model: nn.Module) -> Iterator[str]:

@@ -39,11 +39,6 @@ from adiv_monitor.maths.ceiling import KNOWN
 
 Layout = Callable[[Tensor], Tensor]
 
-_PRECISION = {
-    dtype: torch.finfo(dtype).eps
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
-
 
 class _Running(threading.local):
     """The backward pass that runs in a thread.
@@ -52,12 +47,11 @@ class _Running(threading.local):
         task: the number of its graph task.
         trains: whether it belongs to a training step.
         gradients: whether its gradients get a graph of their own.
-        autocast: whether autocast is on.
         steps: the number of optimizer steps that have begun.
     """
 
     task = -1
-    trains = gradients = autocast = False
+    trains = gradients = False
     steps = 0
 
 
@@ -161,7 +155,6 @@ class Catch:
         """Read what holds for a whole backward pass."""
         running = self._running
         running.task, running.gradients = task, torch.is_grad_enabled()
-        running.autocast = torch._C._is_any_autocast_enabled()
         running.trains, running.steps = trains(None), self._passes.steps()
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
@@ -170,10 +163,7 @@ class Catch:
         if not watched or not has_data(args[-1]):
             return
         try:
-            if self._running.autocast:
-                with without_autocast(self._rows[min(watched)].layer.parameters[0]):
-                    function(*args)
-            else:
+            with without_autocast(self._rows[min(watched)].layer.parameters[0]):
                 function(*args)
         except Exception as error:
             for path in watched:
@@ -185,8 +175,7 @@ class Catch:
         if task not in rows.tasks:
             self._begins_at(rows, call, task)
         sums = None if call.products is None else call.products.contracted(gradient)
-        if _PRECISION[gradient.dtype] > call.precision:
-            call.precision = _PRECISION[gradient.dtype]
+        call.precision = max(call.precision, torch.finfo(gradient.dtype).eps)
         every = None if call.every_row is None else Rows(call.rows.shape).take(gradient)
         found = Arrived(call.rows.copied(gradient), norms(gradient).flatten(), sums, every)
         rows.arrive(call, task, found)

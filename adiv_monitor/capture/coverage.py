@@ -66,9 +66,7 @@ def coverage_of(
     known = {**told, **off_now}
     trained = [p for p in selection.trained if due is None or id(p) in due]
     missing = _missing(trained, [seen[path] for path in seen if path in measured])
-    lacking = missing
-    if known:
-        lacking = _missing(trained, [seen[p] for p in seen if p in measured or p in known])
+    lacking = _missing(trained, [seen[p] for p in seen if p in measured or p in known])
 
     def why(parameter: nn.Parameter) -> str:
         if not is_measured:
@@ -136,20 +134,13 @@ def _why(parameter: nn.Parameter, capture: Capture) -> str:
     """Return why a parameter, or a part of it, belongs to no layer with a result."""
     key, selection = id(parameter), capture.selection
     place = selection.places[key][0]
-    kind, rule = type(place.module), selection.rules.get(place.module)
+    kind = type(place.module)
     if key in (capture.without_gradient or ()):
         return NO_GRADIENT
     if key in capture.frozen:
         return FROZEN
     if key in capture.watching.refused:
         return capture.watching.refused[key]
-    if rule is not None and place.name not in (rule.weight, rule.bias):
-        reason = (
-            f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "
-            f'register_features({kind.__name__}, weight="…", bias="…")'
-        )
-    elif parts := capture.layers.of_parts(parameter):
+    if parts := capture.layers.of_parts(parameter):
         return f"only a part of it was seen to be used, as {listed(parts)}"
-    else:
-        reason = _UNSEEN
-    return f"{kind.__module__}.{kind.__qualname__}: {reason}"
+    return f"{kind.__module__}.{kind.__qualname__}: {_UNSEEN}"

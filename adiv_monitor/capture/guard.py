@@ -41,15 +41,11 @@ class Guard:
                 else:
                     body(*args)
         except Exception as error:
-            self.failed(error)
+            self.broken = True
+            self._fail(error)
         except BaseException:
             self.broken = True
             raise
-
-    def failed(self, error: Exception) -> None:
-        """Record a failure and report it."""
-        self.broken = True
-        self._fail(error)
 
 
 def call_all(*actions: Callable[[], object]) -> None:

@@ -1,7 +1,6 @@
 """The layers found in one step, with their names in reports and their rows."""
 
 from collections.abc import Collection, Iterable
-from functools import cache
 from itertools import chain, count
 
 from torch import Tensor, nn
@@ -15,20 +14,10 @@ from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.functions.linear import part_of
 from adiv_monitor.features.uses import Use
 
-# The prefixes that torch puts before a module's class name when it creates a class from it.
-_MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
-
-
-@cache
-def _name_of(kind: type) -> str:
-    made = {f"{prefix}{base.__name__}": base for base in kind.__bases__ for prefix in _MADE}
-    return _name_of(made[kind.__name__]) if kind.__name__ in made else kind.__name__
-
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class without torch's prefix: "Linear" for an `FSDPLinear`."""
-    kind: type = type(module)
-    return _name_of(kind)
+    return type(module).__name__.removeprefix("FSDP").removeprefix("Parametrized")
 
 
 class Layers:

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 import torch
 
-from adiv_monitor.features.rows import HOST, Index, Keys, Rows
+from adiv_monitor.features.rows import HOST, Index, Rows
 
 
 def draw(
@@ -48,14 +48,9 @@ def winners(several: Sequence[Rows], most: int | None) -> list[Index | None]:
     """Return which drawn rows of each call belong to the sample; None: all of them."""
     if most is None:
         return [None] * len(several)
-    keys = [_keys(drawn) for drawn in several]
+    keys = [drawn.keys for drawn in several]
     every, bound = np.concatenate(keys), min(drawn.bound for drawn in several)
     if len(every) > most:
         bound = min(bound, float(np.partition(every, most)[most]))
     below = [of_call < bound for of_call in keys]
     return [None if are.all() else np.flatnonzero(are) for are in below]
-
-
-def _keys(drawn: Rows) -> Keys:
-    assert drawn.keys is not None
-    return drawn.keys

@@ -130,10 +130,7 @@ class Watching:
             self.others.add(module)
             return
         try:
-            if torch._C._is_any_autocast_enabled():
-                with without_autocast(output):
-                    self._take_known(site, *given, output)
-            else:
+            with without_autocast(output):
                 self._take_known(site, *given, output)
         except Exception as error:
             self._fails(error, site.layers[0].parameters)
@@ -299,7 +296,9 @@ class Watching:
             return []
         name, args, kwargs = name_of(call.function), call.args, call.kwargs
         with self._noting(trained) as used, without_autocast(made):
-            of_model = self._provenance.of_model if call.has_data else _always  # it may write
+            of_model = (
+                self._provenance.of_model if call.has_data else lambda _: True
+            )  # it may write
             function = FunctionCall(made, of_model, self.forwards.inside)
             found = uses_in(name, function, args, kwargs)
             layers: list[Layer] = []
@@ -350,10 +349,6 @@ class Watching:
         if path is None:
             path = self.layers.first(self._provenance.parameters_of(trained[0])).path
         self.layers.failed(path, error)
-
-
-def _always(_: object) -> bool:
-    return True
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

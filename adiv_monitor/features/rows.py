@@ -5,7 +5,7 @@ one cheap pass over each yields.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +39,7 @@ class Rows:
     shape: tuple[int, ...]
     chosen: Index | None = None
     device: torch.device = HOST
-    keys: Keys | None = None
+    keys: Keys = field(default_factory=lambda: np.empty(0))
     bound: float = math.inf
 
     @cached_property
@@ -94,14 +94,14 @@ class Whole:
 
     Attributes:
         norm: ‖φ_W‖ of every row.
-        bias_square: φ_b² of every row, or one number for all rows; 0 without a trained bias.
+        bias_square: φ_b², one number for all rows; 0 without a trained bias.
         trained: 0 for rows without trained weights (padding tokens), which count as zero-gradient
             rows, else 1; None if all are trained.
         loads: the number of rows of each expert; None without experts.
     """
 
     norm: Float[Tensor, " rows"]
-    bias_square: Float[Tensor, " rows"] | float = 0.0
+    bias_square: float = 0.0
     trained: Float[Tensor, " rows"] | None = None
     loads: Int[Tensor, " experts"] | None = None
 
@@ -171,12 +171,6 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def joined(parts: list[Tensor]) -> Tensor:
     """Concatenate the parts; return a single part without a copy."""
     return torch.cat(parts) if parts[1:] else parts[0]
-
-
-def hooks_keep() -> bool:
-    """Whether saved-tensor hooks are active; unpacking may then rerun a forward pass."""
-    holders: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return holders is None or holders(True) is not None  # torch 2.6 lacks the function
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:

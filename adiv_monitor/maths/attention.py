@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from adiv_monitor.maths import measures
 from adiv_monitor.maths.attention_sums import AttentionSums, combined
-from adiv_monitor.maths.estimates import Estimate, Sample, Sum, over_rows
+from adiv_monitor.maths.estimates import Estimate, Sample, Sum, jackknifed, over_rows
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
@@ -84,11 +84,9 @@ def _jackknifed(sums: AttentionSums[Array], of: Callable[[Array, Array], Array])
         count, n = sums.count.sum(1)[:, None], sums.scale.shape[2]
         means = [x.sum(1) / count for x in (sums.scale, sums.scale_square)]
         whole = of(*(x.mean(1) for x in means))
-        if n == 1:  # exact
-            return Estimate(whole, np.zeros(len(whole)))
         without = of(*((x.sum(1, keepdims=True) - x) / (n - 1) for x in means))
-        value = n * whole - (n - 1) * without.mean(1)
-    return Estimate(value, without.std(1) * (n - 1) ** 0.5)
+    every = Sample(np.full(len(whole), float(n)), np.ones((len(whole), n), bool))
+    return jackknifed(whole, without, np.full(len(whole), float(n == 1)), every)  # one is exact
 
 
 def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:

@@ -285,6 +285,25 @@ def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sa
     return product(over_rows(np.where(counted, rows, 0.0), s), [(ones, -1)], s)
 
 
+def jackknifed(whole: PerLayer, without: PerRow, seen: PerLayer, sample: Sample) -> Estimate:
+    """Return a measure of the active rows minus its bias of order 1/n, with its error (Tukey 1958).
+
+    Args:
+        whole: the measure of the n active rows of the sample.
+        without: the measure without one row, for every active row.
+        seen: the share of all rows that were sampled.
+        sample: the sampled rows.
+    """
+    rows, n, rest = sample.active, sample.active.sum(1), 1 - seen
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart = np.where(rows, without - whole[:, None], 0.0)
+        mean = apart.sum(1) / n
+        squares = np.where(rows, (apart - mean[:, None]) ** 2, 0.0).sum(1)
+        variance = np.where(n > 2, squares * (n - 1) / n, np.nan)  # fewer tell no spread
+        error = np.sqrt(by_chance(rest, variance))
+        return Estimate(whole - bias_by_chance(rest, (n - 1) * mean), sample.widened(error))
+
+
 def share_error(hits: PerLayer, rows: PerLayer, sample: Sample) -> PerLayer:
     """Return the standard error of a share of rows; it is not 0 if no sampled row is a hit.
 

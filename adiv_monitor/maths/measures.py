@@ -27,12 +27,10 @@ from adiv_monitor.maths.estimates import (
     PerRow,
     Sample,
     Sum,
-    bias_by_chance,
-    by_chance,
+    jackknifed,
     mean_of_active,
     product,
     share_error,
-    variance_share,
 )
 from adiv_monitor.maths.sums import Array
 
@@ -216,7 +214,7 @@ def scale_cv(squared: PerLayer, sums: PerLayer, count: PerLayer) -> PerLayer:
 def scale_cv_of_rows(
     sums: PerRow, squares: PerRow, groups: PerLayer, pivot: PerLayer, sample: Sample
 ) -> Estimate:
-    """Estimate `scale_cv` from sampled rows, minus its bias of order 1/R.
+    """Estimate `scale_cv` from sampled rows, by the jackknife.
 
     Args:
         sums: Σ (‖φ_r‖² − pivot) over the row's groups.
@@ -225,26 +223,19 @@ def scale_cv_of_rows(
         pivot: a number near the scales of each layer, against cancellation.
         sample: the sampled rows.
     """
-    rows, per_row = sample.active, groups[:, None]
+    rows = sample.active
     with np.errstate(divide="ignore", invalid="ignore"):
-        count = rows.sum(1) * groups
-        shift = np.where(rows, sums, 0.0).sum(1) / count
-        variance = np.maximum(np.where(rows, squares, 0.0).sum(1) / count - shift**2, 0.0)
-        mean = pivot + shift
-        value = np.sqrt(variance) / mean
-        # d log cv = dv/2v − dm/m, of every row against the mean row
-        of_mean = np.where(rows, (sums / per_row - shift[:, None]) / mean[:, None], 0.0)
-        deviation = squares / per_row - 2 * shift[:, None] * sums / per_row + shift[:, None] ** 2
-        is_spread = rows & (variance[:, None] > 0)
-        of_variance = np.where(is_spread, deviation / variance[:, None] - 1, 0.0)
-        share = sample.share_of(rows) / np.maximum(rows.sum(1), 1)
-        influence = value[:, None] * (of_variance / 2 - of_mean)
-        error = np.sqrt(by_chance(share, (influence**2).sum(1)))
-        # The second-order terms; a sample's variance lacks that of its mean, dm²m²/v.
-        second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
-        lacking = np.where(is_spread, (of_mean / value[:, None]) ** 2, 0.0)
-        bias = bias_by_chance(share, (second - lacking / 2).sum(1))
-        return Estimate(value * (1 - bias), sample.widened(error))
+
+        def cv(total: Array, squared: Array, n: Array, pivot: Array) -> Array:
+            shift = total / n
+            spread: Array = np.sqrt(np.maximum(squared / n - shift**2, 0)) / (pivot + shift)
+            return spread
+
+        sums, squares = (np.where(rows, x, 0.0) / groups[:, None] for x in (sums, squares))
+        n, total, squared = rows.sum(1), sums.sum(1), squares.sum(1)
+        rest = (total[:, None] - sums, squared[:, None] - squares, n[:, None] - 1.0)
+        whole, without = cv(total, squared, n, pivot), cv(*rest, pivot[:, None])
+        return jackknifed(whole, without, sample.seen / np.maximum(sample.total, 1), sample)
 
 
 def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
@@ -262,8 +253,7 @@ def common_share(products: PerRow, squares: PerRow, count: PerLayer, sample: Sam
     """‖mean_r φ_W,r‖² / mean_r ‖φ_W,r‖², in [0, 1]: how much of the rows is one common vector.
 
     That vector is the mean feature, through which each row disturbs every other. Centring the
-    inputs would remove it (spec, "The mean feature"). From sampled rows, minus the bias, which is
-    large for few rows.
+    inputs would remove it (spec, "The mean feature"). From sampled rows, by the jackknife.
 
     Args:
         products: φ_r·Σ_k φ_k over the sampled active rows.
@@ -272,25 +262,22 @@ def common_share(products: PerRow, squares: PerRow, count: PerLayer, sample: Sam
         sample: the sampled rows.
     """
     rows = sample.active
-    n = rows.sum(1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        together = np.where(rows, products, 0.0).sum(1)
-        alone = np.where(rows, squares, 0.0).sum(1)
-        mean = alone / n
-        # Pairs of different rows estimate the mean's length; each row's own square is added below.
-        pairs = np.where(n > 1, (together - alone) / (n * (n - 1.0)), 0.0)
-        whole, rest = n >= count, 1 / np.maximum(count, n)
-        ratio = pairs / mean
-        of_mean = np.where(rows, squares / mean[:, None] - 1, 0.0)
-        others = (products - squares) / np.maximum(n - 1.0, 1)[:, None]
-        of_pairs = np.where(rows, 2 * (others - pairs[:, None]) / mean[:, None], 0.0)
-        share = np.where(whole, 0.0, variance_share(n, count) / n)
-        spread = ((of_pairs - ratio[:, None] * of_mean) ** 2).sum(1)
-        error = np.sqrt(by_chance(share, (1 - rest) ** 2 * spread))
-        second = (ratio[:, None] * of_mean**2 - of_pairs * of_mean).sum(1)
-        value = (ratio - bias_by_chance(share, second)) * (1 - rest) + rest
-    alone = (n == 1) & ~whole  # one row says nothing about what it has in common with others
-    return Estimate(np.clip(value, 0, 1), np.where(alone, np.nan, sample.widened(error)))
+
+        def share(together: Array, alone: Array, n: Array, count: Array) -> Array:
+            # Pairs of different rows tell the mean's length; each row's own square comes on top.
+            pairs = np.where(n > 1, (together - alone) / ((n - 1) * alone), 0.0)
+            found: Array = pairs + (1 - pairs) / np.maximum(count, n)
+            return found
+
+        products, squares = (np.where(rows, x, 0.0) for x in (products, squares))
+        n, together, alone = rows.sum(1), products.sum(1), squares.sum(1)
+        # Without a row, its products with the others are missing twice.
+        rest = (together[:, None] - 2 * products + squares, alone[:, None] - squares)
+        whole = share(together, alone, n, count)
+        without = share(*rest, n[:, None] - 1.0, count[:, None])
+        value, error = jackknifed(whole, without, n / np.maximum(count, n), sample)
+    return Estimate(np.clip(value, 0, 1), error)
 
 
 # --- sizes -----------------------------------------------------------------------------------

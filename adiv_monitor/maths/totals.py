@@ -60,14 +60,11 @@ def _sums(paths: Sequence[str], layers: Sequence[Sequence[AllRows]]) -> Totals:
     wholes = [whole for _, whole in calls if whole is not None]
     if len(wholes) < len(calls):
         return Totals(paths, found, knows_scales=False)
-    constants = [0.0 if isinstance(x.bias_square, Tensor) else x.bias_square for x in wholes]
-    of_calls = torch.tensor(constants, dtype=square.dtype).to(square.device, non_blocking=True)
-    bias = [
-        one.expand(len(x.norm)) if isinstance(x.bias_square, float) else x.bias_square
-        for x, one in zip(wholes, of_calls.unbind(), strict=True)
-    ]
+    bias = torch.tensor([x.bias_square for x in wholes], dtype=square.dtype)
+    of_calls = bias.to(square.device, non_blocking=True).unbind()
     scale = _end_to_end([x.norm for x in wholes]).square_()
-    scale += _end_to_end(bias)
+    pairs = zip(wholes, of_calls, strict=True)
+    scale += torch.cat([square.expand(len(x.norm)) for x, square in pairs])
     own, masked = scale * square, torch.where(active, scale, 0)
     of_scales, own_G, own_own = summed([masked, own, scale * own], lengths)
     # A second pass over the rows, so that equal scales have a spread of exactly zero.

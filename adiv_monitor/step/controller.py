@@ -204,6 +204,8 @@ class StepController:
         """Prepare the coming step, without attaching any hooks yet."""
         training, history, failures = self.training, self._history, self.failures
         selection, turn = training.due(self.schedule.turns)
+        if self._norms is not None:
+            self._norms.selection = selection
         guard = Guard(failures.lost)
         others = Others(training.optimizer, selection.parameters, failures)
         plan = self._trace.plan(selection)
@@ -270,7 +272,7 @@ class StepController:
         self.failures.safely(self.read)
         self.failures.safely(self._falls.sees, optimizer)
         if self._norms is not None and not callable(closure):
-            self.failures.safely(self._norms.begins, self.training.selection(), optimizer)
+            self.failures.safely(self._norms.begins, optimizer)
         armed = self._armed
         if armed is None or armed.guard.broken:
             return None

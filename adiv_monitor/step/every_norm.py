@@ -24,6 +24,7 @@ class EveryNorm:
     """‖γ‖ and ‖ΔΘ‖ of every step, as vectors (gradient, update) by the `_foreach` functions.
 
     Attributes:
+        selection: the parameters; those of the step that is measured next, or was last.
         layers: the ids of the parameters of each layer that was measured last.
 
     Raises:
@@ -35,6 +36,7 @@ class EveryNorm:
             raise ValueError(
                 "Monitor(watch=…): got 'norms' for sharded parameters, expected 'loss' or None"
             )
+        self.selection = selection
         self.layers: Mapping[str, Sequence[int]] = {}
         self._whole: deque[tuple[int, Tensor]] = deque(maxlen=_MOST)
         self._each: deque[tuple[int, Tensor]] = deque(maxlen=_EACH)  # (2, parameters)
@@ -43,9 +45,9 @@ class EveryNorm:
         self._gradients: Tensor | None = None  # of the step that is being taken
 
     @torch.no_grad()
-    def begins(self, selection: Selection, optimizer: Optimizer) -> None:
+    def begins(self, optimizer: Optimizer) -> None:
         """Take the norms of the gradients, as the optimizer's step begins."""
-        self._gradients, parameters = None, [*selection.parameters]
+        self._gradients, parameters = None, [*self.selection.parameters]
         if [*map(id, self._parameters)] != [*map(id, parameters)]:
             self._parameters = list[Tensor](parameters)
             self._before = [torch.empty_like(p) for p in parameters]

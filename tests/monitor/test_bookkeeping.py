@@ -131,7 +131,6 @@ def test_several_passes_through_one_graph_have_the_ceiling_of_one() -> None:
         (nn.Conv2d(4, 4, 3, groups=4), torch.ones(5, 4, 8, 8), 9, "convolution"),
         (nn.LayerNorm(7), torch.arange(63.0).view(9, 7), 1, "gain"),
         (nn.Embedding(8, 5), torch.arange(8), None, "embedding"),
-        (nn.EmbeddingBag(8, 5), torch.arange(8).view(2, 4), None, "embedding"),
     ],
 )
 def test_a_layers_fan_in_and_kind(layer: nn.Module, x: Tensor, features: int, kind: str) -> None:

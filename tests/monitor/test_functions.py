@@ -34,7 +34,7 @@ OF_SCALES = {"diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "idle_sha
 KINDS = {"linear", "convolution", "embedding", "experts", "gain", "offset"}
 # Functions with which hardly anybody trains: they are measured with the module that calls them.
 BY_MODULE = (
-    *("tensordot-dims", "div", "sub", "where-entries", "index-second"),
+    *("tensordot-dims", "div", "sub", "where", "where-entries", "index-second"),
     *("einsum bi,bj,oij->bo (2, 3, 4)", "einsum bsd,de->be (4, 3)"),
 )
 RULED = [name for name in CASES if name not in BY_MODULE]
@@ -243,12 +243,8 @@ def test_what_has_no_rule_is_measured_with_its_module(name: str) -> None:
     assert [reading.kind for reading in report.layers.values()] == ["module"]
 
 
-# Cases of one use that makes the module's whole output; torch has no forward derivatives of bags.
-WHOLE = [
-    name
-    for name, case in CASES.items()
-    if len(case.uses) == 1 and case.uses[0].is_all and not name.startswith("embedding_bag")
-]
+# Cases of one use that makes the module's whole output.
+WHOLE = [name for name, x in CASES.items() if len(x.uses) == 1 and x.uses[0].is_all]
 OF_MODULES = ("update_cosine", "gradient_cosine", "effective_lr", "update_ratio", "descent")
 
 

@@ -98,8 +98,6 @@ def test_surveys_that_change_nothing_end(watched: list[list[str] | None]) -> Non
             optimizer.zero_grad()
         monitor.complete_report()
     assert [step for step, modules in enumerate(watched) if modules is None] == [0, 2, 4, 6]
-    told = [r.step for r in monitor.reports if any("surveys" in note for note in r.notes)]
-    assert told == [6]
 
 
 class Changing(nn.Module):

@@ -170,11 +170,8 @@ def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
 
 def _convolved(geometry: Geometry, x: Tensor, kernels: Tensor) -> Tensor:
     """Return the convolution of x, (batch, channels, *spatial), with other kernels."""
-    dims, sides = len(geometry.kernel), [a for a, b in geometry.padding if a == b]
-    if len(sides) < dims or geometry.spacing:  # a convolution cannot pad like this
-        x, sides = _padded(geometry, x), [0] * dims
-    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
-    return convolve(x, kernels, None, geometry.stride, sides, geometry.dilation)
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(geometry.kernel) - 1]
+    return convolve(_padded(geometry, x), kernels, None, geometry.stride, 0, geometry.dilation)
 
 
 def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:

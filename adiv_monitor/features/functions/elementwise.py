@@ -1,28 +1,18 @@
 """Elementwise gains γ⊙x̂ + δ of normalisers: per feature i, φ = [x̂_i, 1], scale x̂_i² + 1.
 
-The rules recompute x̂ for the chosen rows only; they read the whole input only for the statistics
-that the normaliser itself uses.
+x̂ is what torch's own function computes without γ and δ: of the chosen rows alone, or of all where
+it takes statistics over rows.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import (
-    Rows,
-    compute_dtype,
-    hooks_keep,
-    to_compute_dtype,
-    to_device,
-)
+from adiv_monitor.features.rows import Rows, to_compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
-
-# Autograd nodes that save the mean and 1/√(var + ε) for the backward pass; names begin so.
-_KEEP_MOMENTS = ("NativeBatchNorm", "CudnnBatchNorm", "NativeGroupNorm")
 
 
 def gain(
@@ -104,16 +94,10 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) over each sample's groups of channels."""
-    kept = _kept_moments(call.result)
 
     def normalised(rows: Rows) -> Tensor:
-        batch, channels = input.shape[:2]
-        of_group = input.shape[1:].numel() // num_groups  # told, as a batch may be empty
-        moments = kept or _moments(input.reshape(1, batch * num_groups, of_group), eps)
-        sample = to_device(rows.positions[0], input.device)
-        of_rows = torch.stack(moments).view(2, batch, num_groups)[:, sample]
-        of_channels = of_rows.repeat_interleave(channels // num_groups, 2)
-        return _normalised(rows.take(channels_second(input)), *of_channels)
+        made = functional.group_norm(to_compute_dtype(input), num_groups, eps=eps)
+        return rows.take(channels_second(made))
 
     return gain(call, input, weight, bias, normalised)
 
@@ -151,37 +135,12 @@ def batch_norm(
     cudnn_enabled: bool = True,
 ) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) per channel, of the batch; running ones in evaluation."""
-    kept = _kept_moments(call.result)
-
-    def moments() -> tuple[Tensor, Tensor]:
-        if not training and running_mean is not None and running_var is not None:
-            reciprocal = (to_compute_dtype(running_var) + eps).rsqrt()
-            return to_compute_dtype(running_mean), reciprocal
-        return kept or _moments(input.flatten(2) if input.dim() > 2 else input[..., None], eps)
 
     def normalised(rows: Rows) -> Tensor:
-        return _normalised(rows.take(channels_second(input)), *moments())
+        own = None if training else running_mean, None if training else running_var
+        mean, var = (x if x is None else to_compute_dtype(x) for x in own)
+        is_own = mean is None or var is None
+        made = functional.batch_norm(to_compute_dtype(input), mean, var, training=is_own, eps=eps)
+        return rows.take(channels_second(made))
 
     return gain(call, input, weight, bias, normalised)
-
-
-def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return mean and 1/√(var + ε) that the function saved; None if saved-tensor hooks are on."""
-    node: Any = result.grad_fn
-    if node is None or not node.name().startswith(_KEEP_MOMENTS) or hooks_keep():
-        return None
-    mean, reciprocal = node._saved_result1, node._saved_result2
-    # In pure half precision, the saved statistics are rounded to half precision as well.
-    return (mean, reciprocal) if mean.dtype == compute_dtype(result) else None
-
-
-def _normalised(x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
-    return (x - mean).mul_(reciprocal)
-
-
-def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return mean and 1/√(var + ε), over all but the second of three dimensions."""
-    if not x.numel():  # torch would warn
-        return x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
-    variance, mean = torch.var_mean(to_compute_dtype(x), (0, 2), correction=0)
-    return mean, (variance + eps).rsqrt()

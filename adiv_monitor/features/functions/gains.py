@@ -176,15 +176,6 @@ def concatenation(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -
     return found
 
 
-@uses("where")
-def choice(call: FunctionCall, condition: Tensor, input: object, other: object) -> Found:
-    """Z = p where a condition holds, or where it does not hold."""
-    if not call.has_data(condition, input, other):
-        return []
-    masks = (input, condition), (other, condition.logical_not())
-    return [_masked(p, mask, call.result.shape) for p, mask in masks if call.is_weight(p)]
-
-
 @uses("__setitem__")
 def assignment(call: FunctionCall, input: Tensor, index: Any, value: object) -> Use | None:
     """x[mask] = p.
@@ -198,7 +189,8 @@ def assignment(call: FunctionCall, input: Tensor, index: Any, value: object) -> 
     rest = input.dim() - index.dim()
     if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
         return None  # p has a different entry for each place
-    return _masked(value, index[(..., *(None for _ in range(rest)))], input.shape)
+    others = ~index[(..., *(None for _ in range(rest)))]  # rows without a gradient
+    return _placed(value, input.shape, lambda tensor: tensor.masked_fill(others, 0))
 
 
 def _placed(parameter: Tensor, shape: Sequence[int], place: Callable[[Tensor], Tensor]) -> Use:
@@ -206,15 +198,3 @@ def _placed(parameter: Tensor, shape: Sequence[int], place: Callable[[Tensor], T
     found = offset(parameter, shape)
     layout = found.layout
     return replace(found, layout=lambda tensor: layout(place(tensor)))
-
-
-def _masked(parameter: Tensor, mask: Tensor, shape: Sequence[int]) -> Use | None:
-    """Return the use of a parameter as an offset where a mask is set; other rows have no gradient.
-
-    There is no use if the mask differs within rows.
-    """
-    own = own_dims(parameter, shape)
-    dim = own[-1] - len(shape) if own else 0
-    if own and mask.dim() >= -dim and mask.shape[dim] > 1:
-        return None
-    return _placed(parameter, shape, lambda tensor: tensor.masked_fill(~mask, 0))
