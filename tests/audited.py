@@ -1,6 +1,7 @@
 """Small models, batches and observed runs for the tests of the audit."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -38,10 +39,15 @@ def sgd(rate: float = 0.1, **settings: Any) -> Callable[[nn.Module], torch.optim
     return lambda model: torch.optim.SGD(model.parameters(), lr=rate, **settings)
 
 
+def unasked() -> AbstractContextManager[object]:
+    """Audits ask no questions about copies, which take longer than all else."""
+    return mock.patch.object(observe, "asked", lambda *_, **__: {})
+
+
 def seen(model: nn.Module, data: list[Any] | None = None, **given: Any) -> Record:
     """Observe one run and return its record; no questions about copies are asked."""
     setup = {"optimizer": adamw, "loss": cross_entropy, "steps": 6, **given}
     every = setup.pop("every_n_steps", 2)
     of = Setup(model, batches=tuple(batches() if data is None else data), **setup)
-    with mock.patch.object(observe, "asked", lambda *_, **__: {}):
+    with unasked():
         return observe.observe(of, every_n_steps=every)

@@ -6,6 +6,8 @@ import random
 import re
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audited import batches, cross_entropy, mlp, seen, sgd
+from audited import batches, cross_entropy, mlp, seen, sgd, unasked
 from torch import Tensor, nn
 
 from adiv_monitor import audit
@@ -27,6 +29,12 @@ QUICK: dict[str, Any] = {
     "every_n_steps": 2,
     "try_fixes": False,
 }
+
+
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nullcontext() if request.function in ASKING else unasked():
+        yield
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -148,6 +156,9 @@ def test_the_whole_of_it() -> None:
     assert report.record.overfit is not None
     assert steps[:9] == [("training", step + 1, 20) for step in range(9)]
     assert {what for what, _, _ in steps} == {"training", "learning rates", "fixes"}
+
+
+ASKING = (test_what_was_given_is_untouched, test_the_whole_of_it)
 
 
 def test_ctrl_c_while_fixes_are_tried_keeps_what_was_found() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import cross_entropy
+from audited import cross_entropy, unasked
 from made_records import record
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,7 +34,8 @@ def sgd(model: nn.Module, rate: float = 0.3) -> torch.optim.Optimizer:
 
 def audited(model: nn.Module | None = None, data: Any = None, **given: Any) -> AuditReport:
     given = {"optimizer": sgd, "steps": 3, "try_fixes": False, **given}
-    return audit(model or mlp(), data or batches(), loss=cross_entropy, **given)
+    with unasked():
+        return audit(model or mlp(), data or batches(), loss=cross_entropy, **given)
 
 
 @cache
