@@ -99,6 +99,20 @@ class Around(torch.optim.Optimizer):
         self.inner.step()
 
 
+class Tied(nn.Module):
+    """A language model whose head has the weight of its embedding."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(words, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.middle(self.embed(tokens))))
+        return logits
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),

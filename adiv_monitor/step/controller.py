@@ -242,7 +242,7 @@ class StepController:
             self.failures.safely(self._note_random, self._armed)
 
     def _note_random(self, armed: Armed) -> None:
-        for parameter in [*armed.selection.parameters][:1]:  # none, if all are refused
+        for parameter in armed.selection.parameters[:1]:  # none, if all are refused
             before = armed.told.get("random_states", ())[:1]
             armed.told["random_states"] = (*before, checksum(parameter.device))
 

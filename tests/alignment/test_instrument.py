@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Tied
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
@@ -177,30 +178,18 @@ def test_projections_of_attention() -> None:
     assert set(readings["head"].predecessors) == {"embed", "attend.out_proj"}
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 20)
-        self.hidden = nn.Linear(20, 20)
-        self.head = nn.Linear(20, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.hidden(self.embed(tokens))))
-
-
 def test_tied_weights_are_a_layer_each_time() -> None:
     x = torch.randint(11, (4, 7))
-    before, after, readings = read(Tied().double(), x, max_rows=None)
+    before, after, readings = read(Tied(11, 20).double(), x, max_rows=None)
     assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
-    assert list(readings) == ["embed", "hidden", "head"]
+    assert list(readings) == ["embed", "middle", "head"]
     assert readings["embed"].alpha is None
     assert (readings["embed"].fan_in, readings["embed"].fan_out) == (11, 20)
     change = after.embed(x) - before.embed(x)
     assert readings["embed"].output_change_rms == pytest.approx(
         change.square().mean().sqrt().item()
     )
-    z0, z = (torch.tanh(m.hidden(m.embed(x))).detach().flatten(0, 1) for m in (before, after))
+    z0, z = (torch.tanh(m.middle(m.embed(x))).detach().flatten(0, 1) for m in (before, after))
     W0, W = (model.embed.weight.detach() for model in (before, after))
     check(readings["head"], expected(W0, W, z0, z))
     of_layers = {x.path: x.parameters[0] for x in Alignment(after, Probe(x)).layers}

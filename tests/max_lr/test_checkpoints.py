@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import Tied
 from torch import Tensor, nn, optim
 
 pytest.importorskip("scipy")
@@ -49,25 +50,13 @@ def test_plain_state_dicts_load_and_come_back(name: str) -> None:
     torch.testing.assert_close(model.body(X), fresh.body(X))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 32)
-        self.middle = nn.Linear(32, 32)
-        self.head = nn.Linear(32, 50, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.middle(self.embed(tokens)))
-
-
 def test_a_weight_with_two_multipliers_has_no_plain_form() -> None:
-    model = Tied()
+    model = Tied(50, 32)
     parametrize_model(model, Probe(torch.arange(6)), "mup")
     with pytest.raises(ValueError, match=r"head\.weight is shared by layers that multiply it by"):
         plain_state_dict(model)
     with pytest.raises(RuntimeError, match=r"embed\.parametrizations\.weight\.original"):
-        model.load_state_dict(Tied().state_dict())
+        model.load_state_dict(Tied(50, 32).state_dict())
 
 
 def test_a_weight_that_is_made_otherwise_too_is_refused() -> None:

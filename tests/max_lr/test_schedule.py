@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Tied
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim import lr_scheduler
@@ -447,23 +448,12 @@ def test_what_can_not_be_meant_is_refused() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.map = nn.Embedding(20, 32), nn.Linear(32, 32)
-        self.head = nn.Linear(32, 20, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.relu(self.map(self.words(tokens))))
-
-
 def test_the_factor_of_a_shared_parameter_is_that_of_its_first_use() -> None:
-    model = Tied()
+    model = Tied(20, 32)
     optimizer = optim.SGD(model.parameters(), lr=1.0)
-    probe, gains = Probe(torch.arange(6)), {"words": 2.0, "head": 3.0}
+    probe, gains = Probe(torch.arange(6)), {"embed": 2.0, "head": 3.0}
     MaxLRScheduler(optimizer, model, probe, mode="static", gains=gains)
-    before = model.words.weight.detach().clone()
+    before = model.embed.weight.detach().clone()
     model(torch.arange(6)).sum().backward()
     optimizer.step()
-    torch.testing.assert_close(before - model.words.weight, 2 * model.words.weight.grad)
+    torch.testing.assert_close(before - model.embed.weight, 2 * model.embed.weight.grad)

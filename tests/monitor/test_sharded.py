@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adiv_layers import AffineLikeLinear
+from cases import Tied
 from processes import (
     OF_ONE_RANK,
     FoundBy,
@@ -188,32 +189,17 @@ def without(rank: int, failing: int, *paths: str) -> list[StepReport]:
     return list(sgd(rank, steps=2, off=off, on_error="warn").reports)
 
 
-class Tied(nn.Module):
-    """A layer made of two modules' parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.between = nn.Linear(4, 4)
-        self.out = nn.Linear(4, 5)
-        self.out.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.out(torch.tanh(self.between(self.embed(tokens))))
-        return logits
-
-
 def layer_in_turn_that_is_off_in_one(rank: int) -> tuple[list[StepReport], float]:
     """Train in turns with a layer switched off on one rank: merging must not depend on it."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = Tied()
+    model = Tied(5, 4)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(model, optimizer, every_n_steps=1, layers_per_step=1)
     if rank == 1:
-        monitor._failures.switched_off["out"] = "it failed here"
+        monitor._failures.switched_off["head"] = "it failed here"
     begin = time.monotonic()
     with monitor:
         for _ in range(4):
@@ -358,5 +344,5 @@ def test_a_layer_in_turn_that_is_off_in_one_process_delays_none(
         reports, seconds = own["layer_in_turn_that_is_off_in_one"]
         assert seconds < assembly.PATIENCE / 2
         assert [sorted(report.layers) for report in reports] == [
-            *(["embed", "out"], ["between"], ["embed", "out"], ["between"])
+            *(["embed", "head"], ["middle"], ["embed", "head"], ["middle"])
         ]
