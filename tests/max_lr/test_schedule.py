@@ -66,6 +66,15 @@ def reading(alpha: float | None = 1.0, omega: float = 0.5, u: float = 1.0) -> Ca
     return read
 
 
+def scheduled(
+    kind: Any = optim.Adam, lr: float = 1e-3, **options: Any
+) -> tuple[nn.Module, Any, MaxLRScheduler]:
+    model = mlp()
+    optimizer = kind(model.parameters(), lr=lr)
+    given = {"mode": "dynamic", "every_n_steps": 1, "warm_up": 0, **options}
+    return model, optimizer, MaxLRScheduler(optimizer, model, PROBE, **given)
+
+
 # What a step does --------------------------------------------------------------------------------
 
 
@@ -135,9 +144,7 @@ class Notes(optim.SGD):
 
 
 def test_what_optimizers_note_in_groups_stays_and_a_step_that_raises_is_put_back() -> None:
-    model = mlp()
-    optimizer = Notes(model.parameters(), lr=0.1)
-    MaxLRScheduler(optimizer, model, PROBE, mode="static", gains={"2": 2.0})
+    model, optimizer, _ = scheduled(Notes, 0.1, mode="static", gains={"2": 2.0})
     train(model, optimizer, range(3))
     assert optimizer.param_groups[0]["count"] == 3
     optimizer.raises = True
@@ -151,10 +158,8 @@ def test_what_optimizers_note_in_groups_stays_and_a_step_that_raises_is_put_back
 
 def test_a_second_one_that_scales_is_refused_until_the_first_is_closed() -> None:
     """A second scheduler is refused, because factors would multiply (as when a cell runs twice)."""
-    model = mlp()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
     static: Any = {"mode": "static", "gains": {"2": 3.0}}
-    first = MaxLRScheduler(optimizer, model, PROBE, **static)
+    model, optimizer, first = scheduled(optim.SGD, **static)
     for options in (static, {"mode": "dynamic"}):
         with pytest.raises(ValueError, match=r"another one scales.*expected close\(\)"):
             MaxLRScheduler(optimizer, model, PROBE, **options)
@@ -167,9 +172,7 @@ def test_a_second_one_that_scales_is_refused_until_the_first_is_closed() -> None
 
 def test_an_interrupted_step_leaves_no_split_groups() -> None:
     """Groups are whole at once, so that other schedulers go on as if nothing had happened."""
-    model = mlp()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    MaxLRScheduler(optimizer, model, PROBE, mode="static", gains={"2": 3.0})
+    model, optimizer, _ = scheduled(optim.SGD, 0.1, mode="static", gains={"2": 3.0})
     other = lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
 
     def interrupt(o: optim.Optimizer, *_: object) -> None:
@@ -238,12 +241,8 @@ def test_other_schedulers_keep_their_sequence(name: str, scale: str) -> None:
 
 
 def test_nothing_is_read_while_the_rate_rises_nor_after_the_freeze() -> None:
-    model = mlp()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, scheduler = scheduled(optim.SGD, 0.1, **EAGER, freeze_at=16)
     warm = lr_scheduler.LinearLR(optimizer, 0.1, 1, total_iters=9)
-    scheduler = MaxLRScheduler(
-        *(optimizer, model, PROBE), mode="dynamic", every_n_steps=2, warm_up=4, freeze_at=16
-    )
     read = []
 
     def after() -> None:
@@ -258,11 +257,8 @@ def test_nothing_is_read_while_the_rate_rises_nor_after_the_freeze() -> None:
 
 
 def parts() -> tuple[nn.Module, optim.Optimizer, Any, MaxLRScheduler]:
-    model = mlp()
-    optimizer = optim.AdamW(model.parameters(), lr=3e-3)
-    other = lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    scheduler = MaxLRScheduler(optimizer, model, PROBE, mode="dynamic", **EAGER)
-    return model, optimizer, other, scheduler
+    model, optimizer, scheduler = scheduled(optim.AdamW, 3e-3, **EAGER)
+    return model, optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 40), scheduler
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Any) -> None:
@@ -315,11 +311,7 @@ def test_a_state_without_its_reference_begins_at_one(lost: str) -> None:
 def test_factors_are_what_the_solver_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """SP with Adam: c = max(alpha, u); the reading's gain is n^(1 − c), smoothed."""
     monkeypatch.setattr(Alignment, "read", reading(0.8, 0.5, 0.75))
-    model = mlp()
-    optimizer = optim.Adam(model.parameters(), lr=1e-3)
-    scheduler = MaxLRScheduler(
-        *(optimizer, model, PROBE), mode="dynamic", every_n_steps=1, warm_up=0, beta=0.5, limit=9
-    )
+    model, optimizer, scheduler = scheduled(beta=0.5, limit=9)
     assert scheduler.c_full == pytest.approx({"0": 0.0, "2": 1.0, "4": 1.0})
     log_gain = 0.0
     for step in range(3):
@@ -338,11 +330,7 @@ def test_factors_are_what_the_solver_allows(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_undefined_is_what_it_was_and_what_is_off_is_clipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = mlp()
-    optimizer = optim.Adam(model.parameters(), lr=1e-3)
-    scheduler = MaxLRScheduler(
-        *(optimizer, model, PROBE), mode="dynamic", every_n_steps=1, warm_up=0, beta=0, limit=99
-    )
+    model, optimizer, scheduler = scheduled(beta=0, limit=99)
     for alpha, c in ((0.8, 0.8), (None, 0.8), (1.1, 1.0), (0.3, 0.5), (-3.0, 0.5)):
         monkeypatch.setattr(Alignment, "read", reading(alpha, 0.5, 0.2))
         train(model, optimizer, range(1))
@@ -351,11 +339,7 @@ def test_what_is_undefined_is_what_it_was_and_what_is_off_is_clipped(
 
 
 def test_readings_that_give_nothing_leave_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlp()
-    optimizer = optim.Adam(model.parameters(), lr=1e-3)
-    scheduler = MaxLRScheduler(
-        *(optimizer, model, PROBE), mode="dynamic", every_n_steps=1, warm_up=0
-    )
+    model, optimizer, scheduler = scheduled()
     train(model, optimizer, range(2))
     gains = dict(scheduler.gains)
     assert gains != dict.fromkeys(PATHS, 1.0)
@@ -376,9 +360,7 @@ def test_readings_that_give_nothing_leave_factors(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_loss_that_goes_astray_takes_factors_back() -> None:
-    model = mlp()
-    optimizer = optim.Adam(model.parameters(), lr=1e-3)
-    scheduler = MaxLRScheduler(optimizer, model, PROBE, mode="dynamic", **EAGER)
+    model, optimizer, scheduler = scheduled(**EAGER)
     train(model, optimizer, range(8))
     for loss in (1.0, 100.0, *[torch.tensor(1.0)] * 20, 2.99):  # few losses have no usual one
         scheduler.see_loss(loss)
@@ -419,32 +401,23 @@ def test_what_can_not_be_meant_is_refused() -> None:
     model = mlp()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     lone = nn.Sequential(nn.Linear(20, 5))
-    for error, message, args, options in (
-        (TypeError, "optimizer", (3, model, PROBE), {}),
-        (TypeError, "expected a Probe", (optimizer, model, None), {}),
-        (ValueError, "beta", (optimizer, model, PROBE), {"beta": 1.0}),
-        (ValueError, "cap", (optimizer, model, PROBE), {"cap": 0.5}),
-        (ValueError, "limit", (optimizer, model, PROBE), {"limit": math.nan}),
-        (ValueError, "mode", (optimizer, model, PROBE), {"mode": "magic"}),
-        (ValueError, "gains with 'static'", (optimizer, model, PROBE), {"mode": "static"}),
-        (ValueError, "gains with 'static'", (optimizer, model, PROBE), {"gains": {}}),
-        (ValueError, "every_n_steps", (optimizer, model, PROBE), {"every_n_steps": 0}),
-        (ValueError, "none feeds another", (optimizer, lone, PROBE), {}),
-        (
-            ValueError,
-            "expected names among 0, 2, 4",
-            (optimizer, model, PROBE),
-            {"mode": "static", "gains": {"9": 2.0}},
-        ),
-        (
-            ValueError,
-            "factors above 0",
-            (optimizer, model, PROBE),
-            {"mode": "static", "gains": {"0": 0.0}},
-        ),
+    static = {"mode": "static"}
+    for error, message, changed in (
+        (TypeError, "optimizer", {"optimizer": 3}),
+        (TypeError, "expected a Probe", {"probe": None}),
+        (ValueError, "beta", {"beta": 1.0}),
+        (ValueError, "cap", {"cap": 0.5}),
+        (ValueError, "limit", {"limit": math.nan}),
+        (ValueError, "mode", {"mode": "magic"}),
+        (ValueError, "gains with 'static'", static),
+        (ValueError, "gains with 'static'", {"gains": {}}),
+        (ValueError, "every_n_steps", {"every_n_steps": 0}),
+        (ValueError, "none feeds another", {"model": lone}),
+        (ValueError, "expected names among 0, 2, 4", {**static, "gains": {"9": 2.0}}),
+        (ValueError, "factors above 0", {**static, "gains": {"0": 0.0}}),
     ):
         with pytest.raises(error, match=message):
-            MaxLRScheduler(*args, **options)
+            MaxLRScheduler(**{"optimizer": optimizer, "model": model, "probe": PROBE, **changed})
     assert not optimizer._optimizer_step_pre_hooks
 
 

@@ -148,9 +148,9 @@ def test_a_round_goes_through_the_modules_in_the_models_order_and_begins_anew() 
 
 def test_each_reading_of_a_run_is_that_of_the_run_with_all_layers() -> None:
     """Readings agree also where only one of the parameters that make a layer is due."""
-    whole, weights = trained(10, max_rows=None)
+    whole, weights = trained(6, max_rows=None)
     for size in (1, 2, 4):
-        reports, own = trained(10, layers_per_step=size, max_rows=None)
+        reports, own = trained(6, layers_per_step=size, max_rows=None)
         for report, expected in zip(reports, whole, strict=True):
             layers = {path: expected.layers[path] for path in report.layers}
             same(report, StepReport(report.step, layers, {}, 1.0))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.report import LayerReading
 
-SEEN, DRAWS = 64, 40
+SEEN, DRAWS = 64, 24
 SIZES = (1.5, 3.5)  # standard deviation of the logarithm of row sizes
 
 
