@@ -1,9 +1,9 @@
 """Every row of docs/optimizers.md, on what is exact for which optimizer, holds, as by hand."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reference
@@ -29,70 +29,48 @@ def data() -> tuple[nn.Sequential, Tensor, Tensor]:
     return model.double(), torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
 
 
-class Lion(torch.optim.Optimizer):
+class Written(torch.optim.Optimizer):
+    """An optimizer of this file: `move(p, γ, state, rate)` changes one parameter."""
+
+    def __init__(self, parameters: Parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.move(p, p.grad, self.state[p], self.param_groups[0]["lr"])
+
+
+class Lion(Written):
     """Lion: the sign of an interpolated momentum (Chen et al. 2023)."""
 
-    def __init__(self, parameters: Parameters, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            m = self.state[p].setdefault("m", torch.zeros_like(p))
-            p.sub_((0.9 * m + 0.1 * p.grad).sign(), alpha=self.param_groups[0]["lr"])
-            m.lerp_(p.grad, 0.01)
+    def move(self, p: Tensor, gamma: Tensor, state: dict[str, Any], rate: float) -> None:
+        m = state.setdefault("m", torch.zeros_like(p))
+        p.sub_((0.9 * m + 0.1 * gamma).sign(), alpha=rate)
+        m.lerp_(gamma, 0.01)
 
 
-class Shampoo(torch.optim.Optimizer):
+class Shampoo(Written):
     """Shampoo: L^(-1/4) γ R^(-1/4) with sums of γγᵀ and γᵀγ (Gupta et al. 2018)."""
 
-    def __init__(self, parameters: Parameters, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            sides = []
-            for name, square in (("L", p.grad @ p.grad.T), ("R", p.grad.T @ p.grad)):
-                state[name] = state.get(name, 1e-4 * torch.eye(len(square)).to(p)) + square
-                values, vectors = torch.linalg.eigh(state[name])
-                sides.append(vectors * values**-0.25 @ vectors.T)
-            p.sub_(sides[0] @ p.grad @ sides[1], alpha=self.param_groups[0]["lr"])
+    def move(self, p: Tensor, gamma: Tensor, state: dict[str, Any], rate: float) -> None:
+        sides = []
+        for name, square in (("L", gamma @ gamma.T), ("R", gamma.T @ gamma)):
+            state[name] = state.get(name, 1e-4 * torch.eye(len(square)).to(p)) + square
+            values, vectors = torch.linalg.eigh(state[name])
+            sides.append(vectors * values**-0.25 @ vectors.T)
+        p.sub_(sides[0] @ gamma @ sides[1], alpha=rate)
 
 
-class ScheduleFree(torch.optim.Optimizer):
+class ScheduleFree(Written):
     """Schedule-free SGD: θ lies between an iterate z and the average x (Defazio et al. 2024)."""
 
-    def __init__(self, parameters: Parameters, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            x, z = (state.setdefault(name, p.detach().clone()) for name in ("x", "z"))
-            z.sub_(p.grad, alpha=self.param_groups[0]["lr"])
-            x.lerp_(z, 1 / self.count)
-            p.copy_(0.1 * z + 0.9 * x)
-
-
-Work = Callable[[nn.Module], object]
-
-
-@dataclass
-class Row:
-    """A row of the table.
-
-    Attributes:
-        optimizer: makes the optimizer.
-        between: changes the gradients before the step.
-    """
-
-    optimizer: Callable[[Parameters], torch.optim.Optimizer]
-    between: Work = lambda model: None
+    def move(self, p: Tensor, gamma: Tensor, state: dict[str, Any], rate: float) -> None:
+        x, z = (state.setdefault(name, p.detach().clone()) for name in ("x", "z"))
+        state["count"] = state.get("count", 0) + 1
+        z.sub_(gamma, alpha=rate)
+        x.lerp_(z, 1 / state["count"])
+        p.copy_(0.1 * z + 0.9 * x)
 
 
 def sgd(parameters: Parameters) -> torch.optim.Optimizer:
@@ -108,38 +86,39 @@ def clip_value(model: nn.Module) -> None:
 
 
 optim = torch.optim
-TABLE: dict[str, Row] = {
-    "SGD": Row(sgd),
-    "SGD, momentum, decay": Row(
-        partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "SGD": sgd,
+    "SGD, momentum, decay": partial(
+        optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
-    "Adam": Row(partial(optim.Adam, lr=0.01)),
-    "AdamW, foreach": Row(partial(optim.AdamW, lr=0.01, foreach=True)),
-    "AdamW, fused": Row(partial(optim.AdamW, lr=0.01, fused=True)),
-    "AdamW, amsgrad": Row(partial(optim.AdamW, lr=0.01, amsgrad=True)),
+    "Adam": partial(optim.Adam, lr=0.01),
+    "AdamW, foreach": partial(optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, fused": partial(optim.AdamW, lr=0.01, fused=True),
+    "AdamW, amsgrad": partial(optim.AdamW, lr=0.01, amsgrad=True),
     **{
-        name: Row(partial(getattr(optim, name), lr=0.01))
+        name: partial(getattr(optim, name), lr=0.01)
         for name in (
             *("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "Muon", "NAdam", "RAdam"),
             *("RMSprop", "Rprop"),
         )
     },
-    "Lion": Row(partial(Lion, lr=0.01)),
-    "Shampoo": Row(partial(Shampoo, lr=0.1)),
-    "schedule-free": Row(partial(ScheduleFree, lr=0.1)),
-    "clipping by norm": Row(sgd, between=clip_norm),
-    "clipping by value": Row(sgd, between=clip_value),
+    "Lion": partial(Lion, lr=0.01),
+    "Shampoo": partial(Shampoo, lr=0.1),
+    "schedule-free": partial(ScheduleFree, lr=0.1),
+    "clipping by norm": sgd,
+    "clipping by value": sgd,
 }
+BETWEEN = {"clipping by norm": clip_norm, "clipping by value": clip_value}
 
 
-def truths(row: Row) -> list[dict[str, dict[str, float]]]:
+def truths(name: str) -> list[dict[str, dict[str, float]]]:
     """Run the same training without a monitor; return the reference's measures of its steps."""
     model, x, y = data()
-    optimizer = row.optimizer(list(model.parameters()))
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
 
     def backward(model: nn.Module) -> None:
         functional.cross_entropy(model(x), y).backward()
-        row.between(model)
+        BETWEEN.get(name, id)(model)
 
     found = []
     for _ in range(STEPS):
@@ -150,14 +129,14 @@ def truths(row: Row) -> list[dict[str, dict[str, float]]]:
     return found
 
 
-def reports(row: Row) -> list[StepReport]:
+def reports(name: str) -> list[StepReport]:
     model, x, y = data()
     return trained(
         model,
         lambda model: functional.cross_entropy(model(x), y),
         STEPS,
-        optimizer=row.optimizer(list(model.parameters())),
-        between=lambda step: row.between(model),
+        optimizer=OPTIMIZERS[name](list(model.parameters())),
+        between=lambda step: BETWEEN.get(name, id)(model),
         max_rows=None,
     )
 
@@ -167,9 +146,9 @@ def compare(reading: LayerReading, expected: dict[str, float]) -> None:
         assert getattr(reading, name) == pytest.approx(expected[name], **EXACT), name
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_measure_is_what_the_step_really_did(name: str) -> None:
-    for report, truth in zip(reports(TABLE[name]), truths(TABLE[name]), strict=True):
+    for report, truth in zip(reports(name), truths(name), strict=True):
         assert report.coverage == 1
         estimated = any("estimated from rows" in note for note in report.notes)
         assert estimated == (name == "clipping by value")
@@ -184,7 +163,7 @@ def test_every_measure_is_what_the_step_really_did(name: str) -> None:
 def test_the_table_in_the_docs_has_all_of_them() -> None:
     table = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert [name for name in TABLE if not any(name in row for row in rows)] == []
+    assert [name for name in OPTIMIZERS if not any(name in row for row in rows)] == []
 
 
 def sam(model: nn.Module, base: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
@@ -239,7 +218,7 @@ def test_several_optimizers_each_with_a_monitor() -> None:
         monitor.close()
     for monitor, path, name in zip(monitors, LAYERS, ("AdamW, foreach", "SGD"), strict=True):
         assert list(monitor.latest.layers) == [path]
-        compare(monitor.latest.layers[path], truths(TABLE[name])[0][path])
+        compare(monitor.latest.layers[path], truths(name)[0][path])
 
 
 def test_an_optimizer_in_the_backward_pass() -> None:
@@ -258,4 +237,4 @@ def test_an_optimizer_in_the_backward_pass() -> None:
     for monitor in monitors.values():
         monitor.close()
     for path, monitor in monitors.items():
-        compare(monitor.latest.layers[path], truths(TABLE["SGD"])[0][path])
+        compare(monitor.latest.layers[path], truths("SGD")[0][path])
