@@ -134,7 +134,7 @@ def test_the_descent_of_a_gradient_only_layer_is_the_losses_own(
         return losses[-1]
 
     *_, last = trained(model, loss, 3, optimizer=optimizer, max_rows=max_rows, seed=0)
-    fallen = float(losses[-1] - loss(model))
+    fallen = (losses[-1] - loss(model)).item()
     reading = last.layers[""]
     error = reading.standard_error.get("descent", 0.0)
     assert (error > 0) is (max_rows is not None)
