@@ -127,6 +127,7 @@ def test_frozen_unreached_and_foreign_parameters() -> None:
     assert report.unsupported.keys() == {"idle", "foreign"}
     assert report.unsupported["idle"] == "no gradient reached it in this step"
     assert "holds none" in report.unsupported["foreign"]
+    assert report.unmeasured == {"idle.weight": 16, "idle.bias": 4}
     assert report.coverage == pytest.approx((4 + 15) / sum(p.numel() for p in mine))
 
 
