@@ -138,10 +138,7 @@ HITS = {
     "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
     "unbounded-loss": record(losses=tuple(2 - 1e6 * (i / 39) ** 3 for i in range(STEPS))),
     "hidden-parameters": probed("hidden-parameters", share=0.5),
-    "zero-factor": probed("zero-factor"),
-    "outputs-tied": probed("outputs-tied", outputs=3.0),
     "targets-misplaced": probed("targets-misplaced", share=0.1),
-    "added-to-itself": probed("added-to-itself"),
     "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3),
     "rate-zero": probed("rate-zero", share=0.5),
     "rounded-away": probed("rounded-away", share=0.8),
@@ -178,6 +175,10 @@ HITS = {
     "collapsed": probed("collapsed", WELL, before=0.5, after=0.05, loss=-1.0),
     "term-without-graph": probed("term-without-graph", value=9.0, loss=8.8),
     "weighs-itself": probed("weighs-itself", share=0.01, first=2.0, lowest=0.02),
+    "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-6.0, drawn=50.0, pushed=50.0),
+    "terms-opposed": probed(
+        "terms-opposed", WELL, {"other": "b"}, cosine=-0.99, largest=-0.98, ratio=0.9
+    ),
     "arguments-exchanged": probed("arguments-exchanged", WELL),
     "outputs-forced": probed("outputs-forced", share=0.5),
     "outputs-in-vain": probed("outputs-in-vain", share=0.97, first=2.0, zeros=2.1, lowest=1.94),
@@ -204,10 +205,8 @@ LITTLE = LAYERS | {"a": reading(update_ratio=0.004)}
 NOISY = (2.3, 0.9, 2.1, 0.9, 2.2, 1.0, 2.1, 0.9, 2.0, 1.0, 2.2, 0.8)
 # What is at most to be watched: name and strength, and a record of it.
 MILDER = [
-    ("added-to-itself watch", probed("added-to-itself", WELL)),
     ("settings-off watch", record(
         facts=replace(FACTS, optimizer="Adam", settings={"lr": 0.1, "eps": 1.0}))),
-    ("zero-factor watch", probed("zero-factor", WELL)),
     ("gradient-cut watch", probed("gradient-cut", cosine=0.5)),
     ("unreached watch", record(wiring=Wiring(unreached=("a",), unused=("a",)))),
     ("frozen watch", record(wiring=Wiring(frozen=("a.weight",)))),
@@ -221,7 +220,6 @@ MILDER = [
      probed("targets-moved", words={"move": "shifted", "order": "unclear"}, own=0.1, best=0.5)),
     ("labels-unrelated act", probed("labels-unrelated", share=0.9, held=0.0)),
     ("labels-unrelated watch", probed("labels-unrelated", share=0.9, held=0.04)),
-    ("zero-factor act", probed("zero-factor", zeros=2.0)),
     ("class-untaught watch",
      probed("class-untaught", WELL, unread=3.0, length=4.0, first=1.0)),
     ("padding-counts watch", probed("padding-counts", share=0.76)),
@@ -287,7 +285,6 @@ NEAR_MISSES = {
         facts=replace(FACTS, optimizer="Adam", settings={"lr": 0.1, "eps": 0.009}), losses=STILL
     ),
     "targets-misplaced": probed("targets-misplaced", share=0.6),
-    "outputs-tied": probed("outputs-tied", outputs=1.0),
     "dropout-on-outputs": probed("dropout-on-outputs", rate=0.0),
     "labels-unrelated of much noise": probed("labels-unrelated", share=0.9, held=0.2),
     "outputs-constant": replace(
@@ -322,6 +319,10 @@ NEAR_MISSES = {
     "gradient-cut": probed("gradient-cut", cosine=0.995),
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
     "weighs-itself": probed("weighs-itself", share=0.5, first=2.0, lowest=1.0),
+    "pairs-reversed": probed("pairs-reversed", share=0.2, errors=-4.9, drawn=9.0, pushed=9.0),
+    "terms-opposed": probed(
+        "terms-opposed", WELL, {"other": "b"}, cosine=-0.99, largest=-0.9, ratio=0.9
+    ),
     "outputs-forced": probed("outputs-forced", share=0.05),
     "outputs-in-vain": probed("outputs-in-vain", share=0.3, first=2.0, zeros=2.1, lowest=0.6),
     "zero-slope": record(),
@@ -777,7 +778,6 @@ def together(*runs: Record) -> Record:
          HITS["future-leak"]),
         (HITS["class-untaught"], HITS["collapsed"]),
         (probed("reshape-scrambles"), HITS["future-leak"]),
-        (probed("zero-factor", zeros=2.0), HITS["zero-gradient"]),
     ],
 )  # fmt: skip
 def test_an_exact_cause_comes_before_its_symptom(cause: Record, symptom: Record) -> None:

@@ -1,6 +1,7 @@
 """What is asked about the loss: each bug is named where it is planted, its healthy kin are not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trial_setups import answer, assert_said, batches, loss, mlp, of_outputs, setup, told
+from trial_setups import answer, assert_said, batches, loss, mlp, of_outputs, said, setup, told
 
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
 from adiv_monitor.audit.experiments.observe import observe
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import diagnose
-from adiv_monitor.diagnosis.record import ActivatedOutput
+from adiv_monitor.diagnosis.faults.loss import AGAINST
+from adiv_monitor.diagnosis.record import ActivatedOutput, Fact
 
 HERE = "test_probes_of_losses.py:"
 OfPair = Callable[[Any, Tensor], Tensor]
@@ -423,6 +425,38 @@ def accumulated(model: nn.Module, batch: Any) -> Tensor:
     return total / 2
 
 
+class Players(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12))
+        self.told = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.made(z)
+
+
+def real(logits: Tensor, label: float) -> Tensor:
+    return BCE(logits, torch.full_like(logits, label))
+
+
+def players(joint: bool) -> Callable[[], Setup]:
+    """Both players' losses in one, where each trains its own player or both."""
+
+    def of(model: Any, batch: Any) -> Tensor:
+        made = model(torch.randn(len(batch[0]), 4))
+        fixed = {name: p.detach() for name, p in model.told.named_parameters()}
+        own = model.told(made) if joint else torch.func.functional_call(model.told, fixed, (made,))
+        other = model.told(made if joint else made.detach())
+        return real(model.told(batch[0]), 1.0) + real(other, 0.0) + real(own, 1.0)
+
+    return with_loss(of, model=Players())
+
+
+def critic(model: nn.Module, batch: Any) -> Tensor:
+    return model(torch.randn_like(batch[0])).mean() - model(batch[0]).mean()
+
+
 GRADIENTS: list[Row] = [
     ("zero-gradient", "itself", compared(itself), f"mse_loss ({HERE}"),
     ("zero-gradient", "a satisfied margin", compared(satisfied), ""),
@@ -458,6 +492,9 @@ GRADIENTS: list[Row] = [
      with_loss(lambda m, b: loss(m, b) + 3.0 + b[0].square().mean()), ""),
     ("term-without-graph", "straight-through",
      with_loss(lambda m, b: loss(m, b).detach() + size(m) - size(m).detach()), ""),
+    ("terms-opposed", "two players in one", players(joint=True), "opposed"),
+    ("terms-opposed", "a term and 2 less it",
+     with_loss(lambda m, b: loss(m, b) + (2 - loss(m, b))), "the cosine of their gradients is -1"),
 ]  # fmt: skip
 
 
@@ -628,6 +665,77 @@ def test_a_fault_is_named_and_what_is_like_it_is_not(
     question: str, make: Callable[[], Setup], part: str
 ) -> None:
     assert_said(question, make(), part, trained=question in TRAINED)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [players(joint=False), with_loss(critic), with_loss(lambda m, b: loss(m, b) + 0.1 * size(m))],
+    ids=["players", "critic", "penalty"],
+)
+def test_terms_that_only_pull_apart_are_far_from_opposed(make: Callable[[], Setup]) -> None:
+    answered = told("terms-opposed", make())
+    assert not answered.untold
+    assert all(fact.numbers["largest"] > AGAINST + 0.1 for fact in answered.facts)
+
+
+def facts_of(name: str, of: Setup) -> tuple[Fact, ...]:
+    return told(name, of).facts
+
+
+def strengths_of(name: str, facts: tuple[Fact, ...]) -> list[str]:
+    return [sentence.partition(":")[0] for sentence in said(name, *facts)]
+
+
+def of_pairs(margin: float, drawn: bool, is_cosine: bool = False) -> Setup:
+    """A contrastive loss of neighbours in the order of classes; alike pairs are drawn together."""
+
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        order = batch[1].argsort()
+        x, y = batch[0][order], batch[1][order]
+        a, b = model(x), model(x.roll(5, 0))
+        if is_cosine:
+            a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
+        distance = ((a - b).square().sum(1) + 1e-9).sqrt()
+        together = (y == y.roll(5, 0)) == drawn
+        return torch.where(together, distance, (margin - distance).relu()).square().mean()
+
+    apart = tuple((x + 9 * F.pad(one_hot(x, y), (0, 9)), y) for x, y in batches())
+    return setup(loss=of, batches=apart)
+
+
+@pytest.mark.parametrize(("margin", "is_cosine"), [(0.5, False), (9.0, True)])
+def test_pairs_that_are_drawn_together_should_be_the_near_ones(
+    margin: float, is_cosine: bool
+) -> None:
+    name = "pairs-reversed"
+    (wrong,), (right,) = (facts_of(name, of_pairs(margin, x, is_cosine)) for x in (False, True))
+    assert wrong.numbers["share"] < 0.1 and right.numbers["share"] > 0.9
+    assert strengths_of(name, (wrong,)) == ["act"] and strengths_of(name, (right,)) == []
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_positives_of_triplets_should_be_the_near_ones(swapped: bool) -> None:
+    def of(model: nn.Module, batch: Any) -> Tensor:
+        order = batch[1].argsort()
+        anchors, near = batch[0][order], batch[0][order].roll(1, 0)
+        others = near, anchors.roll(len(order) // 2, 0)
+        a, b, c = (model(x) for x in (anchors, *(others[::-1] if swapped else others)))
+        return F.triplet_margin_loss(a, b, c, margin=0.1)
+
+    facts = facts_of("pairs-reversed", setup(loss=of, batches=of_pairs(0.5, True).batches))
+    assert (facts[0].numbers["share"] < 0.2) is swapped
+    assert strengths_of("pairs-reversed", facts) == ["act"] * swapped
+
+
+def test_labels_without_a_relation_to_the_inputs_reverse_no_pairs() -> None:
+    """Though a margin leaves out the pairs that are far apart."""
+    of = of_pairs(0.5, True)
+    generator = torch.Generator().manual_seed(0)
+    noise = tuple((torch.randn(x.shape, generator=generator), y) for x, y in of.batches)
+    facts = facts_of("pairs-reversed", replace(of, batches=noise))
+    assert facts[0].numbers["share"] == pytest.approx(0.5, abs=0.15)
+    assert strengths_of("pairs-reversed", facts) == []
+    assert facts_of("pairs-reversed", setup()) == ()
 
 
 def test_shares_and_limits_are_those_of_the_outputs() -> None:

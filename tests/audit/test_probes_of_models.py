@@ -224,54 +224,6 @@ def coded(draw: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
     return lambda: setup(model=Coded(draw), loss=of)
 
 
-class LowRank(nn.Module):
-    """A layer beside a product of two factors, of which the first begins at a scale."""
-
-    def __init__(self, scale: float, layer: float = 1.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.a = nn.Linear(12, 3), nn.Parameter(scale * torch.randn(2, 12))
-        self.b = nn.Parameter(torch.zeros(3, 2))
-        self.layer.weight.data *= layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + x @ self.a.T @ self.b.T
-
-
-class Heads(nn.Module):
-    def __init__(self, *heads: nn.Module) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(heads)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([head(x) for head in self.heads], 1)
-
-
-def zero(width: int) -> nn.Module:
-    layer = nn.Linear(12, width)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def two_heads() -> Setup:
-    """One layer for two outputs, which the model returns as tensors of their own."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = self.other = nn.Linear(12, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.head(x), self.other(x)[:, 0]
-
-    def both(model: nn.Module, batch: Any) -> Tensor:
-        one, other = model(batch[0])
-        return (one[:, 0] - batch[0][:, 0]).square().mean() + (other - batch[1]).square().mean()
-
-    return setup(model=Two(), loss=both, steps=4)
-
-
 def unassigned(net: Any, x: Tensor) -> Tensor:
     z = net.first(x)
     z.relu()
@@ -298,25 +250,6 @@ GRADIENTS: list[Row] = [
      net(lambda net, x: plain(net, x) - plain(net, x.flip(1)).detach()), ""),
     ("gradient-cut", "a custom function", between(Passed.apply), ""),
     ("gradient-cut", "nothing", net(plain), ""),
-    ("zero-factor", "a branch", between(lambda x: x + (4 // 8) * x.relu()), "mul"),
-    ("zero-factor", "a number among others",
-     between(lambda x: torch.stack([k * x for k in (0, 1)]).sum(0)), ""),
-    ("zero-factor", "a learnt gate", net(lambda net, x: net.head(
-        (z := net.first(x)) + net.gate * z.relu())), ""),
-    ("zero-factor", "two factors", with_model(lambda: LowRank(0.0)), "'a', 'b' begin at 0"),
-    ("zero-factor", "one of two", with_model(lambda: LowRank(0.1)), ""),
-    ("zero-factor", "all weights", with_model(lambda: LowRank(0.0, layer=0.0)), ""),
-    ("outputs-tied", "one object", with_model(lambda: Heads(*[nn.Linear(12, 1)] * 3), steps=4),
-     "3 outputs are equal"),
-    ("outputs-tied", "equal ones", with_model(lambda: Heads(*map(zero, (1, 1, 1))), steps=4), ""),
-    ("outputs-tied", "tensors of their own", two_heads, "2 outputs are equal"),
-    ("added-to-itself", "by a sign", between(lambda h: h + h), "add"),
-    ("added-to-itself", "by a function", between(lambda h: torch.add(h, h)), "add"),
-    ("added-to-itself", "twice", between(lambda h: 2 * h), ""),
-    ("added-to-itself", "its ReLU", between(lambda h: h + h.relu()), ""),
-    ("added-to-itself", "its copy", between(lambda h: h + h.clone()), ""),
-    ("added-to-itself", "the loss",
-     lambda: setup(loss=lambda m, b: (x := m(b[0]).square().mean()) + x), ""),
     ("hidden-parameters", "a list",
      net(lambda net, x: net.head(net.listed[0](net.first(x)))), "listed[0].weight"),
     ("hidden-parameters", "a layer made anew", between(lambda z: nn.Linear(8, 8)(z)),
@@ -586,7 +519,6 @@ OUTPUTS: list[Row] = [
     ("dropout-on-outputs", "in a branch", with_model(
         Residual, loss=lambda m, b: functional.mse_loss(m(b[0]), b[0])), ""),
 ]  # fmt: skip
-TRAINED = ("zero-factor", "outputs-tied")  # asked of a trained copy, as an audit does
 ROWS = [*SAMPLES, *GRADIENTS, *TOKENS, *OUTPUTS]
 
 
@@ -597,7 +529,7 @@ ROWS = [*SAMPLES, *GRADIENTS, *TOKENS, *OUTPUTS]
 def test_a_fault_is_named_and_what_is_like_it_is_not(
     question: str, make: Callable[[], Setup], part: str
 ) -> None:
-    assert_said(question, make(), part, trained=question in TRAINED)
+    assert_said(question, make(), part)
 
 
 def test_a_lost_activation_is_named_beside_the_affine_layers() -> None:

@@ -583,6 +583,21 @@ def padded(ignored: int) -> Setup:
     return replace(setup, batches=tuple(map(cut, setup.batches)), loss=loss)
 
 
+def of_pairs(model: nn.Module, batch: Any, alike: bool) -> Tensor:
+    """Return the contrastive loss of neighbours in the order of classes, with a margin of 1."""
+    order = batch[1].argsort()
+    x, y = batch[0][order], batch[1][order]
+    z, other = (functional.normalize(model(part), dim=1) for part in (x, x.roll(1, 0)))
+    distance = ((z - other).square().sum(1) + 1e-9).sqrt()
+    is_drawn = (y == y.roll(1, 0)) == alike
+    return torch.where(is_drawn, distance, (1 - distance).relu()).square().mean()
+
+
+def taken_back(share: float) -> Any:
+    """Two terms, the second of which is the first, with the other sign."""
+    return lambda model, batch: loss(model, batch) - share * loss(model, batch)
+
+
 def with_penalty(weight: float) -> Setup:
     """The outputs' mean square is a term of the loss."""
 
@@ -733,6 +748,14 @@ PICTURES: dict[str, Picture] = {
         {},
         (answers, ("LOGIT", "LOWER")),
         with_setup(loss=lambda model, batch: dice(model(batch[0]).softmax(1), batch[1])),
+    ),
+    "pairs-reversed": Picture(
+        "pairs of one class are pushed apart, and others drawn together",
+        with_setup(loss=partial(of_pairs, alike=False), optimizer=slow),
+        {"share of couples in which the pair drawn together is nearer":
+             of_fact("pairs-reversed", "share")},
+        (targets, ("REVERSED", "CERTAINLY")),
+        with_setup(loss=partial(of_pairs, alike=True), optimizer=slow),
     ),
     "softmax-of-one": Picture(
         "one output for \"is it odd?\", behind a softmax; the healthy one's is behind a sigmoid",
@@ -967,6 +990,13 @@ PICTURES: dict[str, Picture] = {
         {},
         None,
         with_setup(loss=decayed(detached=False)),
+    ),
+    "terms-opposed": Picture(
+        "the cross-entropy is added, and its value for the same batch is subtracted again",
+        with_setup(loss=taken_back(1.0)),
+        {"cosine of the gradients": of_fact("terms-opposed", "cosine")},
+        (loss_rules, ("AGAINST", "ALIKE")),
+        with_setup(loss=taken_back(0.1)),
     ),
     "zero-slope": Picture(
         "a classifier whose outputs are rounded, with the squared error",

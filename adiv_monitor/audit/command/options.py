@@ -22,7 +22,7 @@ Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
 _GONE = ("module-repeated joined-with-itself self-pairs label-smoothing one-edit padding-is-word "
          "loss-own-fall term-outweighed addend-outweighs targets-own lowest-elsewhere targets-stay "
          "input-written players-agree gradient-again batch-too-small "
-         "terms-opposed pairs-reversed label-is-blank")  # fmt: skip
+         "zero-factor added-to-itself outputs-tied label-is-blank")  # fmt: skip
 _RETIRED = {
     **dict.fromkeys(_GONE.split(), ""),
     **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),

@@ -4,6 +4,6 @@ from importlib import import_module
 
 for _name in (
     *("answers", "axes", "backward", "data", "exchange", "fits", "free"),
-    *("loss_inputs", "modules", "places", "state", "terms", "wiring"),
+    *("loss_inputs", "modules", "places", "state", "terms"),
 ):
     import_module(f"{__name__}.{_name}")

@@ -7,10 +7,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.experiments.calls import calls_of
+from adiv_monitor.audit.experiments.calls import calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import (
     RepeatedLoss,
     given_inputs,
@@ -213,6 +213,68 @@ def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if not fewer or more > ITS_SHARE * int(counts.sum()) / size:
         raise Untold("inputs or targets of a sample concern the outputs of several, or of none")
     yield Fact("", {"share": float((of_inputs & of_targets).sum()) / fewer})
+
+
+# Pairs
+
+_PASSES = 8  # most batches whose pairs are counted
+_NEAR = 0.1  # of the distance between the outputs of a pair
+
+
+@asks("pairs-reversed")
+def pairs_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return how often pairs that are drawn together are nearer in the inputs than others.
+
+    The loss calls the model with two tensors, or the three of a triplet, and gets one output for
+    each. A pair (u, v) with outputs (a, b), a the first one, and the loss's gradient g at b is
+    drawn together if g · (b − a) > 0, and pushed apart if it is below 0: what labels mean to the
+    loss does not count, but what it does. The share
+    is of all couples of a pair drawn together and one pushed apart (Mann and Whitney, 1947). Labels
+    that say nothing about the inputs give 1/2, with a standard error of √((m + n + 1) / 12mn).
+    """
+    fork, pairs = setup.fork(), []
+    for batch in setup.batches[:_PASSES]:
+        if (pair := _pair(fork, batch)) is None:
+            return
+        pairs.append(pair)
+    pull, distance = map(torch.cat, zip(*pairs, strict=True))
+    near, far = distance[pull > 0], distance[pull < 0]
+    if not near.numel() or not far.numel():
+        return
+    share = (0.5 - 0.5 * (near[:, None] - far).sign().double()).mean().item()
+    error = math.sqrt((len(near) + len(far) + 1) / (12 * len(near) * len(far)))
+    yield Fact("", {"share": share, "errors": (share - 0.5) / error})
+
+
+def _pair(fork: Fork, batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the pull on each pair, and the distance of its inputs; None: there are no pairs.
+
+    Outputs are moved towards the first one, so that a margin leaves no pair out.
+    """
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def near(x: Tensor) -> Tensor:
+        if outputs and x.shape == outputs[0].shape:
+            x = (outputs[0] + _NEAR * (x - outputs[0])).detach().requires_grad_()
+        outputs.append(x)
+        return x
+
+    def instead(module: nn.Module, args: Any, output: Any) -> Any:
+        inputs.extend(tensors(args))
+        return mapped(output, near)
+
+    with fork.model.register_forward_hook(instead), torch.enable_grad():
+        loss = see_calls(fork, lambda call: None, batch)
+    if not 1 < len(inputs) == len(outputs) < 4 or not outputs[0].requires_grad:
+        return None
+    (u, *v), (a, *b) = inputs, outputs
+    alike = {x.shape for x in inputs} == {u.shape} and {x.shape for x in outputs} == {a.shape}
+    if not alike or len(u) != len(a) or min(u.ndim, a.ndim) < 2 or not u.is_floating_point():
+        return None
+    pulls = [(g * (x - a).detach()).flatten(1).sum(1)
+             for x, g in zip(b, torch.autograd.grad(loss, b), strict=True)]  # fmt: skip
+    return torch.cat(pulls), torch.cat([(x - u).flatten(1).norm(dim=1) for x in v])
 
 
 # A small network's answers

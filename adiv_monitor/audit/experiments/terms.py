@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -35,17 +36,20 @@ class Terms:
 
     Attributes:
         values: The numbers.
+        places: The calls that made them.
         sums: The sums that the loss consists of, once its terms were asked for.
     """
 
     def __init__(self) -> None:
         self.values: dict[Any, float] = {}
+        self.places: dict[Any, str] = {}
         self.sums: set[Any] = set()
 
     def see(self, call: Call) -> None:
         """Note a number."""
         if isinstance(call.result, Tensor) and not call.result.ndim and call.result.requires_grad:
             self.values[call.result.grad_fn] = float(call.result.detach())
+            self.places[call.result.grad_fn] = call.place
 
     def of(self, loss: Tensor) -> dict[Any, float]:
         """Return the terms of the loss, each with its part of the loss's value."""
@@ -213,6 +217,41 @@ class WithoutGraph(Terms):
         for p, here in own.items():
             p.data = here
         return {number: x for number, (_, x) in again.added.items()}
+
+
+# Terms against each other
+
+MOST_TERMS = 6
+
+
+@asks("terms-opposed")
+def opposed(setup: Setup, trained: Fork) -> Iterable[Fact]:
+    """Return the two terms of the first batch's loss whose gradients oppose each other most.
+
+    Of parameters that both terms reach, it tells the cosine of the gradients, the largest cosine of
+    a single parameter tensor, and the ratio of the shorter to the longer gradient.
+    """
+    fork, seen, found, gradients = setup.fork(), Terms(), [], []
+    with torch.enable_grad():
+        loss = see_calls(fork, seen.see, change=undropped)
+    terms, parameters = seen.of(loss), [p for p in fork.model.parameters() if p.requires_grad]
+    if not 1 < len(terms) <= MOST_TERMS:
+        return
+    for node in terms:  # the others pass none on
+        handles = [other.register_prehook(_nothing) for other in terms if other is not node]
+        each = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        gradients.append((seen.places.get(node, ""), each))
+        for handle in handles:
+            handle.remove()
+    for (place, own), (other, others) in permutations(gradients, 2):
+        both = [(g, h) for g, h in zip(own, others, strict=True)
+                if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
+        if both:
+            cosine, ratio = compared(*zip(*both, strict=True))
+            largest = max(compared([g], [h])[0] for g, h in both)
+            found += [(cosine, largest, ratio, place, other)] * (ratio <= 1)
+    for cosine, largest, ratio, place, other in sorted(found)[:1]:
+        yield Fact(place, {"cosine": cosine, "largest": largest, "ratio": ratio}, {"other": other})
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -31,6 +31,10 @@ PADDING, ALONE = 0.05, 0.9
 # By how much the loss, without the penalty, rises with exchanged inputs: in the run, over a copy
 # trained without the penalty, and in that copy, over its loss. Healthy VAEs have 0.9 for the first.
 LEARNT, LEARNABLE = 0.1, 0.02
+# Cosine of the gradients of two terms, in each parameter tensor that both reach, and the ratio of
+# the shorter to the longer gradient. Real and generated samples of a critic have −0.83 in all, and
+# −0.26 in one tensor.
+AGAINST, ALIKE = -0.95, 0.5
 # Of the loss, what its own weights leave; uncertainties with their logarithm leave 0.5.
 ITSELF = 0.1
 # Share of the loss that the best outputs leave; labels that are smoothed by 0.1 have 0.3.
@@ -181,6 +185,15 @@ told(__name__, "target-attached", "A target that passes gradients on", suffers,
      [Number("gradient of the target, over minus that of the value", "share")],
      Advice("compute the target under torch.no_grad(), or detach() it"),
      explains=LEARNING)  # fmt: skip
+
+
+told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act",
+     "Two terms of the loss are opposed, from {place} and {other}: the cosine of their gradients "
+     "is {cosine:.3g}.",
+     [Number("largest cosine of the two", "largest", below=AGAINST),
+      Number("length of the shorter gradient over the longer", "ratio", above=ALIKE)],
+     Advice("give each player its own loss (detach generated samples), or look for a term that is "
+            "added with both signs"), explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "weighs-itself", "A loss that lowers itself", suffers,

@@ -111,9 +111,9 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
                     "numbers"),), since=0)  # fmt: skip
 
 
-# The inputs may be sets, so it should be acted on only if positions help.
+# The inputs may be sets, and positions may help a short run whatever the order says: never "act".
 told(__name__, "order-ignored", "The order of positions is ignored", "watch",
      "The outputs do not depend on the order of the {places:.0f} positions of an input.",
      [Number("positions whose order does not matter", "places")],
      Advice("add position embeddings, unless the inputs are sets", "positions"),
-     acts_below=0.8, often_meant=True)  # fmt: skip
+     often_meant=True)  # fmt: skip

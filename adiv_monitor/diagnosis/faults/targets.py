@@ -13,6 +13,9 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
 TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
+# Share of couples in which the pair drawn together is nearer in the inputs than the one pushed
+# apart: labels without a relation to the inputs give 1/2. And its distance in standard errors.
+REVERSED, CERTAINLY = 0.3, 5.0
 FORCED = 0.1  # share of the targets' variance that a normalisation at the end leaves out
 OUTSIDE = 0.01  # share of the targets outside the range of the function on the outputs
 
@@ -166,4 +169,14 @@ told(__name__, "target-is-input", "Targets that are the wrong tokens",
      "the output depends on, not the next token.", [Number("places to the target", "places")],
      Advice("shift the labels once, in the data set, the model or the loss: compare "
             "outputs[:, :-1] with tokens[:, 1:]"),
+     certain=True, explains=LEARNING)  # fmt: skip
+
+
+told(__name__, "pairs-reversed", "Pairs the wrong way round", "act",
+     "The loss draws pairs together and pushes others apart, the wrong way round: those that it "
+     "draws together are nearer in only {share:.0%} of the comparisons.",
+     [Number("share in which the drawn pair is nearer", "share", below=REVERSED),
+      Number("its distance from 1/2, in errors", "errors", below=-CERTAINLY)],
+     Advice("exchange the labels 0 and 1 of the pairs, or the positives and negatives of the "
+            "triplets"),
      certain=True, explains=LEARNING)  # fmt: skip
