@@ -25,7 +25,6 @@ from adiv_monitor.maths.estimates import (
     by_size,
     over_rows,
     quantiles,
-    variance_share,
 )
 from adiv_monitor.maths.sums import Array, StepSums, Table, blank
 from adiv_monitor.report import QUANTILE_LEVELS
@@ -211,7 +210,7 @@ def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     attainable = _certain(layers["attainable"])
     found.put(index, {"attainable_cosine": attainable}, layers["has_attainable"])
     found.put(index, _of_scales(x), x.has_scale)
-    found.put_levels(index, "scale", _of_entries(x), x.has_scale)
+    found.put_levels(index, "scale", _scale_quantiles(x), x.has_one)
     if not updated:
         return
     of_update = _of_update(x, G_G)
@@ -343,23 +342,12 @@ def _of_all_scales(x: _Layers) -> dict[str, Estimate]:
     }
 
 
-def _of_entries(x: _Layers) -> tuple[Array, Array]:
+def _scale_quantiles(x: _Layers) -> tuple[Array, Array]:
     """Return quantiles of the scales, bounded by 0 and by what a pass over all rows implies."""
     layers, active = x.layers, x.sample.active
-    lines, seen = _padded(x.sums, "entries", x.index)
-    # Lines of padding have scales that are NaN; those of zero-gradient rows do not count.
-    idle = x.sums.rows["G_G"][lines["row"]] == 0 if len(x.sums.rows) else True
-    seen = np.where(x.has_one, x.sample.seen, seen)
-    both = np.where(active, x.rows["scale"], np.nan), np.where(idle, np.nan, lines["scale"])
-    width = max(of.shape[1] for of in both)
-    filled = (np.pad(of, ((0, 0), (0, width - of.shape[1])), constant_values=np.nan) for of in both)
-    entries = np.where(x.has_one[:, None], *filled)
-    counted = (~np.isnan(entries)).sum(1)
-    # Entries of one row may be equal, so they count as one; not all entries of the rows are here.
-    share = variance_share(seen, x.sample.seen * x.groups, counted)
-    share = share + x.sample.share_of(x.sample.active)
+    scales, share = np.where(active, x.rows["scale"], np.nan), x.sample.share_of(active)
     known = layers["knows_scales"]
-    mean = np.nansum(entries, axis=1) / counted
+    mean = np.nansum(scales, axis=1) / active.sum(1)
     # Chebyshev's inequality bounds how far a share of the rows lies from the mean.
     levels, of_all = np.asarray(LEVELS), (layers["scale_sum"] / layers["active"])[:, None]
     off = (layers["scale_off"] ** 2 / layers["active"])[:, None]
@@ -368,7 +356,7 @@ def _of_entries(x: _Layers) -> tuple[Array, Array]:
     low, high = np.where(known[:, None], low, 0.0), np.where(known[:, None], high, np.nan)
     alone = x.bias_alone[:, None]
     ends = Ends(*(np.where(alone, mean[:, None], end) for end in (low, high)))
-    return quantiles(entries, LEVELS, share, ends, x.tolerance * np.abs(mean))
+    return quantiles(scales, LEVELS, share, ends, x.tolerance * np.abs(mean))
 
 
 def _common_share(x: _Layers) -> Estimate:

@@ -1,9 +1,9 @@
 """The numbers of a measured step, as tables for all layers, from which the readings follow.
 
 A table is a structured array. `StepSums.layers` has one line for each layer. The other tables have
-any number of lines for each, in the order of the layers: sampled rows, entries of scales, equations
-and so on. What is not known is NaN. Tables of several ranks are merged by concatenation of lines
-and addition of sums (`step/merge.py`).
+any number of lines for each, in the order of the layers: sampled rows, equations and so on. What is
+not known is NaN. Tables of several ranks are merged by concatenation of lines and addition of sums
+(`step/merge.py`).
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ LAYERS = np.dtype(
         *_columns("<f8", *OF_PARAMETERS, "width", "silent"),
         *_columns("<f8", "gradient_factor", "active", "G_G", "concentration", "own_G", "own_own"),
         *_columns("<f8", "scale_sum", "scale_off", "scale_max", "attainable"),
-        *_columns("<f8", "rows_bound", "entries_bound", "other_share"),
+        *_columns("<f8", "rows_bound", "other_share"),
     ]
 )
 _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
@@ -86,15 +86,13 @@ TABLES = {
         "zeros",
         "key",
     ],
-    "entries": ["scale", "key"],
     "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
     "loads": ["number", "rows"],
     "own": ["number", "rows", "value"],
 }
-_PLACES = {"entries": ["layer", "row"]}  # of other lines
 KINDS = {"layers": LAYERS} | {
-    table: np.dtype([*_columns("<i4", *_PLACES.get(table, ["layer"])), *_columns("<f8", *names)])
+    table: np.dtype([*_columns("<i4", "layer"), *_columns("<f8", *names)])
     for table, names in TABLES.items()
 }
 _FLOAT32 = float(np.finfo(np.float32).eps)
@@ -174,16 +172,13 @@ class StepSums:
             - has_common: the features tell `common_share`.
             - attainable: `attainable_cosine`, over all rows.
             - moved: number of all rows on the probe; 0: the realised move is not known.
-            - rows_bound, entries_bound: every row of this rank with a smaller key is in the sample,
-              and every one of its scales with a smaller key is among `entries`.
+            - rows_bound: every row of this rank with a smaller key is in the sample.
 
         rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
             counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
             m and √Σ (s − m)². common: φ_r·Σ_k φ_k, with the sum over the sampled active rows.
             length: ‖φ_W‖. largest, fourth, zeros: of the entries, max |z_n|, Σ z_n⁴, and the number
             of g_n = 0. key: see `capture/sampling.py`.
-        entries: scales of the sampled rows that have several, or of a random subset of these. row:
-            the index in `rows`. key: as that of rows.
         equations: γv, h of the rows, and γv of the gradient that was there before them, for the
             weight or the bias, whose equations are numbered; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.
@@ -196,7 +191,6 @@ class StepSums:
     about: tuple[About, ...]
     layers: Table
     rows: Table
-    entries: Table
     equations: Table
     moves: Table
     loads: Table
@@ -264,22 +258,13 @@ class StepSums:
         """Return the sums of some layers, given in order."""
         place = np.full(len(self.paths), -1)
         place[layers] = np.arange(len(layers))
-        rows = np.flatnonzero(place[self.rows["layer"]] >= 0)
         kept = {}
-        for name, lines in self.with_rows(rows).tables.items():
+        for name, lines in self.tables.items():
             lines = lines[place[lines["layer"]] >= 0]
             lines["layer"] = place[lines["layer"]]
             kept[name] = lines
         paths, about = (tuple(of[i] for i in layers) for of in (self.paths, self.about))
         return StepSums(paths, about, self.layers[layers], **kept)
-
-    def with_rows(self, rows: Index) -> "StepSums":
-        """Return the sums with some of the sampled rows, and the entries of these."""
-        place = np.full(len(self.rows), -1)
-        place[rows] = np.arange(len(rows))
-        entries = self.entries[place[self.entries["row"]] >= 0]
-        entries["row"] = place[entries["row"]]
-        return replace(self, rows=self.rows[rows], entries=entries)
 
     def in_units(self, factor: Array) -> "StepSums":
         """Return the sums with G in the units of the optimizer's gradient, from those of backward.

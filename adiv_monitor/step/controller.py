@@ -227,7 +227,6 @@ class StepController:
             capture,
             history,
             fail=failures.switch_off,
-            generator=self.generator,
             probe=probe,
             unsharded=UnshardedParameters(selection, self._agree),
         )

@@ -63,7 +63,6 @@ class MeasuredStep:
         capture: the rows; its hooks stay on until the step is taken, since the step may raise.
         history: the habits that this run has shown so far.
         fail: called with a layer's path and the exception that measuring it raised.
-        generator: the monitor's own random numbers.
         probe: measures on the probe what was requested; None: nothing was.
         unsharded: gathers gradients and updates of sharded parameters.
         refused: why the step can't be measured; "": it can.
@@ -80,7 +79,6 @@ class MeasuredStep:
     capture: Capture
     history: RunHistory
     fail: Callable[[str, Exception], None]
-    generator: np.random.Generator
     probe: "ProbeStep | None"
     unsharded: UnshardedParameters
     refused: str = ""
@@ -304,7 +302,7 @@ class MeasuredStep:
         """Finish the sums of all layers, and release their rows."""
         for block in self._blocks:
             with losing(block.layers, self._lose):
-                block.send(self.out, self.generator)
+                block.send(self.out)
         self._measured.clear()
         self._blocks.clear()
 

@@ -32,7 +32,7 @@ def prepared(
 ) -> StepSums:
     """Return a rank's numbers for sending, with only rows that may be in the merged sample.
 
-    Each sampled row gets a random key, as if the key had selected it; so does each entry.
+    Each sampled row gets a random key, as if the key had selected it.
 
     Args:
         sums: the numbers.
@@ -40,22 +40,19 @@ def prepared(
         world: number of ranks.
         generator: random generator.
     """
-    layers, rows, entries = sums.layers.copy(), sums.rows.copy(), sums.entries.copy()
-    scales = sums.seen * layers["groups"]
-    for table, lines, totals in (("rows", rows, layers["total"]), ("entries", entries, scales)):
-        pairs = zip(totals.tolist(), sums.lines(table).tolist(), strict=True)
-        drawn = [draw((total,), seen, generator) for total, seen in pairs]
-        keys = [of.keys for of in drawn if of.keys is not None]
-        lines["key"] = np.concatenate([np.empty(0), *keys])
-        layers[f"{table}_bound"] = [of.bound for of in drawn]
-    sums = replace(sums, layers=layers, rows=rows, entries=entries)
+    layers, rows = sums.layers.copy(), sums.rows.copy()
+    pairs = zip(layers["total"].tolist(), sums.seen.tolist(), strict=True)
+    drawn = [draw((total,), seen, generator) for total, seen in pairs]
+    rows["key"] = np.concatenate([np.empty(0), *(of.keys for of in drawn if of.keys is not None)])
+    layers["rows_bound"] = [of.bound for of in drawn]
+    sums = replace(sums, layers=layers, rows=rows)
     if max_rows is None:
         return sums
     # One rank has more than this share of the sample only with low probability.
     share = max_rows / world
     likely = (share + 4 * math.sqrt(share)) / np.maximum(layers["total"], 1)
     layers["rows_bound"] = np.minimum(layers["rows_bound"], likely)
-    return sums.with_rows(np.flatnonzero(rows["key"] < layers["rows_bound"][rows["layer"]]))
+    return replace(sums, rows=rows[rows["key"] < layers["rows_bound"][rows["layer"]]])
 
 
 @np.errstate(all="ignore")  # as in `understand`
@@ -109,7 +106,7 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
     abouts = {p: of for s in reversed(several) for p, of in zip(s.paths, s.about, strict=True)}
     paths = tuple(dict.fromkeys(path for sums in several for path in sums.paths))
     number, shape = {path: i for i, path in enumerate(paths)}, (len(several), len(paths))
-    lines, there, start = blank("layers", shape), np.zeros(shape, dtype=bool), 0
+    lines, there = blank("layers", shape), np.zeros(shape, dtype=bool)
     parts: dict[str, list[Table]] = {name: [] for name in TABLES}
     for rank, sums in enumerate(several):
         at = np.array([number[path] for path in sums.paths], np.int64)
@@ -117,10 +114,7 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
         for name, table in sums.tables.items():
             own = table.copy()
             own["layer"] = at[own["layer"]]
-            if name == "entries":
-                own["row"] += start
             parts[name].append(own)
-        start += len(sums.rows)
     first = there.argmax(0), np.arange(len(paths))
     counts = there & (lines["total"] > 0)
     counts[first] |= ~counts.any(0)  # if no rank has rows, the first one counts
@@ -129,10 +123,7 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
     tables = {name: np.concatenate(of) for name, of in parts.items()}
     ranks = {n: np.repeat(np.arange(len(several)), [*map(len, of)]) for n, of in parts.items()}
     counted = {name: counts[ranks[name], of["layer"]] for name, of in tables.items()}
-    rows, entries = tables["rows"], tables["entries"]
-    of_rows, of_entries = (
-        np.where(counts, lines[name], np.inf).min(0) for name in ("rows_bound", "entries_bound")
-    )
+    rows, of_rows = tables["rows"], np.where(counts, lines["rows_bound"], np.inf).min(0)
     rows["key"][~counted["rows"]] = np.inf
     if max_rows is not None:
         order = np.lexsort((rows["key"], rows["layer"]))
@@ -140,21 +131,16 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
         more = order[np.arange(len(order)) - np.searchsorted(layer, layer) == max_rows]
         at = rows["layer"][more]
         of_rows[at] = np.minimum(of_rows[at], rows["key"][more])
-    kept = np.flatnonzero(rows["key"] < of_rows[rows["layer"]])
-    some = counted["entries"] & (entries["key"] < of_entries[entries["layer"]])
-    sums = StepSums(
+    return StepSums(
         paths,
         tuple(abouts[path] for path in paths),
         layers,
-        rows=rows,
-        entries=entries[some],
+        rows=in_order(rows[rows["key"] < of_rows[rows["layer"]]]),
         equations=_added(tables["equations"][counted["equations"]], counts.sum(0)),
         moves=in_order(tables["moves"][counted["moves"]]),
         loads=in_order(tables["loads"][counted["loads"]]),
         own=in_order(tables["own"][counted["own"]]),
     )
-    sums = sums.with_rows(kept[np.argsort(rows["layer"][kept], kind="stable")])
-    return replace(sums, entries=in_order(sums.entries))
 
 
 def _layers(

@@ -100,9 +100,6 @@ class Outgoing:
                 lines[name] = value
             parts[table].append(lines.ravel())
         several = {name: in_order(np.concatenate(of)) for name, of in parts.items()}
-        entries = several["entries"]  # whose rows are counted from the start of the layer's
-        starts = np.searchsorted(several["rows"]["layer"], np.arange(len(number)))
-        entries["row"] += starts[entries["layer"]]
         about = tuple(self._layers[path] for path in number)
         return StepSums(tuple(number), about, layers, **several)
 

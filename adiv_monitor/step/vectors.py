@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import compute_dtype, dots, to_device
+from adiv_monitor.features.rows import compute_dtype, dots
 from adiv_monitor.maths.sums import VECTORS, names_of, pairs_of
 from adiv_monitor.step.transfer import Outgoing
 
@@ -25,7 +24,6 @@ Change = tuple[Tensor | None, Tensor | None]  # of the weight and of the bias; N
 Fail = Callable[[str, Exception], None]
 P = TypeVar("P")
 
-_MOST_SCALES = 2_048  # of the sampled rows of a layer that are sent one by one
 # The most entries that are stacked, on a CPU and on others: for more, new memory costs more.
 STACKED, _TOGETHER = 2**18, 2**24
 
@@ -124,7 +122,6 @@ class Family:
         paths: Sequence[str],
         products: Mapping[str, Float[Tensor, "layers rows"]],
         active: Float[Tensor, "layers rows"],
-        generator: np.random.Generator,
     ) -> None:
         """Send the numbers of the rows, of which the products are known already."""
         of_rows = active if self._is_stacked else active[0]
@@ -132,7 +129,7 @@ class Family:
         if found:
             rows["common"], rows["length"] = found
         if self._scale is not None:
-            rows |= _of_scales(self._scale, out, paths, generator)
+            rows |= _of_scales(self._scale)
         out.add("rows", paths, rows)
         out.add("layers", paths, {}, groups=self._groups, has_common=bool(found))
 
@@ -183,13 +180,8 @@ class Block:
                 with losing(family.layers, fail):
                     family.move([change(x.layer) for x in family.layers], of, "d")
 
-    def send(self, out: Outgoing, generator: np.random.Generator) -> None:
-        """Send the numbers of the rows to the host.
-
-        Args:
-            out: takes them.
-            generator: chooses the scales that are reported one by one if there are too many.
-        """
+    def send(self, out: Outgoing) -> None:
+        """Send the numbers of the rows to the host."""
         named, V = self._named, self._vectors
         chain = named.index("z")  # neighbours among those before
         products = [*dots(V, V), *dots(V[: chain - 1], V[1:chain])]
@@ -209,7 +201,7 @@ class Block:
         for family, of, at in self._parts:
             own = {name: by_name[name][at] for name in names_of(pairs_of(tuple(of)))}
             own |= {name: values[at] for name, values in entries.items()}
-            family.send(out, paths[at], own, active[at], generator)
+            family.send(out, paths[at], own, active[at])
 
 
 def blocks_of(layers: Iterable[LayerInProgress], fail: Fail, *, updates: bool) -> list[Block]:
@@ -266,21 +258,11 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def _of_scales(
-    scale: Float[Tensor, "layers rows groups"],
-    out: Outgoing,
-    paths: Sequence[str],
-    generator: np.random.Generator,
-) -> dict[str, Tensor]:
-    """Return the sums over each row's scales; send some of the scales, if there are several."""
+def _of_scales(scale: Float[Tensor, "layers rows groups"]) -> dict[str, Tensor]:
+    """Return the sums over each row's scales."""
     if scale.shape[2] == 1:
         return {"scale": scale[..., 0]}
-    groups, every = scale.shape[2], scale.flatten(1)
-    mean, places = scale.mean(2, keepdim=True), np.arange(every.shape[1])
-    if len(places) > _MOST_SCALES:
-        places = generator.choice(len(places), _MOST_SCALES, replace=False)
-        every = every.index_select(1, to_device(places, every.device))
-    out.add("entries", paths, {"scale": every}, row=places // groups)
+    mean = scale.mean(2, keepdim=True)
     off = torch.linalg.vector_norm(scale - mean, dim=2)
     return {"scale": scale.amax(2), "mean": mean[..., 0], "off": off}
 
