@@ -6,7 +6,6 @@ import pytest
 import torch
 from setups import trained
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
