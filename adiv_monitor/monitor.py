@@ -120,9 +120,8 @@ class Monitor:
             most once in an interval, and `StepReport.spikes` says which layers moved most then: a
             loss that is not finite, or eight standard deviations above those before it. With
             several ranks no further steps are measured. "norms": also the norms of gradient and
-            update of every step, which cost about ten launches and a copy of the parameters; then
-            the layers of a spike are those whose updates jumped just before it. Not where
-            parameters are sharded. None: nothing is watched.
+            update of every step, which cost about ten launches and a copy of the parameters. Not
+            where parameters are sharded. None: nothing is watched.
         alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", with a
             glob pattern over layers; "non_finite"; or functions from a layer's path and reading to
             bool. If a rule holds by more than two standard errors, the report and every sink have

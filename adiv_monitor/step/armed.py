@@ -29,7 +29,7 @@ from adiv_monitor.step.rank_contribution import (
     add_parameters,
     misdescribed,
 )
-from adiv_monitor.step.stepping import NO_RATES, Others, Rates
+from adiv_monitor.step.stepping import Others, Rates
 from adiv_monitor.step.transfer import fetch, fetch_numbers
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class Armed:
         hooks: other hooks on its forward passes.
         rates: the optimizer's learning rates.
         told: further facts for the report, by field.
-        attempts: number of optimizer steps so far: one that raises may be repeated.
         closure_calls: number of calls during the last attempt; None: without a closure.
     """
 
@@ -73,8 +72,7 @@ class Armed:
     guard: Guard
     others: Others
     hooks: "Sequence[ProbeStep | LossHook]"
-    rates: Rates = NO_RATES
-    attempts: int = 0
+    rates: Rates = field(default_factory=lambda: Rates((), {}, {}))
     closure_calls: int | None = None
     told: dict[str, Any] = field(default_factory=dict)
     _is_late: bool = field(default=False, init=False)  # the backward pass: it follows the step
@@ -133,11 +131,6 @@ class Armed:
             self.guard(self.capture.next_ran, args, more[0])
             self.release()
 
-    def parameters(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """Return the ids of the parameters of layers that were measured."""
-        found = self.capture.layers.found
-        return {path: [id(of.parameter) for of in found[path].pieces] for path in paths}
-
     # --- the contribution to the report -----------------------------------------------------------
 
     def contribution(self, failures: Failures, interval: int) -> RankContribution:
@@ -174,7 +167,8 @@ class Armed:
         )
         learning_rates = tuple(fetch_numbers(rates.of_groups))
         group_of = rates.groups if len(set(learning_rates)) > 1 else {}
-        firsts = {path: keys[0] for path, keys in self.parameters(sums.paths).items()}
+        found = capture.layers.found
+        firsts = {path: id(found[path].pieces[0].parameter) for path in sums.paths}
         notes = (
             *failures.notes,
             *capture.notes(overflowed=not np.isfinite(flags["zeroed"]).all()),

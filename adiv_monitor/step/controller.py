@@ -45,7 +45,7 @@ from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
-from adiv_monitor.step.stepping import NO_RATES, Others, RateFalls, learning_rates, state_of
+from adiv_monitor.step.stepping import Others, RateFalls, learning_rates, state_of
 from adiv_monitor.step.training import Training
 from adiv_monitor.step.unsharded import UnshardedParameters
 
@@ -177,15 +177,10 @@ class StepController:
         armed = self._armed
         if armed is None or armed.guard.broken or not armed.capture.rows:
             return ""
-        if self.training.optimizer is None:
-            return (
-                "the model ran, but the monitor saw no call of end_step(), so there is no report: "
-                "give it the optimizer that trains the model"
-            )
         return (
-            "no step of the monitor's optimizer was taken while the monitor was on, so nothing was "
-            "measured (were the backward passes too few for an accumulation, were all steps "
-            "skipped, or does another optimizer train the model?)"
+            "no step of the monitor's optimizer, or call of end_step(), was seen while the monitor "
+            "was on, so nothing was measured (were the backward passes too few for an "
+            "accumulation, were all steps skipped, or does another optimizer train the model?)"
         )
 
     # --- armed ------------------------------------------------------------------------------------
@@ -253,8 +248,7 @@ class StepController:
 
     def _agree(self, point: str) -> bool:
         """Whether all ranks, including this one, participate in this point of the step."""
-        attempt = 0 if self._armed is None else self._armed.attempts
-        return self.assembly.agree(self.now(), f"{attempt}/{point}")
+        return self.assembly.agree(self.now(), point)
 
     # --- the gradient is final --------------------------------------------------------------------
 
@@ -275,8 +269,7 @@ class StepController:
         armed = self._armed
         if armed is None or armed.guard.broken:
             return None
-        armed.attempts += 1
-        armed.rates = self.failures.safely(learning_rates, optimizer) or NO_RATES
+        armed.rates = self.failures.safely(learning_rates, optimizer) or armed.rates
         armed.told |= {"dropout": self.training.dropout, "rate_falls": self._falls.count}
         armed.capture.norm_passes = self.failures.safely(self.training.norm_passes) or []
         self.failures.safely(self._note_random, armed)
@@ -375,7 +368,6 @@ class StepController:
             told["loss_module"] = self._loss.of_torch
         if self._norms is not None:
             told["gradient_norms"], told["update_norms"] = self._norms.take()
-            self._norms.layers = taken.parameters(part.sums.paths)
         part.report = replace(part.report, **told)
         for path, reason in part.misdescribed.items():
             self.failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
@@ -391,8 +383,6 @@ class StepController:
             self._watch.spikes({step: [loss] for step, loss in losses.items()})
             part.report = replace(part.report, spikes=self._watch.take(part.report.step))
         report = understand(part, self._history)
-        if self._norms is not None:
-            report = replace(report, spikes=tuple(map(self._norms.known, report.spikes)))
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))
         return report

@@ -16,7 +16,6 @@ from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
-from adiv_monitor.step.every_norm import FASTER
 from adiv_monitor.step.own_measures import values_of
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
@@ -25,6 +24,7 @@ from adiv_monitor.step.run_history import RunHistory
 _SMALLEST_CLIP = 1e-3
 # The last readings of a layer that are kept: a spike may be found in the fourth step after it.
 _KEPT = 6
+_FASTER = 2.0  # times its usual update: the layers that a spike names
 # Times the growth of the median layer's weights since the last report.
 _GREW = 1.5
 _ALONE = "Their readings are estimated from rows alone."
@@ -146,7 +146,7 @@ def _moved_most(
     usual = _GREW * median(weights.values() or [1.0])
     grown = {path: factor for path, factor in weights.items() if factor > usual}
     order = sorted(grown, key=lambda path: -grown[path])
-    faster = {path for path, factor in updates.items() if factor > FASTER}
+    faster = {path for path, factor in updates.items() if factor > _FASTER}
     order += sorted(faster - grown.keys(), key=lambda path: -updates[path])
     return {path: max(updates.get(path, 0.0), grown.get(path, 0.0)) for path in order}
 

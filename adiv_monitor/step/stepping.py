@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,12 +55,11 @@ class Rates(NamedTuple):
 
     of_groups: Sequence[float | Tensor]
     groups: Mapping[int, int]
-    told: Mapping[str, Any] = MappingProxyType({})
+    told: Mapping[str, Any]
     state: object = None
 
 
 _NO_SETTINGS = {"params", "lr", "initial_lr", "max_lr", "min_lr"}
-NO_RATES = Rates((), {})
 
 
 def learning_rates(optimizer: Optimizer) -> Rates:

@@ -299,8 +299,7 @@ def test_a_run_whose_steps_are_not_seen_is_told(given: str) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     unused = torch.optim.SGD(model.parameters(), lr=0.1) if given == "another optimizer" else None
-    told = r"no step of the monitor's optimizer was taken .*, so nothing was measured"
-    told += "|saw no call of end_step"
+    told = r"no step of the monitor's optimizer, .*, so nothing was measured"
     with pytest.warns(UserWarning, match=told) as warned, Monitor(model, unused):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
