@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
@@ -74,7 +73,7 @@ class _Call:
         made = [x for x in (self.query, self.key) if x.requires_grad]
         if not made:
             raise Refused("no trained parameter makes its queries or keys")
-        with ExitStack() as hooks, torch.enable_grad(), without_autocast(self.query):
+        with ExitStack() as hooks, torch.enable_grad():
             for tensor in self.inputs:  # they are constant: no gradient passes through them
                 handle = tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
@@ -82,9 +81,7 @@ class _Call:
 
     def _move(self, tangents: Sequence[Tensor]) -> Move:
         """Return the first-order moves of q and k for changes of the parameters."""
-        push, of = self._push, self.scores
-        with without_autocast(self.query):
-            moves = iter(push(tangents))
+        moves, of = iter(self._push(tangents)), self.scores
         dq = next(moves) if self.query.requires_grad else torch.zeros_like(of.query)
         return dq, next(moves) if self.key.requires_grad else torch.zeros_like(of.key)
 
@@ -218,7 +215,7 @@ class Attentions:
         for path, calls in self.calls.items():
             for call in calls:
                 if path not in self.refused:
-                    with self._guarded(path), torch.no_grad():
+                    with self._guarded(path), torch.no_grad(), torch._C._DisableAutocast():
                         body(call)
 
     @contextmanager

@@ -23,10 +23,7 @@ from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, ve
 
 SAMPLES = 8
 # Arguments of these types do not hold tensors that have to be cut, too.
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, slice, range),
-    *(torch.dtype, torch.device, nn.Module),
-)
+_PLAIN = bool | int | float | complex | str | bytes | slice | range | torch.dtype | torch.device
 
 
 class _View(NamedTuple):
@@ -79,7 +76,7 @@ class _Call:
                 found.update(x.place.size[:1])
             elif isinstance(x, Tensor) and x.layout is torch.strided:
                 found.update(x.shape[:1])
-            elif not (x is None or isinstance(x, _PLAIN)):
+            elif not (x is None or isinstance(x, _PLAIN | nn.Module)):
                 found.add(-1)
         return found
 

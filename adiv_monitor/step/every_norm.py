@@ -67,4 +67,5 @@ class EveryNorm:
 
 def _norm(tensors: list[Tensor]) -> Tensor:
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)))
+    found: Tensor = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).norm()
+    return found

@@ -10,9 +10,6 @@ from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, ONCE, Array, StepSums
 from adiv_monitor.report import StepReport
 
-# The error of a rule that does not describe its layer is far above half precision's rounding.
-RULE_TOLERANCE = 0.05
-
 
 @dataclass
 class RankContribution:
@@ -87,13 +84,3 @@ def _terms(sums: StepSums) -> Array:
     length = sums.total(np.sqrt(np.maximum(squares, 0.0)))
     found: Array = length * layers["total"] / np.maximum(sums.seen, 1)
     return found
-
-
-def misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
-    """Return the layers that must not be measured, with the reason, from `rule_error` by path."""
-    return {
-        path: f"its output differs from that of its rule (relative error {error:.2g}): a hook or "
-        "a subclass changes it, or the registered rule is wrong"
-        for path, error in errors.items()
-        if error > RULE_TOLERANCE
-    }
