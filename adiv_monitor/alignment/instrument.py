@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adiv_monitor.alignment.layers import AlignedLayer, is_matrix, with_roles
-from adiv_monitor.alignment.passes import look
+from adiv_monitor.alignment.passes import Seen, look
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.seen import Seen
 from adiv_monitor.alignment.sums import reading_of, sums_of
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import AlignmentReading

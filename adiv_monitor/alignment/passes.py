@@ -4,7 +4,7 @@ The pass records a graph, of which nothing is differentiated: it tells which lay
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from math import prod
@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.alignment.layers import AlignedLayer
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.seen import Seen
+from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
-from adiv_monitor.capture.weights.shards import is_parallel, is_shard
+from adiv_monitor.capture.weights.shards import is_parallel, is_shard, part_of, sharded_as
 from adiv_monitor.errors import AdivError
+from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.uses import Use
 from adiv_monitor.probe.recording import Recording
 from adiv_monitor.probe.run import run
@@ -46,8 +47,7 @@ def look(model: nn.Module, probe: Probe) -> "Uses":
 
     def look_at_uses() -> Uses:
         with ExitStack() as stack:
-            for kind in {device.type for device in surroundings.devices}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch._C._DisableAutocast())
             # So that a weight is one tensor throughout. `untouched` resets it. The generator of
             # `parametrize.cached()`, left by an interrupt, would count down once more when it dies.
             parametrize._cache_enabled = 1
@@ -79,6 +79,62 @@ def look(model: nn.Module, probe: Probe) -> "Uses":
             f"{', '.join(uses.calls) or 'none'}"
         )
     return uses
+
+
+class Seen:
+    """A layer in one forward pass of the probe; it refers to activations and must not be kept.
+
+    Args:
+        calls: its calls.
+        use: the use of its weight in its first call.
+
+    Attributes:
+        layer: the layer.
+        features: features of its sampled rows, over all calls.
+        shapes: shape of all rows in each call.
+        is_table: whether rows of its matrix are looked up instead of multiplied.
+        rows: the inputs, (rows, groups, fan-in); of tables the tokens, (rows,), or none.
+        block: index of the block of the weight that every row uses; None without blocks.
+    """
+
+    def __init__(self, calls: Sequence[Call], use: Use) -> None:
+        self.layer, self.use = calls[0].layer, use
+        first, *more = [call.features for call in calls]
+        self.features: Features = first.joined(more)
+        self.shapes = [call.rows.shape for call in calls]
+        self.is_table = not isinstance(self.features, DenseFeatures | BlockFeatures)
+        self.rows, self.block = torch.empty(0), None
+        if isinstance(self.features, DenseFeatures):
+            assert self.features.phi is not None
+            self.rows = self.features.phi
+        elif isinstance(self.features, BlockFeatures):
+            self.rows, self.block = self.features.phi[:, None], self.features.block
+        elif isinstance(self.features, OneHotFeatures):
+            self.rows = self.features.token
+
+    def weight(self) -> Tensor:
+        """Return the weight as it was used, or this rank's part of the parameter that it is."""
+        assert self.layer.weight is not None and self.use.weight is not None
+        parameter = self.layer.weight.pieces[0].parameter
+        return part_of(parameter) if is_shard(parameter) else self.use.weight.detach()
+
+    def matrices(self, told: Tensor) -> Tensor:
+        """Return (groups or blocks, outputs, fan-in) from what `weight` returned at some time.
+
+        All ranks have to call for a shard. A table is one matrix, (rows, width).
+        """
+        assert self.layer.weight is not None and self.use.weight is not None
+        piece = self.layer.weight.pieces[0]
+        whole = told.to(self.use.weight.device, non_blocking=True)
+        if is_shard(piece.parameter):
+            whole = piece.of(sharded_as(whole, piece.parameter).full_tensor())
+            whole = self.layer.weight.of({piece.key: whole})
+        made = self.use.shaped(whole)
+        if isinstance(self.features, BlockFeatures):
+            return made
+        if isinstance(self.features, DenseFeatures) and not self.features.transposed:
+            return made.reshape(self.rows.shape[1], -1, self.rows.shape[2])
+        return (made.t() if isinstance(self.features, DenseFeatures) else made)[None]
 
 
 class Uses(Recording):

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.alignment.layers import AlignedLayer
+from adiv_monitor.alignment.passes import Seen
 from adiv_monitor.alignment.ratio import (
     effective_rank,
     kappa,
@@ -14,7 +15,6 @@ from adiv_monitor.alignment.ratio import (
     log_ratio,
     root_ratio,
 )
-from adiv_monitor.alignment.seen import Seen
 from adiv_monitor.features.features import BlockFeatures
 from adiv_monitor.report import AlignmentReading
 

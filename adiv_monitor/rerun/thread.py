@@ -1,11 +1,12 @@
 """Thread-local settings of torch: modes and hooks of the training, saved and restored."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -31,8 +32,15 @@ def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
         _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def apart(*, functions: bool = False) -> AbstractContextManager[None]:
-    """Return a context for what the monitor computes: the training's modes do not see it.
+def run_apart(body: Callable[..., R], *args: Any, functions: bool = False) -> R:
+    """Call a function within `apart`."""
+    with apart(functions=functions):
+        return body(*args)
+
+
+@contextmanager
+def apart(*, functions: bool) -> Iterator[None]:
+    """Keep what the monitor computes apart: the training's modes do not see it.
 
     Dispatch modes are suspended, unless one of them traces; so are hooks on the tensors that
     autograd saves. Otherwise selective checkpointing would cache what the monitor computes, and a
@@ -41,17 +49,6 @@ def apart(*, functions: bool = False) -> AbstractContextManager[None]:
     Args:
         functions: also suspend function modes and autocast.
     """
-    return _apart(functions=functions) if functions or is_seen() else _AS_IT_IS
-
-
-def run_apart(body: Callable[..., R], *args: Any, functions: bool = False) -> R:
-    """Call a function within `apart`."""
-    with apart(functions=functions):
-        return body(*args)
-
-
-@contextmanager
-def _apart(*, functions: bool) -> Iterator[None]:
     outside = function_modes() if functions else []
     with ExitStack() as stack:
         if functions:
@@ -63,8 +60,7 @@ def _apart(*, functions: bool) -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         hooks = _SAVED._top_saved_tensors_default_hooks(True)
         if hooks is not None and hooks[0] is not _same and _SAVED._saved_tensors_hooks_is_enabled():
-            _SAVED._push_saved_tensors_default_hooks(_same, _same)
-            stack.callback(_SAVED._pop_saved_tensors_default_hooks)
+            stack.enter_context(saved_tensors_hooks(_same, _same))
         yield
 
 
@@ -77,7 +73,6 @@ def is_seen() -> bool:
 
 
 _SAVED: Any = torch._C._autograd
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 def is_traced() -> bool:

@@ -229,7 +229,8 @@ class Armed:
         weights_changed = _is_set(flags, "weights_changed") or (
             applied is not None and not np.array_equal(dots["w_w"], applied, equal_nan=True)
         )
-        self.step.history.learn(gradient_changed=gradient_changed, weights_changed=weights_changed)
+        self.step.history.gradient_changes |= gradient_changed
+        self.step.history.weights_change |= weights_changed
         lost = dict[str, tuple[str, ...]]()
         if gradient_changed and not steps.has_copies:
             lost[_GRADIENT_LOST] = ("w_gamma", "a_gamma", "reached", "changed")

@@ -2,10 +2,8 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from weakref import ref
 
 import numpy as np
-from torch import Tensor
 
 from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.report import LayerReading
@@ -30,12 +28,11 @@ def _cheapest(sums: StepSums) -> str | None:
 
 @dataclass
 class RunHistory:
-    """The run history; until the first measured step, everything is considered possible.
+    """The run history. What was seen once is expected from then on.
 
     Attributes:
         gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
         weights_change: whether the weights change after the step, so a differs from u.
-        learnt: whether a first step was measured.
         telling: at the coming measured step, only the gradient of this layer is checked: it tells
             the factor of all; None: all are checked.
         checked: measured steps since all gradients were checked.
@@ -52,9 +49,8 @@ class RunHistory:
             does not hold them or they had no gradient, with version and norm as it began.
     """
 
-    gradient_changes: bool = True
-    weights_change: bool = True
-    learnt: bool = False
+    gradient_changes: bool = False
+    weights_change: bool = False
     telling: str | None = None
     checked: int = 0
     sound: set[str] = field(default_factory=set)
@@ -64,16 +60,8 @@ class RunHistory:
     checked_rules: set[str] = field(default_factory=set)
     cut_off: set[int] = field(default_factory=set)
     weights: EarlierWeights = field(default_factory=EarlierWeights)
-    untrained: dict[int, tuple[ref[Tensor], int, float]] = field(default_factory=dict)
+    untrained: dict[int, tuple[int, float]] = field(default_factory=dict)
     state: object = None
-
-    def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
-        """Record what a step showed; a change is expected from then on, even if seen only once."""
-        if not self.learnt:
-            self.gradient_changes = self.weights_change = False
-            self.learnt = True
-        self.gradient_changes |= gradient_changed
-        self.weights_change |= weights_changed
 
     def renews(self, began: object, ended: object) -> bool:
         """Return whether the optimizer's state was made in this step, or since the last one."""

@@ -1,6 +1,5 @@
 """What a measured step shows about the whole model: what is not trained, and what was undone."""
 
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -96,9 +95,7 @@ class WholeModel:
         """
         known = [*map(float, norms)] or [0.0] * len(self._versions)
         pairs = zip(self._versions.items(), known, strict=True)
-        now: dict[int, tuple[weakref.ref[Tensor], int, float]] = {
-            id(p): (weakref.ref(p), number, norm) for (p, number), norm in pairs
-        }
+        now = {id(p): (number, norm) for (p, number), norm in pairs}
         before, self._history.untrained = self._history.untrained, now
         return {key: before[key] == seen if key in before else None for key, seen in now.items()}
 
