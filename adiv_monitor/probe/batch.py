@@ -1,7 +1,7 @@
 """The probe's batch: samples of the first forward pass of the first measured step."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -121,11 +121,12 @@ class Batch:
     """The first forward pass with gradients while its hooks are on, and the arguments of its loss.
 
     Args:
-        every: all modules of the model and of the loss.
+        model: the model.
         loss: the loss; None: there is none.
         fail: called with the exception if recording fails.
 
     Attributes:
+        modules: all modules of the model and of the loss that are no wrappers.
         is_fixed: whether it is the probe already.
         surroundings: autocast's settings and random numbers of that call.
     """
@@ -133,13 +134,13 @@ class Batch:
     surroundings: Surroundings
 
     def __init__(
-        self,
-        every: Collection[nn.Module],
-        loss: LossOf | None,
-        fail: Callable[[Exception], None],
+        self, model: nn.Module, loss: LossOf | None, fail: Callable[[Exception], None]
     ) -> None:
+        of_loss = loss.modules() if isinstance(loss, nn.Module) else ()
+        every = dict.fromkeys((*model.modules(), *of_loss))
+        self.modules = [module for module in every if not is_wrapper(module)]
         self.is_fixed = False
-        self._every, self._loss, self._fail = every, loss, fail
+        self._loss, self._fail = loss, fail
         self._module: nn.Module | None = None  # the model, or the first part of it that is called
         self._call: _Call | None = None
         self._outputs: list[tuple[Tensor, int]] | None = None  # None: the module has not returned
@@ -188,7 +189,7 @@ class Batch:
         if self._call is None and trains(args) and torch._C._current_graph_task_id() == -1:
             call = _Call(args, kwargs)
             if 0 not in call.sizes():  # a micro-batch may have no samples
-                self.surroundings = Surroundings(Randomness(devices_of(self._every), others=True))
+                self.surroundings = Surroundings(Randomness(devices_of(self.modules), others=True))
                 self._module, self._call = module, call
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -15,7 +15,7 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection, listed
-from adiv_monitor.maths.attention_sums import AttentionSums, merge
+from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, Array, StepSums
 from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.rerun.eager import forced_eager
@@ -25,7 +25,7 @@ from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.parameter_steps import ParameterSteps
 from adiv_monitor.step.rank_contribution import RankContribution, add_parameters
 from adiv_monitor.step.stepping import Others, Rates
-from adiv_monitor.step.transfer import fetch, fetch_numbers
+from adiv_monitor.step.transfer import Flags, fetch, fetch_numbers
 
 if TYPE_CHECKING:
     from adiv_monitor.step.probing import ProbeStep
@@ -142,7 +142,8 @@ class Armed:
             interval: present number of steps from one measured step to the next.
         """
         step, capture, probe, rates = self.step, self.capture, self.step.probe, self.rates
-        sums, flags, attention = self._fetched()
+        step.out.flags |= self._flags()
+        sums, flags, attention = fetch(step.out, {} if probe is None else probe.attention())
         errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
         step.history.checked_rules |= {p for p, error in errors.items() if error <= RULE_TOLERANCE}
         wrong = {p: _WRONG.format(error) for p, error in errors.items() if error > RULE_TOLERANCE}
@@ -200,21 +201,18 @@ class Armed:
             part.no_attention = dict(probe.refused)
         return part
 
-    def _fetched(
-        self,
-    ) -> tuple[StepSums, dict[str, list[Array]], dict[str, list[AttentionSums[Array]]]]:
-        """Transfer the numbers of layers, those of the step as a whole, and those of attention."""
-        step, capture = self.step, self.capture
-        step.out.flags |= {
+    def _flags(self) -> Flags:
+        """Return the numbers of the step as a whole that its capture has."""
+        capture, steps = self.capture, self.step.steps
+        return {
             "loss_gradients": [*capture.passes.losses],
             "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
             "probable": [*capture.passes.probable],
             "norm_passes": capture.norm_passes,
-            **({} if step.steps is None else {n: [*of] for n, of in step.steps.products.items()}),
+            **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
-        return fetch(step.out, {} if step.probe is None else step.probe.attention())
 
     def _learn(
         self,

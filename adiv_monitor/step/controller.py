@@ -13,6 +13,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -108,11 +109,12 @@ class StepController:
         if (loss := training.seen_loss) is not None:
             said = partial(fail, "the loss")
             self._loss = LossHook(loss, training.model, self._sees_loss, said)
-        if measures := training.on_probe:
-            from adiv_monitor.step.probing import ProbeStep, Probing  # slow
+        if training.attention or training.realised is not False:
+            from adiv_monitor.probe.batch import Batch
+            from adiv_monitor.step.probing import ProbeStep  # slow
 
-            given = measures, training.max_rows, self.generator, fail
-            self._probe = partial(ProbeStep, Probing(training.model, training.probe_loss, *given))
+            batch = Batch(training.model, training.probe_loss, partial(fail, "the probe"))
+            self._probe = partial(ProbeStep, training, batch, deepcopy(self.generator), fail)
 
     # --- the run ----------------------------------------------------------------------------------
 

@@ -107,40 +107,30 @@ def _merged(several: Sequence[StepSums], max_rows: int | None) -> StepSums:
     paths = tuple(dict.fromkeys(path for sums in several for path in sums.paths))
     number, shape = {path: i for i, path in enumerate(paths)}, (len(several), len(paths))
     lines, there = blank("layers", shape), np.zeros(shape, dtype=bool)
-    parts: dict[str, list[Table]] = {name: [] for name in TABLES}
-    for rank, sums in enumerate(several):
-        at = np.array([number[path] for path in sums.paths], np.int64)
+    places = [np.array([number[path] for path in sums.paths], np.int64) for sums in several]
+    for rank, (at, sums) in enumerate(zip(places, several, strict=True)):
         lines[rank, at], there[rank, at] = sums.layers, True
-        for name, table in sums.tables.items():
-            own = table.copy()
-            own["layer"] = at[own["layer"]]
-            parts[name].append(own)
     first = there.argmax(0), np.arange(len(paths))
     counts = there & (lines["total"] > 0)
     counts[first] |= ~counts.any(0)  # if no rank has rows, the first one counts
-    layers = _layers(lines, there, counts, first)
-
-    tables = {name: np.concatenate(of) for name, of in parts.items()}
-    ranks = {n: np.repeat(np.arange(len(several)), [*map(len, of)]) for n, of in parts.items()}
-    counted = {name: counts[ranks[name], of["layer"]] for name, of in tables.items()}
+    parts: dict[str, list[Table]] = {name: [] for name in TABLES}
+    for rank, (at, sums) in enumerate(zip(places, several, strict=True)):
+        for name, table in sums.tables.items():
+            own = table.copy()
+            own["layer"] = at[own["layer"]]
+            parts[name].append(own[counts[rank, own["layer"]]])
+    tables = {name: in_order(np.concatenate(of)) for name, of in parts.items()}
     rows, of_rows = tables["rows"], np.where(counts, lines["rows_bound"], np.inf).min(0)
-    rows["key"][~counted["rows"]] = np.inf
     if max_rows is not None:
         order = np.lexsort((rows["key"], rows["layer"]))
         layer = rows["layer"][order]
         more = order[np.arange(len(order)) - np.searchsorted(layer, layer) == max_rows]
         at = rows["layer"][more]
         of_rows[at] = np.minimum(of_rows[at], rows["key"][more])
-    return StepSums(
-        paths,
-        tuple(abouts[path] for path in paths),
-        layers,
-        rows=in_order(rows[rows["key"] < of_rows[rows["layer"]]]),
-        equations=_added(tables["equations"][counted["equations"]], counts.sum(0)),
-        moves=in_order(tables["moves"][counted["moves"]]),
-        loads=in_order(tables["loads"][counted["loads"]]),
-        own=in_order(tables["own"][counted["own"]]),
-    )
+    tables["rows"] = rows[rows["key"] < of_rows[rows["layer"]]]
+    tables["equations"] = _added(tables["equations"], counts.sum(0))
+    layers = _layers(lines, there, counts, first)
+    return StepSums(paths, tuple(abouts[path] for path in paths), layers, **tables)
 
 
 def _layers(
@@ -166,12 +156,9 @@ def _layers(
     found["knows_scales"] = each("knows_scales", 1.0).all(0)
     found["has_common"] = False  # rows of one rank are not compared with those of another
     found["moved"] *= each("moved", 1.0).all(0)
-    # Scales of ranks whose rows have unequally many can't be merged.
-    found["groups"] *= ((lines["groups"] == found["groups"]) | ~counts).all(0)
-    found["ranks"], found["reason"] = there.sum(0), ""
-    for rank in reversed(range(len(lines))):
-        own = lines["reason"][rank]
-        found["reason"] = np.where(counts[rank] & (own != ""), own, found["reason"])
+    reasons = np.where(counts, lines["reason"], "")
+    found["reason"] = reasons[(reasons != "").argmax(0), first[1]]
+    found["ranks"] = there.sum(0)
     whole = np.where(found["G_G"] == 0, 1.0, found["G_G"])
     shares = (each("G_G", 0.0) / whole) ** 2
     found["concentration"] = (each("concentration", 0.0) * shares).sum(0)

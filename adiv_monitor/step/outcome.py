@@ -227,10 +227,7 @@ def _readings(
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()
     levels = {name: of.tolist() for name, of in found.quantiles.items()}
     idle, readings = sums.seen - sums.active, {}
-    others = {
-        of: np.where(sums.layers["reason"] == of, sums.layers["other_share"], 0.0).tolist()
-        for of in ("earlier", "more")
-    }
+    reasons, others = (sums.layers[name].tolist() for name in ("reason", "other_share"))
     for i, (path, about) in enumerate(zip(sums.paths, sums.about, strict=True)):
         values, errors, known = (dict(zip(names, of, strict=True)) for of in numbers[i])
         own = {n: v for n, v in values.items() if known[n] and n not in about.undefined}
@@ -243,8 +240,8 @@ def _readings(
             gradient_factor=float(sums.layers["gradient_factor"][i]),
             features=about.features,
             non_finite=tuple(what for what, which in broken.items() if which[i]),
-            earlier_share=others["earlier"][i],
-            foreign_share=others["more"][i],
+            earlier_share=others[i] if reasons[i] == "earlier" else 0.0,
+            foreign_share=others[i] if reasons[i] == "more" else 0.0,
             module=about.module,
             standard_error={n: errors[n] for n in own if errors[n]},
             scale_quantiles=spread.get("scale", ()),

@@ -5,9 +5,7 @@ parameters before the step, forward and backward, then with those half-way, whic
 move is from proportional to the step, and with those after the step.
 """
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -18,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.loss_hook import LossOf
-from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
+from adiv_monitor.capture.selection import Selection, listed, trainable
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED, names_of
@@ -29,6 +26,7 @@ from adiv_monitor.probe.recording import Recording, RowsOfLayer
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import is_plain
 from adiv_monitor.rerun.twin import Waits
+from adiv_monitor.step.training import Training
 from adiv_monitor.step.transfer import Outgoing
 
 T = TypeVar("T")
@@ -40,50 +38,31 @@ _NO_ATTENTION = (
 )
 
 
-@dataclass(eq=False)
-class Probing:
-    """The probe of a run, and what is measured on it.
-
-    Attributes:
-        model: the model.
-        loss: the loss; None: it is not known.
-        measures: some of "realised" and "attention".
-        max_rows: number of rows to sample per layer; None: all.
-        generator: a random generator of its own, so that all other readings remain the same.
-        fail: called with what failed, and the exception.
-        batch: the probe.
-        modules: all modules of the model and of the loss that are no wrappers.
-    """
-
-    model: nn.Module
-    loss: LossOf | None
-    measures: Sequence[str]
-    max_rows: int | None
-    generator: np.random.Generator
-    fail: Callable[[str, Exception], None]
-
-    def __post_init__(self) -> None:
-        self.generator = copy.deepcopy(self.generator)
-        of_loss = self.loss.modules() if isinstance(self.loss, nn.Module) else ()
-        every = dict.fromkeys((*self.model.modules(), *of_loss))
-        self.modules = [module for module in every if not is_wrapper(module)]
-        self.batch = Batch(self.modules, self.loss, partial(self.fail, "the probe"))
-
-
 class ProbeStep:
     """Measures one step on the probe.
 
     Args:
-        probing: the probe.
+        training: the training, and what is measured in it.
+        batch: the probe.
+        generator: random numbers of its own, so that all other readings remain the same.
+        fail: called with what failed, and the exception.
         selection: the parameters to measure.
 
     Attributes:
         notes: notes on what is missing, and why.
     """
 
-    def __init__(self, probing: Probing, selection: Selection) -> None:
+    def __init__(
+        self,
+        training: Training,
+        batch: Batch,
+        generator: np.random.Generator,
+        fail: Callable[[str, Exception], None],
+        selection: Selection,
+    ) -> None:
         self.notes: list[str] = []
-        self._probing, self._selection = probing, selection
+        self._training, self._batch, self._selection = training, batch, selection
+        self._generator, self._fail = generator, fail
         self._attentions: Attentions | None = None
         self._before: dict[nn.Parameter, Tensor] = {}
         self._layers: dict[str, RowsOfLayer] = {}
@@ -93,12 +72,12 @@ class ProbeStep:
 
     def put_on(self) -> None:
         """Start recording the first forward pass, if there is no probe yet."""
-        if not self._probing.batch.is_fixed:
-            self._probing.batch.put_on(self._selection.modules)
+        if not self._batch.is_fixed:
+            self._batch.put_on(self._selection.modules)
 
     def remove(self) -> None:
         """Stop recording."""
-        self._probing.batch.remove()
+        self._batch.remove()
 
     @property
     def refused(self) -> dict[str, str]:
@@ -120,28 +99,28 @@ class ProbeStep:
         self._safely(self._begin, capture, updates)
 
     def _begin(self, capture: Capture, updates: bool) -> None:
-        probing = self._probing
-        if not probing.batch.is_fixed:
-            probing.batch.fix()
-        self._before = {p: p.detach().clone() for p in trainable(probing.model) if is_plain(p)}
-        self._capture, self._seed = capture, int(probing.generator.integers(2**62))
-        if "attention" in probing.measures:
-            self._attentions = Attentions(self._selection, probing.generator, probing.fail)
-        self._run(partial(self._before_step, updates and "realised" in probing.measures))
+        training, every = self._training, trainable(self._training.model)
+        if not self._batch.is_fixed:
+            self._batch.fix()
+        self._before = {p: p.detach().clone() for p in every if is_plain(p)}
+        self._capture, self._seed = capture, int(self._generator.integers(2**62))
+        if training.attention:
+            self._attentions = Attentions(self._selection, self._generator, self._fail)
+        self._run(partial(self._before_step, updates and training.realised is not False))
 
     def _recording(self, attentions: Attentions | None = None) -> Recording:
         """Return what records a run; layers have the names that they have in the step."""
-        probing, layers = self._probing, self._capture.layers
-        given = probing.max_rows, self._seed, attentions
-        rows = Recording(probing.model, self._capture.selection, *given)
-        rows.layers.found = dict(layers.found)
+        training, capture = self._training, self._capture
+        given = training.max_rows, self._seed, attentions
+        rows = Recording(training.model, capture.selection, *given)
+        rows.layers.found = dict(capture.layers.found)
         return rows
 
     def _before_step(self, is_realised: bool) -> None:
         rows = self._recording(self._attentions)
         # The graph outlives the step: what it holds of parameters are their values before.
         with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            losses = self._probing.batch.run()
+            losses = self._batch.run()
         knows_loss = self._differentiate(rows, losses)
         if is_realised:
             self._layers = rows.of_layers(self._capture.layers.found)
@@ -152,7 +131,7 @@ class ProbeStep:
     def _differentiate(self, rows: Recording, losses: Losses | None) -> bool:
         """Take the gradients of the loss; return whether they are known, and note why not."""
         if losses is None:
-            self.notes.append(self._probing.batch.why_no_loss)
+            self.notes.append(self._batch.why_no_loss)
             return False
         self._losses = Losses(losses.whole.detach(), losses.samples)
         try:
@@ -217,12 +196,11 @@ class ProbeStep:
 
     def _again(self) -> tuple[dict[str, RowsOfLayer], Losses | None]:
         with (rows := self._recording()):
-            losses = self._probing.batch.run()
+            losses = self._batch.run()
         return rows.of_layers(self._capture.layers.found), losses
 
     def _run(self, body: Callable[[], T]) -> T:
-        probing = self._probing
-        return run(probing.modules, probing.batch.surroundings, self._before, body)
+        return run(self._batch.modules, self._batch.surroundings, self._before, body)
 
     def _safely(self, action: Callable[..., object], *args: object) -> None:
         """Call an action; say why nothing is known if it fails."""
@@ -232,7 +210,7 @@ class ProbeStep:
             why = str(error)
             if not isinstance(error, Refused | Waits):
                 why = f"the forward pass failed when it ran again: {type(error).__name__}: {why}"
-                self._probing.fail("the probe", error)
+                self._fail("the probe", error)
             self.notes.append(f"Nothing is known on the probe: {why}.")
 
     def discard(self) -> None:

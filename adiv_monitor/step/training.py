@@ -69,12 +69,6 @@ class Training:
         """The loss on the probe, if it is known."""
         return self.loss if isinstance(self.realised, bool) else self.realised
 
-    @property
-    def on_probe(self) -> list[str]:
-        """What is measured on the probe."""
-        asked = {"realised": self.realised is not False, "attention": self.attention}
-        return [name for name, is_asked in asked.items() if is_asked]
-
     def selection(self) -> Selection:
         """Return all parameters to measure; modules and parameters may have been added."""
         held = None if self.optimizer is None else {id(p): p for p in self.trained()}
