@@ -29,7 +29,7 @@ from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport
-from adiv_monitor.rerun.thread import run_apart
+from adiv_monitor.rerun.thread import apart
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.controller import StepController
 from adiv_monitor.step.failures import Failures
@@ -344,7 +344,8 @@ class Monitor:
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run an action within the training; an exception that leaves it removes all hooks."""
         try:
-            return run_apart(self._failures.safely, action, *args, functions=True)
+            with apart(functions=True):
+                return self._failures.safely(action, *args)
         except BaseException:
             self._controller.release()
             raise

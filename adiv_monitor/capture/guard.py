@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from adiv_monitor.rerun.thread import is_seen, run_apart
+from adiv_monitor.rerun.thread import apart, is_seen
 
 
 def _raised(error: Exception) -> None:
@@ -37,7 +37,8 @@ class Guard:
         try:
             with torch._C.DisableTorchFunction():
                 if is_seen():
-                    run_apart(body, *args)
+                    with apart(functions=False):
+                        body(*args)
                 else:
                     body(*args)
         except Exception as error:

@@ -1,8 +1,8 @@
 """Thread-local settings of torch: modes and hooks of the training, saved and restored."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-
-R = TypeVar("R")
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -30,12 +28,6 @@ def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
         _pop_mode()  # type: ignore[no-untyped-call]
     for mode in wanted:
         _push_mode(mode)  # type: ignore[no-untyped-call]
-
-
-def run_apart(body: Callable[..., R], *args: Any, functions: bool = False) -> R:
-    """Call a function within `apart`."""
-    with apart(functions=functions):
-        return body(*args)
 
 
 @contextmanager

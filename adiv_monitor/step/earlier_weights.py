@@ -21,8 +21,7 @@ class EarlierWeights:
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()
-        self._thetas: Array = np.zeros((0, 0))
-        self._farthest: Array = np.zeros(0)  # way from each of them since
+        self._points: list[Array] = []  # of each step the weights as it began, and as it left them
 
     @np.errstate(all="ignore")  # weights may not be finite
     def returned(self, of: Sequence[Tensor], began: Array, stepped: Array | None) -> float | None:
@@ -40,21 +39,19 @@ class EarlierWeights:
         """
         keys = tuple(id(parameter) for parameter in of)
         if self._of != keys:
-            self._of, self._thetas, self._farthest = keys, began[None][:0], np.zeros(0)
-        has_moved = (self._farthest > 0) & (self._farthest < np.inf)
-        shares = 1 - self._ways(began)[has_moved] / self._farthest[has_moved]
-        shares = shares[shares == shares] if len(self._thetas) > 1 else shares[:0]
-        if len(self._thetas) == _STEPS:
-            self._thetas, self._farthest = self._thetas[::2], self._farthest[::2]
-        self._thetas = np.concatenate([self._thetas, began[None]])
-        self._farthest = np.append(self._farthest, 0.0)
-        for way in (began,) if stepped is None else (began, stepped):
-            self._farthest = np.fmax(self._farthest, self._ways(way))
+            self._of, self._points = keys, []
+        shares = np.zeros(0)
+        if len(self._points) > 1:
+            points = np.concatenate(self._points)
+            ways = np.linalg.norm(points[:, None] - points, axis=2)
+            farthest = np.fmax.reduce(np.triu(ways), axis=1)
+            has_moved = (farthest > 0) & (farthest < np.inf)
+            shares = 1 - (np.linalg.norm(points - began, axis=1) / farthest)[has_moved]
+            shares = shares[shares == shares]
+        if len(self._points) == _STEPS:
+            self._points = self._points[::2]
+        self._points.append(np.stack([began] if stepped is None else [began, stepped]))
         return min(max(float(shares.max()), 0.0), 1.0) if shares.size else None
-
-    def _ways(self, theta: Array) -> Array:
-        found: Array = np.linalg.norm(self._thetas - theta, axis=1)
-        return found
 
 
 def chosen(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

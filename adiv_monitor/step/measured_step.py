@@ -268,20 +268,17 @@ class MeasuredStep:
             self.unsharded.settle()
         at_once = self._measured.keys() - {layer.path for layer in spread_out}
         for block in self._blocks:
-            block.update(self._change, at_once, self._lose)
+            block.update(self.steps.taken, at_once, self._lose)
         self._measure_own(self.steps)
         self._finish()  # first: the product with γ overwrites the difference
         self.out.flags["gradient_changed"] = [self.steps.finish_update()]
 
     def _update(self, layer: Layer, parts: Parts) -> None:
         """Compute d of a layer whose update was all-gathered."""
-        for block in self._blocks:
-            block.update(partial(self._change, parts=parts), (layer.path,), self._lose)
-
-    def _change(self, layer: Layer, parts: Parts | None = None) -> Change:
-        """Return the change of a layer's weight and bias; `parts` are its all-gathered pieces."""
         assert self.steps is not None
-        return layer.change({**self.steps.taken, **parts} if parts else self.steps.taken)
+        taken = {**self.steps.taken, **parts}
+        for block in self._blocks:
+            block.update(taken, (layer.path,), self._lose)
 
     def _measure_own(self, steps: ParameterSteps) -> None:
         """Compute the measures of the user's own."""

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import compute_dtype, dots
 from adiv_monitor.maths.sums import VECTORS, names_of, pairs_of
@@ -173,12 +174,12 @@ class Block:
                     family.move([x.gamma for x in family.layers], of, "e")
                 family.split(of)
 
-    def update(self, change: Callable[[Layer], Change], kept: Container[str], fail: Fail) -> None:
-        """Compute d from the changes of the parameters, of layers that were not lost."""
+    def update(self, taken: Parts, kept: Container[str], fail: Fail) -> None:
+        """Compute d from what was subtracted of the parameters, of layers that were not lost."""
         for family, of, _ in self._parts:
             if any(x.layer.path in kept for x in family.layers):
                 with losing(family.layers, fail):
-                    family.move([change(x.layer) for x in family.layers], of, "d")
+                    family.move([x.layer.change(taken) for x in family.layers], of, "d")
 
     def send(self, out: Outgoing) -> None:
         """Send the numbers of the rows to the host."""
