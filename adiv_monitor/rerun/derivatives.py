@@ -26,21 +26,19 @@ def pusher(
         RuntimeError: a backward pass can't be differentiated.
     """
     v = [pattern(x).requires_grad_() for x in made]
-    pulled = torch.autograd.grad(made, leaves, v, create_graph=True, allow_unused=True)
+    pulled = torch.autograd.grad(made, leaves, v, create_graph=True, materialize_grads=True)
     unchecked = [True]
 
     def push(tangents: Sequence[Tensor]) -> list[Tensor]:
         unit = torch.stack([t.abs().amax() for t in tangents]).amax()
         unit = torch.where(unit == 0, 1, unit)  # half precision cannot represent small changes
-        pairs = zip(pulled, tangents, strict=True)
-        used = [(g, (t / unit).to(g)) for g, t in pairs if g is not None]
-        moves = [torch.zeros_like(x) for x in made]
+        used = [(g, (t / unit).to(g)) for g, t in zip(pulled, tangents, strict=True)]
+        moves: Sequence[Tensor] = [torch.zeros_like(x) for x in made]
         if reached := [(g, t) for g, t in used if g.requires_grad]:
             gradients, directions = zip(*reached, strict=True)
-            keeps: dict[str, bool] = {"retain_graph": True, "allow_unused": True}
-            found = torch.autograd.grad(gradients, v, directions, **keeps)
-            moves = [a if b is None else b for a, b in zip(moves, found, strict=True)]
-        if used and unchecked:
+            keeps: dict[str, bool] = {"retain_graph": True, "materialize_grads": True}
+            moves = torch.autograd.grad(gradients, v, directions, **keeps)
+        if unchecked:
             # What is linear in v equals its derivative times v; a custom function may not be.
             unchecked.clear()
             whole, again = _sums(used), _sums(zip(moves, v, strict=True))
