@@ -283,6 +283,8 @@ class StepController:
         before = [*map(version, armed.selection.parameters)]
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
+            if armed.closure_calls:  # several calls are refused: no more rows are needed
+                self.failures.safely(armed.capture.detach)
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
             if armed.closure_calls == 1:
