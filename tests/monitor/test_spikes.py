@@ -127,11 +127,6 @@ def rate_jump(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer)
     optimizer.param_groups[1]["lr"] *= jump if step == AT else 1
 
 
-def one_rate_jump(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    """Of the first layer, in one step: by the steps measured afterwards, another one jumped."""
-    optimizer.param_groups[0]["lr"] = 500.0 if step == AT else 0.05
-
-
 def weights_hit(step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     if step == AT:
         weight = model[2].weight
@@ -173,15 +168,6 @@ def test_the_layer_is_named(plant: Plant, make: Any, rate: float) -> None:
     assert next(iter(report.spikes[0].layers)) == "2"
     (finding,) = (f for f in monitor._outlet.running.findings() if f.name == "loss-spike")
     assert finding.layers[0] == "2"
-
-
-def test_by_the_norms_of_every_step_a_layer_that_jumped_once_is_named() -> None:
-    (report,) = spiked(trained(one_rate_jump, rate=0.05, watch="norms"))
-    (spike,) = report.spikes
-    times = [*spike.layers.values()]
-    assert (spike.step, next(iter(spike.layers))) == (AT + 1, "0")
-    assert times == sorted(times, reverse=True)
-    assert math.isfinite(times[0]) and times[0] > 100
 
 
 def test_a_bad_batch_moves_all_layers() -> None:
