@@ -321,13 +321,12 @@ class Monitor:
                 self._state = "closed"
                 self._unattached.end()
                 _attached.discard(self)
+                name = "" if self._is_alone else self._training.name  # tells it from others
                 call_all(
                     partial(self._guarded, self._controller.end, patience),
                     partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
-                    *self._outlet.closings(
-                        "" if self._is_alone else self._training.name, quietly=quietly
-                    ),
+                    *self._outlet.closings(name, quietly=quietly),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
