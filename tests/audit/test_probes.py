@@ -35,7 +35,12 @@ QUESTIONS = {*ASKS, *LOOKS}
 SETS = ("padded-lines-adamw",)  # of words, whose order is ignored on purpose
 TOLD = QUESTIONS - {"row-spread"}  # which readings tell, too
 ASKED_OF = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in TOLD]
-OF_THEIR_OWN = {"behind-reference", "collapsed", "dropout-on-outputs"}  # have tests
+OF_THEIR_OWN = {
+    "behind-reference",
+    "collapsed",
+    "dropout-on-outputs",
+    "pairs-reversed",
+}  # have tests
 ROWS = [*test_probes_of_data.ROWS, *test_probes_of_losses.ROWS, *test_probes_of_models.ROWS]
 
 
