@@ -265,7 +265,7 @@ def count_task(
     """Count a step of a task after some others; return the count, and the number of layers."""
     # A CPU takes parts that fit into its cache, in as many operations; a GPU takes the whole.
     with (
-        mock.patch.multiple(rows, CHUNK=2**62, SLOW=()),
+        mock.patch.object(rows, "SLOW", ()),
         mock.patch.object(vectors, "STACKED", 2**62),
     ):
         trainer = Trainer(task, monitor)
