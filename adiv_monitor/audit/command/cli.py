@@ -38,6 +38,7 @@ from adiv_monitor.audit.command.prepare import prepare
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import LossError
 from adiv_monitor.diagnosis.finding import STRENGTHS
+from adiv_monitor.files import write_whole
 from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable
 from adiv_monitor.report.wording import listed
@@ -157,16 +158,14 @@ def _findings(rule: alarms.Rule, report: AuditReport) -> Iterator[str]:
 def _compare(argv: list[str]) -> int:
     asks = parser("adiv-audit compare", "Compares two audits or trainings, side by side on a page.")
     about = "folder of an audit, page of a training (run.html), or the JSON of either"
-    for name in "AB":
-        asks.add_argument(name, help=about)
+    asks.add_argument("reports", nargs=2, metavar=("A", "B"), help=about)
     asks.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
-    asks.add_argument("--force", action="store_true", help="overwrite any file that --out is")
     given = asks.parse_args(argv)
-    a, b = _report(given.A), _report(given.B)
+    a, b = map(_report, given.reports)
     needed("jinja2", "adiv-audit compare")
     from adiv_monitor.pages import compare
 
-    output.write_page(given.out, compare(a, b, (given.A, given.B)), force=given.force)
+    write_whole({Path(given.out): compare(a, b, given.reports)})
     print(printable(f"page: {given.out}"))
     return 0
 

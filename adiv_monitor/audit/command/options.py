@@ -18,24 +18,6 @@ from adiv_monitor.report.plain import HIDDEN, hidden_keys, without_secrets
 
 # Lightning's names; float16 needs a scaled loss, which the audit's loop does not have.
 Precision = Literal["32-true", "64-true", "bf16-true", "bf16-mixed"]
-# Former names of findings → what is there instead.
-_GONE = ("module-repeated joined-with-itself self-pairs label-smoothing one-edit padding-is-word "
-         "loss-own-fall term-outweighed addend-outweighs targets-own lowest-elsewhere targets-stay "
-         "input-written players-agree gradient-again batch-too-small "
-         "zero-factor added-to-itself outputs-tied label-is-blank")  # fmt: skip
-_RETIRED = {
-    **dict.fromkeys(_GONE.split(), ""),
-    **dict.fromkeys(("rate-decayed", "settled", "outside-healthy"), "; 'stands-still' is"),
-    **dict.fromkeys(("mask-ignored", "padding-read"), "; 'input-partly-ignored' is"),
-    "outputs-normalised": "; 'target-scale' is",
-    "unsafe-division": "; 'row-spread' is",
-    "one-sided-weights": "; 'bad-initialisation' is",
-    **dict.fromkeys(("epsilon-dominates", "gradient-hooks"), "; 'rate-too-low' is"),
-    **dict.fromkeys(
-        ("gradient-differs", "backward-wrong"),
-        "; torch.autograd.gradcheck tells whether a gradient is right",
-    ),
-}
 # Arguments of `audit` → their defaults.
 OF_AUDIT = {name: p.default for name, p in inspect.signature(audit).parameters.items()}
 
@@ -233,9 +215,6 @@ def rule(text: str) -> alarms.Rule:
     Raises:
         UsageError: The text is no such rule, or there is no such measure or finding.
     """
-    name = text.rpartition(":")[2].strip()
-    if name in _RETIRED:
-        raise UsageError(f"--fail-if {text!r}: {name!r} is no longer looked for{_RETIRED[name]}")
     try:
         return alarms.parse(text, (*FAULTS, *STRENGTHS))
     except ValueError as error:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import IO, TYPE_CHECKING
+from typing import IO, Any
 
 from adiv_monitor.audit.command.code import UsageError
 from adiv_monitor.audit.command.options import Config, dumped
@@ -20,9 +20,6 @@ from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-
 # Styles of a terminal.
 _BOLD, _COLOURS = "1", {"act": "1;31", "watch": "33", "note": "34"}
 _CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"
@@ -34,7 +31,6 @@ _MARKS = {
     "report.json": re.compile(rb'\A\{"schema":\d+,"verdict":'),
     "report.md": re.compile(rb"\A" + re.escape(MARK.encode())),
 }
-_COMPARED = re.compile(b'<meta name="generator" content="adiv-audit compare">')
 _BOARD = "tensorboard"
 _BOARD_MARK = ".adiv-audit"  # suffix of file names
 
@@ -45,7 +41,7 @@ def progress() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    errors, tasks = Console(stderr=True), dict[str, "TaskID"]()
+    errors, tasks = Console(stderr=True), dict[str, Any]()
     with Bars(console=errors, transient=True, disable=not errors.is_terminal) as bars:
 
         def update(what: str, done: int, of: int) -> None:
@@ -147,20 +143,3 @@ def write(report: AuditReport, config: Config) -> None:
         sink.close()
     for path in earlier:
         path.unlink()
-
-
-def write_page(file: str, text: str, *, force: bool = False) -> None:
-    """Write a page of a comparison.
-
-    Args:
-        file: The page's name.
-        text: Its content.
-        force: Whether a file that is no such page may be overwritten.
-
-    Raises:
-        UsageError: The page would overwrite another file.
-        OSError: It can't be written.
-    """
-    if not force and _is_foreign(Path(file), _COMPARED):
-        raise UsageError(f"--out {file} was not written by compare; --force overwrites it")
-    write_whole({Path(file): text})

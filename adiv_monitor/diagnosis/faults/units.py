@@ -80,12 +80,11 @@ def attention_saturated(record: Record) -> Iterator[Finding]:
     if found := sharp or {p: x[3] for p, x in attends.items() if x[3] > COARSE}:
         path, *_ = layers = worst_first(found)
         entropy, _, logit, step = attends[path]
-        of_entropy = Evidence("attention_entropy", entropy, FEW_KEYS, path)
-        of_step = Evidence("attention_logit_step", step, COARSE, path)
+        of, value, limit = ("entropy", entropy, FEW_KEYS) if sharp else ("logit_step", step, COARSE)
         yield Finding("attention-saturated", act_if(suffers(record)),
             f"In {path}, attention has {entropy:.2g} of the possible entropy (0: each query looks "
             f"at one key), and logits to {logit:.3g}, where q and k have steps of {step:.1g}.",
-            (of_entropy if sharp else of_step,),
+            (Evidence(f"attention_{of}", value, limit, path),),
             (Advice("normalise queries and keys (QK-norm)"), Advice("lower the rate", "rate*0.3")),
             "A higher learning rate sharpens it further.", layers=layers)  # fmt: skip
 
