@@ -479,8 +479,16 @@ def tokens(*shape: int, below: int = 5) -> Callable[[], list[Tensor]]:
     return lambda: [torch.randint(below, shape)]
 
 
+def bags(*offsets: int) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.tensor([1, 2, 1, 4, 0, 3, 3]), torch.tensor(offsets)]
+
+
 def bags_of_three() -> list[Tensor]:
     return [torch.tensor([[1, 2, 1], [4, 0, 4], [3, 3, 3], [0, 1, 2]])]
+
+
+def shares_of_three() -> list[Tensor]:
+    return [*bags_of_three(), torch.randn(4, 3, dtype=torch.float64)]
 
 
 def but_token_1(z: Tensor) -> Tensor:
@@ -498,3 +506,19 @@ case(
 case("index", lambda p, i: p.w[i], (5, 3), tokens(2, 4))
 case("index-negative", lambda p, i: p.w[i - 5], (5, 3, 2), tokens(4), Of("w", channels=(1, 2)))
 case("index-second", lambda p, i: p.w[:, i], (3, 5), tokens(2, 4), Of("w", channels=(0,)))
+
+case("embedding_bag", lambda p, i: F.embedding_bag(i, p.w), (5, 3), bags_of_three)
+case("embedding_bag-sum", lambda p, i: F.embedding_bag(i, p.w, mode="sum"), (5, 3), bags_of_three)
+case(
+    "embedding_bag-shares",
+    lambda p, i, s: F.embedding_bag(i, p.w, mode="sum", per_sample_weights=s),
+    (5, 3),
+    shares_of_three,
+)
+case("embedding_bag-offsets", lambda p, i, o: F.embedding_bag(i, p.w, o), (5, 3), bags(0, 3, 3, 4))
+case(
+    "embedding_bag-padding",
+    lambda p, i: F.embedding_bag(i, p.w, padding_idx=-5),
+    (5, 3),
+    bags_of_three,
+)

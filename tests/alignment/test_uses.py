@@ -212,11 +212,11 @@ def test_what_can_not_be_measured_is_named_with_the_reason() -> None:
     model = built(
         lambda m, x: m.linear(x) + m.bag(torch.arange(2 * ROWS).view(ROWS, 2) % 5),
         linear=nn.Linear(WIDTH, WIDTH),
-        bag=nn.EmbeddingBag(5, WIDTH),
+        bag=nn.EmbeddingBag(5, WIDTH, mode="max"),
     )
     alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
     assert alignment.unmeasured == ["bag.weight"]
-    assert "bags are not measured" in alignment.refused["bag.weight"]
+    assert "mode='max'" in alignment.refused["bag.weight"]
     mapped = built(lambda m, x: vmap(m.linear)(x), linear=nn.Linear(WIDTH, WIDTH))
     alignment = Alignment(mapped, Probe(torch.randn(ROWS, 8).double()))
     assert alignment.unmeasured == ["linear.weight"]

@@ -49,7 +49,8 @@ def test_batch_norm_in_half_precision_is_as_precise_as_its_input(kept: torch.dty
     [
         (nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq=True rescales"),
         (nn.Embedding(4, 3, sparse=True), "sparse=True gives sparse gradients"),
-        (nn.EmbeddingBag(4, 3), "bags are not measured"),
+        (nn.EmbeddingBag(4, 3, sparse=True), "sparse=True gives sparse gradients"),
+        (nn.EmbeddingBag(4, 3, mode="max"), "mode='max' takes every feature"),
     ],
 )
 def test_what_cannot_be_measured_has_a_reason(module: nn.Module, reason: str) -> None:

@@ -243,8 +243,12 @@ def test_what_has_no_rule_is_measured_with_its_module(name: str) -> None:
     assert [reading.kind for reading in report.layers.values()] == ["module"]
 
 
-# Cases of one use that makes the module's whole output.
-WHOLE = [name for name, x in CASES.items() if len(x.uses) == 1 and x.uses[0].is_all]
+# Cases of one use that makes the module's whole output; torch has no forward derivatives of bags.
+WHOLE = [
+    name
+    for name, case in CASES.items()
+    if len(case.uses) == 1 and case.uses[0].is_all and not name.startswith("embedding_bag")
+]
 OF_MODULES = ("update_cosine", "gradient_cosine", "effective_lr", "update_ratio", "descent")
 
 

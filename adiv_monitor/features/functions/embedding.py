@@ -1,12 +1,12 @@
-"""Embedding look-ups: φ(x) = one-hot(token), scale 1."""
+"""Embedding look-ups: φ(x) = one-hot(token), scale 1; and of several rows at once, bags."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.features import OneHotFeatures
+from adiv_monitor.features.features import Features, OneHotFeatures
 from adiv_monitor.features.rows import Rows, Whole, compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses
 
@@ -81,7 +81,72 @@ def indexed(call: FunctionCall, input: Tensor, index: object) -> Use | None:
     return replace(found, weight=input, layout=layout, shaped=table)
 
 
+@dataclass(frozen=True)
+class BagFeatures(Features):
+    """Features that add up several rows of the weight: φ(bag) = Σ share · one-hot(token).
+
+    Attributes:
+        phi: (rows, vocabulary), sparse, with the share of every distinct token of a bag.
+    """
+
+    phi: Tensor
+
+    def scale(self) -> Float[Tensor, "rows 1"]:
+        """Return Σ (Σ share)² over the distinct tokens of every bag."""
+        every = torch.ones(self.phi.shape[1], 1, dtype=self.phi.dtype, device=self.phi.device)
+        return self.phi.coalesce().pow(2) @ every
+
+    def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
+        """Return the weighted sum of the weight's rows for every bag."""
+        return self.phi @ weight.to(self.phi)
+
+    def pick(self, rows: Tensor) -> "BagFeatures":
+        """Return the features of some of the rows."""
+        return BagFeatures(self.phi.index_select(0, rows))
+
+
 @uses("embedding_bag")
-def embedding_bag(call: FunctionCall, *_: object, **__: object) -> None:
-    """Refuse sums over several rows of a table."""
-    raise Refused("bags are not measured: use nn.Embedding, and sum or average over the tokens")
+def embedding_bag(
+    call: FunctionCall,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Use:
+    """Z = Σ share · W[token] over the tokens of a bag except padding."""
+    refuse_rescaled(scale_grad_by_freq, sparse)
+    if mode == "max":
+        raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
+
+    def bags() -> BagFeatures:
+        tokens = input.reshape(-1)
+        places = torch.arange(len(tokens), device=tokens.device)
+        if offsets is None:
+            first = places[:: input.shape[1]].contiguous()
+        else:
+            first = offsets[: len(offsets) - include_last_offset]
+        bag = torch.searchsorted(first, places, right=True) - 1
+        share = trained(tokens, weight, padding_idx)
+        if mode == "mean":
+            sizes = share.new_zeros(len(first)).index_add_(0, bag, share)
+            share = share / sizes.clamp(min=1)[bag]
+        if per_sample_weights is not None:
+            share = share * per_sample_weights.reshape(-1)
+        entries, size = torch.stack([bag, tokens]), (len(first), len(weight))
+        phi = torch.sparse_coo_tensor(entries, share, size, check_invariants=False)
+        return BagFeatures(phi.coalesce())
+
+    def features(rows: Rows) -> BagFeatures:
+        return bags() if rows.chosen is None else bags().pick(rows.flat)
+
+    def whole() -> Whole:
+        return Whole(bags().scale()[:, 0].sqrt())
+
+    return Use("embedding", weight, None, features, whole=whole)
