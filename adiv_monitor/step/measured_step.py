@@ -129,6 +129,7 @@ class MeasuredStep:
             self.steps = ParameterSteps(
                 [*pieces, *self.unsharded.others(pieces)],
                 self.history,
+                self.history.masters.of(optimizer),
                 scale=scale,
                 new=not self.history.seen.issuperset(self.reached),
             )

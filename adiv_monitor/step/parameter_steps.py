@@ -8,7 +8,7 @@ and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has wr
 parameters since the step, by their version counters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class ParameterSteps:
     Args:
         pieces: the measured pieces of parameters.
         history: the run history so far.
+        masters: by id of a parameter, the copy of higher precision that the optimizer steps.
         scale: the number by which a fused optimizer divides `.grad` in its step (AMP); None: 1.
         new: whether some of the layers were not measured before.
 
@@ -40,10 +41,12 @@ class ParameterSteps:
         self,
         pieces: Iterable[Piece],
         history: RunHistory,
+        masters: Mapping[int, Tensor],
         *,
         scale: Tensor | None,
         new: bool,
     ) -> None:
+        self._masters = masters
         self._pieces = {piece.key: piece for piece in pieces}
         self._keeps_update = new or history.weights_change
         # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
@@ -81,10 +84,14 @@ class ParameterSteps:
 
     def _values(self) -> dict[Key, Tensor]:
         """Return the pieces as they are now; a plain parameter stands for itself."""
-        return {
-            key: x.parameter if x.view is None and type(x.parameter) is nn.Parameter else x.value()
-            for key, x in self._pieces.items()
-        }
+        found: dict[Key, Tensor] = {}
+        for key, piece in self._pieces.items():
+            if (master := self._masters.get(id(piece.parameter))) is not None:
+                found[key] = piece.of(master)
+            else:
+                is_plain = piece.view is None and type(piece.parameter) is nn.Parameter
+                found[key] = piece.parameter if is_plain else piece.value()
+        return found
 
     def update_of(self, parameter: nn.Parameter) -> Tensor:
         """Return w of a parameter of which a piece is the whole, after the optimizer's step."""

@@ -9,6 +9,7 @@ from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.report import LayerReading
 from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.gradient_check import tells
+from adiv_monitor.step.masters import Masters
 
 # In a run in which nothing changes, all gradients are checked at every so many measured steps.
 _CHECKED_EVERY = 16
@@ -40,6 +41,7 @@ class RunHistory:
             measured steps in a row.
         readings: by layer, its last readings, each with its step.
         clipped: the number of steps whose gradient was clipped, and was not, as far as known.
+        masters: the copies of higher precision that the optimizer steps.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
         cut_off: ids of the parameters that were cut off from the loss when that was last known.
@@ -56,6 +58,7 @@ class RunHistory:
     sound: set[str] = field(default_factory=set)
     readings: dict[str, deque[tuple[int, LayerReading]]] = field(default_factory=dict)
     clipped: Counter[bool] = field(default_factory=Counter)
+    masters: Masters = field(default_factory=Masters)
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
     cut_off: set[int] = field(default_factory=set)
