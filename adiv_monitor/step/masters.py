@@ -22,7 +22,7 @@ class Masters:
             return {}
         coarse = {p: of for p, of in optimizer.state.items() if p.dtype.itemsize == 2}
         if self._name is None:
-            self._name = _name_of(coarse) if optimizer.state else None
+            self._name = _name_of(coarse) if any(optimizer.state.values()) else None
         name = self._name or ""
         return {id(p): of[name] for p, of in coarse.items() if name in of and not is_shard(p)}
 
