@@ -6,7 +6,7 @@ one cheap pass over each yields.
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -122,12 +122,17 @@ def contracted(
     else:
         gradient = gradient.flatten(1, -2)
     products = products.reshape(len(gradient), -1, products.shape[-1])
-    if gradient.dtype == products.dtype:
-        return (gradient.mT @ products).sum(0)
-    dim = int(len(gradient) == 1)  # cast in parts
-    most = max(1, _MOST * gradient.shape[dim] // max(1, gradient.numel()))
-    pairs = zip(torch.split(gradient, most, dim), torch.split(products, most, dim), strict=True)
-    return torch.stack([(g.to(y.dtype).mT @ y).sum(0) for g, y in pairs]).sum(0)
+    dim = int(len(gradient) == 1)
+    most = gradient.shape[dim]
+    if gradient.dtype != products.dtype:  # cast in parts
+        most = _MOST * most // max(1, gradient.numel())
+    parts = (torch.split(x, max(1, most), dim) for x in (gradient, products))
+    return reduce(torch.add, map(_product, *parts))
+
+
+def _product(gradient: Tensor, products: Tensor) -> Tensor:
+    found = gradient.to(products.dtype).mT @ products
+    return found[0] if len(found) == 1 else found.sum(0)
 
 
 _MOST = 2**24  # entries of a temporary tensor
