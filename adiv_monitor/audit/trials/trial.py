@@ -477,7 +477,7 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
     elif strength == "watch" and any(_promotes(trial, finding) for trial in trials):
         strength = "act"
     elif fault_of(finding).often_meant and (trials or any(a.untried not in OPEN for a in advice)):
-        strength = "note"
+        strength = "note" if course(record) == "falls" else strength
     return replace(finding, advice=tuple(advice), strength=strength)
 
 

@@ -48,7 +48,7 @@ class Fault:
         explains: findings that may follow from it.
         acts_below: a fact that may be harmless: it is to be acted on if the run suffers, or if a
             fix helps and leaves less than this share of the loss; None: it is no such fact.
-        often_meant: whether such a fact is a note if a fix of it was tried and does not help.
+        often_meant: whether such a fact is a note if the loss falls, and a fix of it was tried.
     """
 
     title: str
