@@ -199,14 +199,14 @@ def of_axis(axis: int) -> Callable[[], Setup]:
     return compared(lambda z, y: F.nll_loss(change(z), y[:, None].expand(-1, 4)))
 
 
-def ctc(axis: int) -> Setup:
-    """Four labels of nine places of six scores."""
+def ctc(axis: int = 2, first: int = 1, blank: int = 0) -> Setup:
+    """Four labels of nine places of six scores, with padding."""
 
     def of(model: nn.Module, batch: Any) -> Tensor:
         scores = (model(batch[0])[:, None].expand(-1, 9, 6) + torch.eye(9, 6)).transpose(0, 1)
-        labels = 1 + torch.arange(4).expand(len(batch[0]), 4)
+        labels = F.pad(first + torch.arange(4).expand(len(batch[0]), 4), (0, 3), value=blank)
         size = torch.full((len(batch[0]),), 9), torch.full((len(batch[0]),), 4)
-        return F.ctc_loss(scores.log_softmax(axis), labels, *size)
+        return F.ctc_loss(scores.log_softmax(axis), labels, *size, blank=blank)
 
     return setup(loss=of, model=nn.Linear(12, 6))
 
@@ -244,6 +244,10 @@ SAMPLES: list[Row] = [
     ("no-log", "over labels", lambda: ctc(2), ""),
     ("no-log", "over lines", lambda: ctc(1), OTHER),
     ("no-log", "over time", lambda: ctc(0), OTHER),
+    ("label-is-blank", "from 0", lambda: ctc(first=0), "act: 25% of the labels"),
+    ("label-is-blank", "a blank of its own", lambda: ctc(first=0, blank=5), ""),
+    ("label-is-blank", "the last one", lambda: ctc(first=2, blank=5), "act: 25% of the labels"),
+    ("label-is-blank", "from 1", ctc, ""),
 ]  # fmt: skip
 
 

@@ -145,6 +145,19 @@ def _scores(call: Call) -> Any:
     return call.argument(0, "log_probs" if call.name == "ctc_loss" else "input")
 
 
+@of_each_call("label-is-blank")
+def label_is_blank(call: Call, fork: Fork) -> Fact | None:
+    """Return the share of a CTC loss's labels that have the number of its blank."""
+    if call.name != "ctc_loss":
+        return None
+    labels, blank = call.argument(1, "targets"), call.argument(4, "blank", 0)
+    if labels.ndim > 1:  # with padding
+        lengths = torch.as_tensor(call.argument(3, "target_lengths"), device=labels.device)
+        labels = labels[torch.arange(labels.shape[1], device=labels.device) < lengths[:, None]]
+    share = float((labels == blank).double().mean())
+    return Fact(call.place, {"share": share, "blank": float(blank)}) if share > 0 else None
+
+
 # A softmax over one entry, or over the samples
 
 SOFTMAXES = ("softmax", "log_softmax", "softmin")

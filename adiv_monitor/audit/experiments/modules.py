@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import (
+    ADDS,
     Call,
     Watched,
     calls_of,
@@ -159,6 +160,14 @@ class Constant(Look):
 def _is_zero(module: nn.Module | None) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and not weight.any()
+
+
+@of_each_call("added-to-itself")
+def added_to_itself(call: Call, fork: Fork) -> Fact | None:
+    """Find sums in the model whose two operands are one computed tensor."""
+    x, y = call.args[:2] if call.name in ADDS and len(call.args) > 1 else (None, None)
+    is_one = x is y and isinstance(x, Tensor) and x.requires_grad and call.path is not None
+    return Fact(call.place) if is_one else None
 
 
 @asks("collapsed")

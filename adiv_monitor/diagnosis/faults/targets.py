@@ -172,6 +172,14 @@ told(__name__, "target-is-input", "Targets that are the wrong tokens",
      certain=True, explains=LEARNING)  # fmt: skip
 
 
+told(__name__, "label-is-blank", "Labels with the number of the blank", "act",
+     "{share:.0%} of the labels of {place} are {blank:.0f}, the number of its blank, which stands "
+     "for no label: no output can spell them.",
+     [Number("share of the labels that are the blank", "share", above=0.0)],
+     Advice("number the labels from 1, or give the blank a number of its own (blank=)"),
+     certain=True, explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
+
+
 told(__name__, "pairs-reversed", "Pairs the wrong way round", "act",
      "The loss draws pairs together and pushes others apart, the wrong way round: those that it "
      "draws together are nearer in only {share:.0%} of the comparisons.",
