@@ -18,6 +18,7 @@ from adiv_monitor.capture.weights.shards import (
     is_parallel,
     is_shard,
     why_unusable,
+    world_size,
 )
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
@@ -32,6 +33,7 @@ _WRAPPERS = (
     "_forward_module",  # Fabric
 )
 _IS_TRAINED = attrgetter("requires_grad")
+_STATE = attrgetter("requires_grad", "dtype", "device")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -257,6 +259,22 @@ def paths_of_parameters(model: nn.Module) -> dict[int, str]:
         for name, p in module._parameters.items():
             if p is not None:
                 found.setdefault(id(sharded.get(id(p), p)), Place(path, module, name).home[0])
+    return found
+
+
+def structure(model: nn.Module, held: Mapping[int, Tensor]) -> object:
+    """Return a value that stays equal until modules or parameters are added, changed or frozen.
+
+    `select` reads nothing else of the model, which takes longer. None means that the selection must
+    be repeated every time, because modules may hold different parameters at different times.
+    """
+    if world_size() > 1:
+        return None
+    found: list[object] = [*held, *map(_IS_TRAINED, held.values())]
+    for module in model.modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        found += (id(module), type(module), *module._modules.keys(), *module._parameters.keys())
+        found += (*map(id, own), *map(type, own), *map(_STATE, own))
     return found
 
 

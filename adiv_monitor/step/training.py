@@ -1,9 +1,9 @@
 """The training whose steps are measured, what is measured in it, and whose turn it is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.loss_hook import LossOf
-from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
+from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure, trainable
 from adiv_monitor.report import Turn
 from adiv_monitor.step.own_measures import OwnMeasure
 from adiv_monitor.step.spectral import SPECTRAL
@@ -41,6 +41,8 @@ class Training:
     own_measures: Mapping[str, OwnMeasure] | None
     spectral: bool
     watch: Literal["loss", "norms"] | None
+    # The selection so far, with the structure of the model.
+    _found: tuple[object, Selection] | None = field(default=None, init=False)
 
     def trained(self) -> Sequence[Tensor]:
         """Return the parameters that are trained, or would be if they were not frozen."""
@@ -72,7 +74,14 @@ class Training:
     def selection(self) -> Selection:
         """Return all parameters to measure; modules and parameters may have been added."""
         held = None if self.optimizer is None else {id(p): p for p in self.trained()}
-        return select(self.model, held, self.layers)
+        now = structure(self.model, held or {})
+        if self._found is None or now is None or now != self._found[0]:
+            self._found = now, select(self.model, held, self.layers)
+        return self._found[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, whose model has other parameters."""
+        return {**vars(self), "_found": None}
 
     @property
     def dropout(self) -> float:
