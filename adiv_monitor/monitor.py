@@ -321,15 +321,18 @@ class Monitor:
                 self._state = "closed"
                 self._unattached.end()
                 _attached.discard(self)
-                name = "" if self._is_alone else self._training.name  # tells it from others
                 call_all(
                     partial(self._guarded, self._controller.end, patience),
                     partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
-                    *self._outlet.closings(name, quietly=quietly),
+                    *self._outlet.closings("" if self._is_alone else self._name(), quietly=quietly),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
+
+    def _name(self) -> str:
+        """Return what tells this monitor from others in their closing lines."""
+        return self._training.name
 
     def _add_last_losses(self) -> None:
         self._outlet.add_last_losses(self._controller.losses.take(self.step)[0])

@@ -32,28 +32,29 @@ class EveryNorm:
         self._found: deque[tuple[int, Tensor]] = deque(maxlen=_MOST)
         self._parameters: list[Tensor] = []
         self._before: list[Tensor] = []
-        self._gradient: Tensor | None = None  # of the step that is being taken
+        self._gradients: Tensor | None = None  # norms of the step that is being taken
 
     @torch.no_grad()
     def begins(self, optimizer: Optimizer) -> None:
         """Take the norm of the gradients, as the optimizer's step begins."""
-        self._gradient, parameters = None, [*self.selection.parameters]
+        self._gradients, parameters = None, [*self.selection.parameters]
         if [*map(id, self._parameters)] != [*map(id, parameters)]:
             self._parameters = list[Tensor](parameters)
             self._before = [torch.empty_like(p) for p in parameters]
         torch._foreach_copy_(self._before, self._parameters)
-        self._gradient = _norm([*map(gradient, parameters)])
+        self._gradients = _norms([*map(gradient, parameters)])
         # A fused optimizer divides AMP gradients by the scale itself.
         if isinstance(scale := getattr(optimizer, "grad_scale", None), Tensor):
-            self._gradient /= scale
+            self._gradients /= scale
 
     @torch.no_grad()
     def ends(self, step: int) -> None:
         """Take the norm of the updates, as the optimizer's step ends."""
-        if self._gradient is not None:
+        if self._gradients is not None:
             torch._foreach_sub_(self._before, self._parameters)
-            self._found.append((step, torch.stack([self._gradient, _norm(self._before)])))
-            self._gradient = None
+            each = torch.stack([self._gradients, _norms(self._before)])
+            self._found.append((step, each.norm(dim=1)))
+            self._gradients = None
 
     def take(self) -> tuple[dict[int, float], dict[int, float]]:
         """Remove and return the norms of gradients and of updates, by step."""
@@ -65,7 +66,6 @@ class EveryNorm:
         return gradients, updates
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
+def _norms(tensors: list[Tensor]) -> Tensor:
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    found: Tensor = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).norm()
-    return found
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
