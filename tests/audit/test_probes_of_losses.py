@@ -603,6 +603,18 @@ FREE: list[Row] = [
         compared(lambda z, y: ((z - 99).relu() - 1).square().mean()),
         "untold: the loss has no slope",
     ),
+    (
+        VAIN,
+        "a root of zero",
+        compared(lambda z, y: (z * 0).square().sum(1).sqrt().mean() + F.cross_entropy(z, y)),
+        "untold: the loss has no slope",
+    ),
+    (
+        "class-untaught",
+        "a root of zero",
+        compared(lambda z, y: F.cross_entropy(z, y) + (0 * z).sqrt().sum()),
+        "",
+    ),
     (VAIN, "a queue", with_loss(queued, model=Queued()), ""),
     ("weighs-itself", "exp(-w)", balanced(lambda w, of: (of * torch.exp(-w)).sum()), "falls from"),
     ("weighs-itself", "softplus", balanced(lambda w, of: (of * F.softplus(w)).sum()), "falls from"),

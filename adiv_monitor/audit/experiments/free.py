@@ -85,8 +85,9 @@ def in_vain(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if free.first.grad_fn is None or not min(first, zeros) > 0:
         raise Untold("the loss is not above zero, or depends on no linear layer's outputs alone")
     slopes = torch.autograd.grad(free.first, free.outputs, retain_graph=True, allow_unused=True)
-    if not any(g is not None and g.any() for g in slopes):
-        raise Untold("the loss has no slope at the model's outputs")
+    known = [g for g in slopes if g is not None]
+    if not any(g.any() for g in known) or not all(g.isfinite().all() for g in known):
+        raise Untold("the loss has no slope at the model's outputs, or one that is not finite")
     lowest = free.lowest(free.outputs)
     share = lowest / min(first, zeros)
     yield Fact("", {"share": share, "first": first, "zeros": zeros, "lowest": lowest})

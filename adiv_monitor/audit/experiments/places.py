@@ -157,6 +157,8 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
     for fork, batch in product((setup.fork(), setup.fork_like(trained)), batches):
         seen = _passed(fork, batch)
         is_padded = any(padding(x) or _ends_alike(x) for x in seen.given)
+        if any(x.grad is not None and not x.grad.isfinite().all() for x in seen.made):
+            return  # another finding
         for number, g in enumerate(x.grad for x in seen.made):
             if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
                 continue
