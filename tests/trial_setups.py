@@ -1,11 +1,12 @@
 """Small setups to audit: models, batches of a learnable task, and records of their runs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import made_records
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -105,6 +106,17 @@ def said(name: str, *facts: Fact, **values: Any) -> list[str]:
     """Return strength and sentence of the findings of these facts in an else healthy run."""
     found = diagnose(made_records.record(probed={name: Probed(facts)}, **values))
     return [f"{each.strength}: {each.summary}" for each in found if each.name == name]
+
+
+# Question, what is asked about, its setup, and a part of the sentence.
+Row = tuple[str, str, Callable[[], Setup], str]
+
+
+def each_of(*tables: Sequence[Row]) -> pytest.MarkDecorator:
+    """Parametrize a test by question, setup and part of the sentence."""
+    rows = [pytest.param(q, make, part, id=f"{q}, {what}")
+            for table in tables for q, what, make, part in table]  # fmt: skip
+    return pytest.mark.parametrize(("question", "make", "part"), rows)
 
 
 def assert_said(name: str, of: Setup, part: str, trained: bool = False) -> None:

@@ -144,11 +144,8 @@ class Armed:
         step, capture, probe, rates = self.step, self.capture, self.step.probe, self.rates
         step.out.flags |= self._flags()
         sums, flags, attention = fetch(step.out, {} if probe is None else probe.attention())
-        errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
-        step.history.checked_rules |= {p for p, error in errors.items() if error <= RULE_TOLERANCE}
-        wrong = {p: _WRONG.format(error) for p, error in errors.items() if error > RULE_TOLERANCE}
+        sums, wrong = self._described(sums)
         failures.switched_off |= wrong
-        sums = sums.pick(np.flatnonzero([path not in wrong for path in sums.paths]))
         skipped = _SKIPPED if _is_set(flags, "skipped") else ""
         refused = tuple(why for why in (skipped, step.refused) if why)
         if refused:
@@ -200,6 +197,13 @@ class Armed:
             part.attention = {path: merge(calls) for path, calls in attention.items()}
             part.no_attention = dict(probe.refused)
         return part
+
+    def _described(self, sums: StepSums) -> tuple[StepSums, dict[str, str]]:
+        """Return the sums of layers that their rules describe, and why others are left out."""
+        errors = dict(zip(sums.paths, sums.layers["rule_error"].tolist(), strict=True))
+        wrong = {p: _WRONG.format(error) for p, error in errors.items() if error > RULE_TOLERANCE}
+        self.step.history.checked_rules |= {p for p, e in errors.items() if e <= RULE_TOLERANCE}
+        return sums.pick(np.flatnonzero([path not in wrong for path in sums.paths])), wrong
 
     def _flags(self) -> Flags:
         """Return the numbers of the step as a whole that its capture has."""

@@ -63,5 +63,10 @@ def chosen(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 def sampled(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a copy of a few entries of each of these parameters, always the same."""
-    flat = (part_of(p).reshape(-1) for p in parameters)
-    return torch.cat([of[:: -(-len(of) // _ENTRIES)] for of in flat])
+    return torch.cat([_few(part_of(p)) for p in parameters])
+
+
+def _few(tensor: Tensor) -> Tensor:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).reshape(-1)  # in the order of memory, so that nothing is copied
+    return flat[:: -(-len(flat) // _ENTRIES)]

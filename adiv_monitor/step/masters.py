@@ -20,7 +20,8 @@ class Masters:
         """Return the copies, by id of the weight; those of shards are left out."""
         if optimizer is None:
             return {}
-        coarse = {p: of for p, of in optimizer.state.items() if p.dtype.itemsize == 2}
+        states = (each for each in optimizer.state.items() if isinstance(each[0], Tensor))
+        coarse = {p: of for p, of in states if p.dtype.itemsize == 2}
         if self._name is None:
             self._name = _name_of(coarse) if any(optimizer.state.values()) else None
         name = self._name or ""
@@ -31,9 +32,8 @@ def _name_of(states: dict[Tensor, dict[str, Tensor]]) -> str:
     """Return the name of the copies in the state of each weight; "": there are none."""
     for name in sorted({name for of in states.values() for name in of}):
         pairs = [(p, of.get(name)) for p, of in states.items()]
-        if any(p.any() for p in states) and all(
-            isinstance(x, Tensor) and x.dtype == torch.float32 and torch.equal(x.to(p.dtype), p)
-            for p, x in pairs
-        ):
-            return name
+        is_fine = all(isinstance(x, Tensor) and x.dtype == torch.float32 for _, x in pairs)
+        # Values are compared last, since a device waits for that.
+        if is_fine and all(torch.equal(x.to(p.dtype), p) for p, x in pairs if x is not None):
+            return name if any(p.any() for p in states) else ""
     return ""

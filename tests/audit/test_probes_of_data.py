@@ -10,7 +10,18 @@ from made_records import STILL
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
-from trial_setups import assert_said, batches, loss, mlp, of_outputs, said, setup, told
+from trial_setups import (
+    Row,
+    assert_said,
+    batches,
+    each_of,
+    loss,
+    mlp,
+    of_outputs,
+    said,
+    setup,
+    told,
+)
 
 from adiv_monitor.audit.experiments.questions import ASKS, Untold
 from adiv_monitor.audit.training.batches import taken
@@ -18,9 +29,6 @@ from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
 Of = Callable[[nn.Module, Any], Tensor]
-Row = tuple[
-    str, str, Callable[[], Setup], str
-]  # question, what is asked about, its setup, sentence
 
 
 def adam(model: nn.Module) -> Optimizer:
@@ -608,13 +616,9 @@ ALIKE: list[Row] = [
     ("state-carried", "statistics", normed, ""),
 ]  # fmt: skip
 TRAINED = ("class-untaught", "penalty-dominates")  # asked of a trained copy, as an audit does
-ROWS = [*MOVED, *DRAWN, *UNTAUGHT, *UNREAD, *COUNTS, *LEAKED, *ALIKE]
 
 
-@pytest.mark.parametrize(
-    ("question", "make", "part"),
-    [pytest.param(q, make, part, id=f"{q}, {what}") for q, what, make, part in ROWS],
-)
+@each_of(MOVED, DRAWN, UNTAUGHT, UNREAD, COUNTS, LEAKED, ALIKE)
 def test_a_fault_is_named_and_what_is_like_it_is_not(
     question: str, make: Callable[[], Setup], part: str
 ) -> None:

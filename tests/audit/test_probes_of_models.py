@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from trial_setups import (
+    Row,
     answer,
     assert_said,
     batches,
+    each_of,
     loss,
     mlp,
     of_outputs,
@@ -28,9 +30,6 @@ from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.record import Probed
 
 HERE = "test_probes_of_models.py:"
-Row = tuple[
-    str, str, Callable[[], Setup], str
-]  # question, what is asked about, its setup, sentence
 
 
 class Net(nn.Module):
@@ -526,13 +525,9 @@ OUTPUTS: list[Row] = [
     ("dropout-on-outputs", "in a branch", with_model(
         Residual, loss=lambda m, b: functional.mse_loss(m(b[0]), b[0])), ""),
 ]  # fmt: skip
-ROWS = [*SAMPLES, *GRADIENTS, *TOKENS, *OUTPUTS]
 
 
-@pytest.mark.parametrize(
-    ("question", "make", "part"),
-    [pytest.param(q, make, part, id=f"{q}, {what}") for q, what, make, part in ROWS],
-)
+@each_of(SAMPLES, GRADIENTS, TOKENS, OUTPUTS)
 def test_a_fault_is_named_and_what_is_like_it_is_not(
     question: str, make: Callable[[], Setup], part: str
 ) -> None:

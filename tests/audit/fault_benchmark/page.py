@@ -13,8 +13,12 @@ CHANGES = ("advice", "random", "search", "rate")
 
 
 def page(rows: Iterable[Row]) -> str:
-    """Return the tables of docs/fault-benchmark.md for rows of `benchmark.py`."""
-    audits = by_case(rows)["audit"]
+    """Return the tables of docs/fault-benchmark.md for rows of `benchmark.py`.
+
+    Where runs were only audited (`--parts names`), no advice was tried.
+    """
+    parts = by_case(rows)
+    audits = parts["audit"] or parts["names"]
     faulty_cases = {name: found for name, found in audits.items() if name in CASES}
     healthy = {name: found for name, found in audits.items() if name in HEALTHY}
     lines = [
@@ -144,7 +148,11 @@ def _misses(faulty_cases: dict[str, list[Row]]) -> list[str]:
             ranks = ["not at all" if not named(row) else f"as no. {_rank(row)}" for row in wrong]
             said = ", ".join(f"{what} {times}×" for what, times in Counter(ranks).items())
             unnamed.append((name, f"{len(wrong)} of {len(rows)}", said))
-        bad = [row for row in rows if not row["words"] and not row["advice"]["pays"]]
+        bad = [
+            row
+            for row in rows
+            if not row["words"] and not row.get("advice", {"pays": True})["pays"]
+        ]
         if bad:
             advice = ", ".join(sorted(set(map(advised, bad))))
             unpaid.append((name, f"{len(bad)} of {len(rows)}", advice))
