@@ -168,19 +168,12 @@ class Armed:
         group_of = rates.groups if len(set(learning_rates)) > 1 else {}
         found = capture.layers.found
         firsts = {path: id(found[path].pieces[0].parameter) for path in sums.paths}
-        notes = (
-            *failures.notes,
-            *capture.notes(overflowed=not np.isfinite(flags["zeroed"]).all()),
-            *(note.format(listed(paths)) for note, paths in step.noted.items()),
-            *([] if probe is None else probe.notes),
-        )
-        failures.notes.clear()
         report = StepReport(
             self.number,
             {},
             covered.unsupported,
             covered.share,
-            notes=notes,
+            notes=self._notes(failures, flags),
             unmeasured=covered.unmeasured,
             interval=interval,
             turn=self.turn,
@@ -204,6 +197,17 @@ class Armed:
         wrong = {p: _WRONG.format(error) for p, error in errors.items() if error > RULE_TOLERANCE}
         self.step.history.checked_rules |= {p for p, e in errors.items() if e <= RULE_TOLERANCE}
         return sums.pick(np.flatnonzero([path not in wrong for path in sums.paths])), wrong
+
+    def _notes(self, failures: Failures, flags: Mapping[str, Sequence[Array]]) -> tuple[str, ...]:
+        """Return the notes of the step, those of failures too, which are taken."""
+        before, probe = [*failures.notes], self.step.probe
+        failures.notes.clear()
+        return (
+            *before,
+            *self.capture.notes(overflowed=not np.isfinite(flags["zeroed"]).all()),
+            *(note.format(listed(paths)) for note, paths in self.step.noted.items()),
+            *([] if probe is None else probe.notes),
+        )
 
     def _flags(self) -> Flags:
         """Return the numbers of the step as a whole that its capture has."""
