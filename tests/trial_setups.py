@@ -112,10 +112,9 @@ def said(name: str, *facts: Fact, **values: Any) -> list[str]:
 Row = tuple[str, str, Callable[[], Setup], str]
 
 
-def each_of(*tables: Sequence[Row]) -> pytest.MarkDecorator:
+def each_of(table: Sequence[Row]) -> pytest.MarkDecorator:
     """Parametrize a test by question, setup and part of the sentence."""
-    rows = [pytest.param(q, make, part, id=f"{q}, {what}")
-            for table in tables for q, what, make, part in table]  # fmt: skip
+    rows = [pytest.param(q, make, part, id=f"{q}, {what}") for q, what, make, part in table]
     return pytest.mark.parametrize(("question", "make", "part"), rows)
 
 

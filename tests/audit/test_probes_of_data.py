@@ -616,9 +616,10 @@ ALIKE: list[Row] = [
     ("state-carried", "statistics", normed, ""),
 ]  # fmt: skip
 TRAINED = ("class-untaught", "penalty-dominates")  # asked of a trained copy, as an audit does
+ROWS = [*MOVED, *DRAWN, *UNTAUGHT, *UNREAD, *COUNTS, *LEAKED, *ALIKE]
 
 
-@each_of(MOVED, DRAWN, UNTAUGHT, UNREAD, COUNTS, LEAKED, ALIKE)
+@each_of(ROWS)
 def test_a_fault_is_named_and_what_is_like_it_is_not(
     question: str, make: Callable[[], Setup], part: str
 ) -> None:

@@ -688,9 +688,10 @@ SIDES: list[Row] = [
 ]  # fmt: skip
 # Asked of a trained copy, as an audit does.
 TRAINED = ("logits-as-probabilities", "loss-reversed", "zero-gradient")
+ROWS = [*RANGES, *SAMPLES, *REVERSED, *GRADIENTS, *FREE, *SIDES]
 
 
-@each_of(RANGES, SAMPLES, REVERSED, GRADIENTS, FREE, SIDES)
+@each_of(ROWS)
 def test_a_fault_is_named_and_what_is_like_it_is_not(
     question: str, make: Callable[[], Setup], part: str
 ) -> None:

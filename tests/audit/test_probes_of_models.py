@@ -525,9 +525,10 @@ OUTPUTS: list[Row] = [
     ("dropout-on-outputs", "in a branch", with_model(
         Residual, loss=lambda m, b: functional.mse_loss(m(b[0]), b[0])), ""),
 ]  # fmt: skip
+ROWS = [*SAMPLES, *GRADIENTS, *TOKENS, *OUTPUTS]
 
 
-@each_of(SAMPLES, GRADIENTS, TOKENS, OUTPUTS)
+@each_of(ROWS)
 def test_a_fault_is_named_and_what_is_like_it_is_not(
     question: str, make: Callable[[], Setup], part: str
 ) -> None:
