@@ -176,6 +176,13 @@ def over_time(targets: Callable[[Tensor], Tensor]) -> Setup:
     return setup(model=ByTime(), batches=made, loss=of)
 
 
+def cut_off() -> nn.Module:
+    """Ends in a ReLU, which leaves outputs that inputs change to one of three classes."""
+    model = mlp()
+    model[-1].bias.data = torch.tensor([-99.0, -99.0, 3.0])
+    return nn.Sequential(model, nn.ReLU())
+
+
 def one_value(of: OfPair) -> Callable[[], Setup]:
     make = lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1))  # noqa: E731
     return compared(of, lambda x, y: 2.0 * (y % 2) - 1, make)
@@ -224,6 +231,8 @@ NO_LOG, OTHER = "receives probabilities", "another axis than that of the classes
 SAMPLES: list[Row] = [
     ("targets-misplaced", "time first", lambda: over_time(lambda y: y), "act: The outputs"),
     ("targets-misplaced", "both transposed", lambda: over_time(lambda y: y.t()), ""),
+    ("targets-misplaced", "a ReLU on the logits", compared(F.cross_entropy, make=cut_off),
+     "untold: inputs or"),
     ("targets-misplaced", "over the samples",
      compared(lambda z, y: F.nll_loss(z.log_softmax(0), y)), "untold: inputs or"),
     ("targets-misplaced", "pairs",
@@ -596,13 +605,6 @@ def restores(model: nn.Module, batch: Any) -> Tensor:
         return seeds(model, batch)
 
 
-def below() -> nn.Module:
-    """Gives one class no logit above zero."""
-    model = mlp()
-    nn.init.constant_(model[-1].bias[2:], -99.0)
-    return model
-
-
 def of_shares(z: Tensor, y: Tensor) -> Tensor:
     """A cross-entropy of shares, which are 0 of negative logits: its gradient is NaN or 0."""
     positive = z.relu()
@@ -632,7 +634,7 @@ FREE: list[Row] = [
         compared(lambda z, y: (z * 0).square().sum(1).sqrt().mean() + F.cross_entropy(z, y)),
         "untold: the loss has no slope",
     ),
-    ("class-untaught", "log(0)", compared(of_shares, make=below), ""),
+    ("class-untaught", "log(0)", compared(of_shares, make=cut_off), ""),
     (VAIN, "a queue", with_loss(queued, model=Queued()), ""),
     ("weighs-itself", "exp(-w)", balanced(lambda w, of: (of * torch.exp(-w)).sum()), "falls from"),
     ("weighs-itself", "softplus", balanced(lambda w, of: (of * F.softplus(w)).sum()), "falls from"),

@@ -122,8 +122,8 @@ def _beyond(of: Answered, target: Tensor) -> Losses | None:
     at, beyond = of.loss(target), of.loss(2 * target)
     # Of logits of both signs, a loss that divides by their sum may be of any size.
     scale = min(abs(of.first), abs(of.loss(1 - target)))
-    is_lower = abs(at) < PERFECT * scale and beyond < at - LOWER * scale
-    return (at, beyond) if is_lower else None  # NaN is neither
+    # NaN is neither.
+    return (at, beyond) if abs(at) < PERFECT * scale and beyond < at - LOWER * scale else None
 
 
 # Targets that outputs had better contradict
@@ -141,8 +141,7 @@ def loss_reversed(setup: Setup, trained: Fork) -> Iterable[Fact]:
     surrogate, as in policy gradients, has the right gradient whatever its value is: nothing is
     found unless the training makes the outputs agree less.
     """
-    found = _preferred(setup, _contrary)
-    if found is None:
+    if (found := _preferred(setup, _contrary)) is None:
         return
     target, (right, wrong) = found
     batch = of_few(setup).batches[0]
@@ -187,32 +186,34 @@ ITS_SHARE = 1.5
 
 @asks("targets-misplaced")
 def targets_misplaced(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Change the first sample's inputs, then its targets, and see which outputs these concern.
+    """Exchange the first sample's inputs, those of the rest, and the first one's targets.
 
-    Inputs concern the outputs that change and count in the loss. Targets, which change no outputs,
-    concern those whose gradient changes. The share that both concern, of the fewer ones, is 1 if
-    they belong together.
+    Inputs concern the outputs that change. Targets, which change no outputs, concern those whose
+    gradient changes. The share of these that the first sample's inputs concern, of all that inputs
+    concern, is 1 if they belong together: of an output that no input changes nobody can tell.
     """
     batch = of_few(setup).batches[0]
     size = size_of(batch)
     if size < FEWEST or any(x.ndim and len(x) != size for x in tensors(batch)):
         raise Untold(f"fewer than {FEWEST} samples, or the tensors of a batch are of unlike length")
     own = passed(still(setup.fork()), batch)
-    of_inputs = of_targets = torch.zeros_like(own.outputs, dtype=torch.bool)
+    of_first = of_rest = of_targets = torch.zeros_like(own.outputs, dtype=torch.bool)
     counts = own.gradients != 0
     for number, x in enumerate(tensors(batch)):
         others = [i for i, y in enumerate(x) if not torch.equal(y, x[0])] if x.ndim else []
         if others:
-            put = itemgetter([others[0], *range(1, size)])
-            other = passed(still(setup.fork()), with_tensor(batch, number, put))
-            counts = counts | (other.gradients != 0)
-            moved = other.outputs != own.outputs
-            of_inputs = of_inputs | moved
-            of_targets = of_targets | ((other.gradients != own.gradients) & ~moved.any())
-    fewer, more = sorted((int((of_inputs & counts).sum()), int(of_targets.sum())))
-    if not fewer or more > ITS_SHARE * int(counts.sum()) / size:
+            orders = [others[0], *range(1, size)], [0, *range(2, size), 1]
+            puts = (with_tensor(batch, number, itemgetter(order)) for order in orders)
+            first, rest = (passed(still(setup.fork()), put) for put in puts)
+            counts = counts | (first.gradients != 0)
+            moved = first.outputs != own.outputs
+            of_first, of_rest = of_first | moved, of_rest | (rest.outputs != own.outputs)
+            of_targets = of_targets | ((first.gradients != own.gradients) & ~moved.any())
+    known = int((of_targets & (of_first | of_rest)).sum())
+    most = max(int((of_first & counts).sum()), int(of_targets.sum()))
+    if not known or most > ITS_SHARE * int(counts.sum()) / size:
         raise Untold("inputs or targets of a sample concern the outputs of several, or of none")
-    yield Fact("", {"share": float((of_inputs & of_targets).sum()) / fewer})
+    yield Fact("", {"share": float((of_first & of_targets).sum()) / known})
 
 
 # Pairs

@@ -12,7 +12,7 @@ from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Findi
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
-TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of the fewer ones
+TOGETHER = 0.5  # share of a sample's outputs that its targets concern, of those that inputs change
 # Share of couples in which the pair drawn together is nearer in the inputs than the one pushed
 # apart: labels without a relation to the inputs give 1/2. And its distance in standard errors.
 REVERSED, CERTAINLY = 0.3, 5.0
