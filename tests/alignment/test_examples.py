@@ -22,7 +22,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow(one_in=4, first=1)
+@pytest.mark.slow(one_in=7, first=5)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_leaves_a_picture(
     name: str,

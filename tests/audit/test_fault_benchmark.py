@@ -69,13 +69,13 @@ def test_a_fault_costs_and_is_named_first(name: str) -> None:
     assert name in case.expected and strength == "act"
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WELL)
 def test_a_healthy_run_raises_no_alarm(name: str) -> None:
     assert "act" not in dict(map(reversed, diagnosed(HEALTHY[name], 0)["findings"]))
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("name", [*WELL, "mlp-momentum", "deep-tanh-sgd", "cnn-adam", "gpt-adamw"])
 def test_reports_of_a_healthy_run_raise_no_alarm(name: str) -> None:
     row = reported(HEALTHY[name], 0)
@@ -85,7 +85,7 @@ def test_reports_of_a_healthy_run_raise_no_alarm(name: str) -> None:
         assert "act" not in [strength for _, strength in verdict["findings"]]
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("name", STUCK)
 def test_reports_of_a_run_whose_loss_does_not_fall_never_say_nothing(name: str) -> None:
     row = reported(CASES[name], 0)
@@ -135,7 +135,7 @@ def test_errors_are_those_of_answers_whatever_the_loss_is() -> None:
     assert error_of(torch.eye(2)[torch.tensor([[1, 1], [0, 1]])], filled, padding=0) == 0.5
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mlp-momentum: one batch again and again", "two-circles-adamw: softmax over one unit"]
 )

@@ -59,7 +59,7 @@ def test_a_planted_bug_is_named(case: Case) -> None:
     assert case.expected[0] in found(looked_at(case))
 
 
-@pytest.mark.slow(one_in=32)
+@pytest.mark.slow(one_in=64)
 @pytest.mark.parametrize("twin", TWINS.values(), ids=lambda twin: twin.name)
 def test_no_probe_finds_a_fault_in_a_fixed_twin(twin: Healthy) -> None:
     record = looked_at(twin)

@@ -77,7 +77,7 @@ def channels_last(x):
     return x.to(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()])
 
 
-@pytest.mark.slow(one_in=47)
+@pytest.mark.slow(one_in=97)
 @pytest.mark.parametrize("form", FORMS + EXTREMES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

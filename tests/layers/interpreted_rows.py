@@ -201,7 +201,7 @@ FEWER_ROWS_THAN_INPUTS = [(5, 50, 7), (13, 257, 65)]
 MORE_ROWS_THAN_INPUTS = [(40, 16, 9), (33, 31, 20)]
 
 
-@pytest.mark.slow(one_in=59)
+@pytest.mark.slow(one_in=97)
 @pytest.mark.parametrize("form", EXTREMES)
 @pytest.mark.parametrize("way", [by_input, by_output])
 @pytest.mark.parametrize("shape", FEWER_ROWS_THAN_INPUTS + MORE_ROWS_THAN_INPUTS, ids=str)
@@ -218,7 +218,7 @@ def test_linear_maps(way, form, shape, dtype, monkeypatch):
 FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)]
 
 
-@pytest.mark.slow(one_in=71)
+@pytest.mark.slow(one_in=113)
 @pytest.mark.parametrize("form", EXTREMES)
 @pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -135,6 +135,7 @@ def convolution_by_patches(layer, form, x, grad):
     return torch.cat(weights), torch.cat(biases)
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("space", [1, 2, 3])
 @pytest.mark.parametrize("form", ["proportional", "disproportional"])
 def test_convolution_backward_can_be_differentiated(form, space):

@@ -97,6 +97,7 @@ def test_autocast(make, dtype):
         assert error < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.slow(one_in=4)
 @each_layer
 def test_export(make):
     module, x = make().eval(), sample(make)

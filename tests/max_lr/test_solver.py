@@ -211,10 +211,10 @@ def with_integers(network: Network, alignments: Alignments) -> float:
     return float(found.fun)
 
 
-@pytest.mark.slow(one_in=20)
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.slow(one_in=50)
+@pytest.mark.parametrize("block", range(50))
 def test_agrees_with_a_formulation_with_integers(block: int) -> None:
-    for seed in range(25 * block, 25 * block + 25):
+    for seed in range(10 * block, 10 * block + 10):
         network, alignments = random_case(seed)
         found = solved(network, alignments)
         assert found.status == "optimal", seed
@@ -223,8 +223,8 @@ def test_agrees_with_a_formulation_with_integers(block: int) -> None:
 
 
 @pytest.mark.parametrize("objective", ["sum", "pareto", "max-min"])
-def test_less_alignment_never_costs(objective: str) -> None:
-    for seed in range(20):
+def test_less_alignment_never_costs(objective: str, whole: bool) -> None:
+    for seed in range(20 if whole else 7):
         network, alignments = random_case(seed)
         before = solved(network, alignments, objective=objective)
         rng = random.Random(seed)

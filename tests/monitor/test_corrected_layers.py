@@ -114,6 +114,7 @@ def test_the_batch_form_reaches_the_ceiling(rows: int) -> None:
     assert reading.scale_mean is None  # rows are mixed: M has no diagonal of single rows
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("max_rows", [None, 64], ids=["all-rows", "sampled"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("form", ["proportional", "disproportional", "batch"])

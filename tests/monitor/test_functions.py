@@ -104,7 +104,7 @@ def truth_of(
     return expected
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize(("optimizer", "ignored"), [("sgd", 0), ("adamw", 0), ("adamw", 1)])
 @pytest.mark.parametrize("name", RULED)
 def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
@@ -126,7 +126,7 @@ def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
                 )
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=9)
 @pytest.mark.parametrize("name", RULED)
 def test_a_result_that_is_changed_in_place(name: str) -> None:
     """Many results are views, such as of a product of matrices, whose nodes are replaced then."""
@@ -139,7 +139,7 @@ def test_a_result_that_is_changed_in_place(name: str) -> None:
     same(reports[1], reports[0])
 
 
-@pytest.mark.slow(one_in=5, first=1)
+@pytest.mark.slow(one_in=9, first=1)
 @pytest.mark.parametrize("name", RULED)
 def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:
     case = CASES[name]
@@ -264,7 +264,7 @@ def test_what_hardly_anybody_trains_with_is_measured_with_its_module(name: str) 
             assert getattr(reading, measure) == pytest.approx(expected[measure], rel=1e-9), measure
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=13)
 @pytest.mark.parametrize("name", RULED)
 def test_half_precision(name: str) -> None:
     """Rows of a half-precision function are float32; readings agree up to rounding."""

@@ -46,6 +46,7 @@ def perceptron(make: Callable[[nn.Module], Optimizer], *, knows_loss: bool) -> M
     return monitor
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("knows_loss", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_healthy_run_is_told_nothing(

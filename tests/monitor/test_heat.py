@@ -60,7 +60,7 @@ def test_a_word_is_broken_at_its_hyphen() -> None:
     assert lines == ["Zero-", "gradient rows"]
 
 
-@pytest.mark.slow(one_in=17)
+@pytest.mark.slow(one_in=31)
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("layers", [1, 3, 15, 16, 60, 61, 300])
 @pytest.mark.parametrize("steps", [1, 2, 100])

@@ -247,7 +247,7 @@ LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
 }
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("asked", [{}, {"layers_per_step": 1}])
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_passes_of_a_step(name: str, asked: dict[str, Any]) -> None:
@@ -301,7 +301,7 @@ def tokens(number: int) -> Tensor:
     return torch.randperm(30, generator=torch.Generator().manual_seed(number)).view(6, 5) % 5
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(
     ("model", "draw"),
     [(two_layers, batch), (Embedded, tokens), (Net, batch)],
@@ -419,6 +419,7 @@ def two_terms(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Opt
         criterion(model(batch(2)), TARGETS)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(
     ("loop", "unused", "computed"),

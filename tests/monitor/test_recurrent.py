@@ -177,7 +177,7 @@ def second(
     return report
 
 
-@pytest.mark.slow(one_in=19)
+@pytest.mark.slow(one_in=37)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -309,6 +309,7 @@ def test_other_courses(
         assert reading.gradient_cosine == pytest.approx(expected.gradient_cosine, abs=12 * error)
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("used", range(3))
 @pytest.mark.parametrize("kind", ["lstm", "projected-lstm"])
 def test_a_loss_of_one_output(kind: str, used: int) -> None:
@@ -325,6 +326,7 @@ def test_a_loss_of_one_output(kind: str, used: int) -> None:
     same(found, expected, but=("idle_share", "common_share"))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("layout", ["batch first", "one sample"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_and_initial_states(kind: str, layout: str) -> None:

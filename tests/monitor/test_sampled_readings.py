@@ -89,6 +89,7 @@ class Step:
         return monitor.latest
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("case", CASES)
 def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:

@@ -42,7 +42,7 @@ def checkpointed(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.slow(one_in=4, first=1)
 @pytest.mark.parametrize("backward", [twenty_calls, micro_batches, checkpointed])
 def test_rows_of_a_step_are_even(
-    backward: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
+    backward: Callable[[nn.Module, Tensor], None], whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 10 of 40 rows sampled, each is in a quarter of the draws."""
     model = Loops()
@@ -58,7 +58,7 @@ def test_rows_of_a_step_are_even(
 
     monkeypatch.setattr(vectors, "Family", spy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    repeats = 60
+    repeats = 60 if whole else 30
     with Monitor(model, optimizer, every_n_steps=1, max_rows=10, on_error="raise") as monitor:
         for _ in range(repeats):
             optimizer.zero_grad()

@@ -36,6 +36,7 @@ def agrees(found: Estimate, exact: float) -> None:
     assert (np.abs(value - exact) > 3 * error).mean() < 0.02
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("unit", [1.0, 0.01])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("idle", [0.0, 0.4])
@@ -167,6 +168,7 @@ def test_few_rows_that_hold_most_are_reckoned_with() -> None:
 # --- samples without spread ----------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("negative", [0.005, 0.02, 0.05, 0.2, 0.47, 0.5])
 @pytest.mark.parametrize("seen", [40, 128])
 def test_cosines_of_one_output_know_that_rows_may_be_others(seen: int, negative: float) -> None:
@@ -189,6 +191,7 @@ def test_cosines_of_one_output_know_that_rows_may_be_others(seen: int, negative:
     assert ((np.abs(value) > 2 * error) & (value * truth < 0)).mean(0).max() < 0.02
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("seen", [4, 10, 20, 50, 64, 128])
 def test_quantiles_of_few_rows_know_that_the_tail_lies_beyond_them(seen: int) -> None:
     """Of ten rows, none may be among the lowest 5 %: the outermost two do not bound that."""

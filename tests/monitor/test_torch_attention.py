@@ -36,6 +36,7 @@ class Net(nn.Module):
         return attended
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("weights", [False, True], ids=["fused", "with weights"])
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from zoo.runs import Run, run
 
 from adiv_monitor.report import REALISED_MEASURES
 
-pytestmark = pytest.mark.slow(one_in=11)
+pytestmark = pytest.mark.slow(one_in=23)
 ONLY_IN_TRAINING = {"wav2vec2.masked_spec_embed"}  # layers that the probe does not run
 NOT_ON_A_PROBE = {"rnn_tanh", "rnn_relu", "lstm", "gru"}  # kinds without these measures
 

@@ -56,7 +56,7 @@ def raises(error: BaseException) -> Callable[..., None]:
     return body
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize("method", ["write", "close"])
 @pytest.mark.parametrize("kind", [Fault, OSError, MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("name", EVERY)

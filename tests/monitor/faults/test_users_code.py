@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from faults.scenarios import SCENARIOS
-from faults.trial import Fault, take, trained, unmonitored
+from faults.trial import Fault, take, trained
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -61,7 +61,7 @@ def _times(output: object, value: float) -> object:
     return output * value
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=13)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("where", ["loss", "gradients", "weights", "activations"])
 @pytest.mark.parametrize("name", NUMBERS)
@@ -150,13 +150,3 @@ def test_what_the_users_code_raises_passes(
         reading = monitor.latest.layers["inner"]
         assert reading.rows_total == 3
         assert reading.kind == "linear"
-
-
-def test_a_training_that_is_not_disturbed_is_equal_and_clean() -> None:
-    """An undisturbed training compares as equal and clean, and a different one as different."""
-    for name in [name for name in SCENARIOS if not name.startswith("function ")]:
-        trial = take(SCENARIOS[name], on_error="raise")
-        assert trial.raised is None
-        assert trial.result == unmonitored(name), name
-        assert not trial.left, name
-        assert unmonitored(name) != unmonitored(name, 1)
