@@ -25,6 +25,6 @@ class Operations:
         traceback: TracebackType | None,
     ) -> None:
         self._profile.__exit__(kind, error, traceback)
-        events = [e for e in self._profile.events() if e.name.startswith("aten::")]
-        outer = [e for e in events if e.cpu_parent is None or e.cpu_parent not in events]
+        events = {id(e): e for e in self._profile.events() if e.name.startswith("aten::")}
+        outer = [e for e in events.values() if id(e.cpu_parent) not in events]
         self.count = sum(e.name not in FREE for e in outer)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import Tied
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -326,51 +325,6 @@ def test_other_samples_than_at_the_reference_are_refused() -> None:
     nn.init.constant_(model.linear.bias, 2)
     with pytest.raises(AdivError, match="same samples"):
         alignment.read()
-
-
-class Stateful(nn.Module):
-    """A module with every kind of state that a forward pass can change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
-        )
-        self.register_buffer("count", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.calls += 1
-        return self.inner(x) + 0.1 * torch.randn(3)
-
-
-def test_a_reading_changes_nothing() -> None:
-    def train(read: bool) -> tuple[list[Tensor], dict[str, Tensor], Tensor, int]:
-        torch.manual_seed(5)
-        model = Stateful()
-        model.inner[2].eval()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        x, y = torch.randn(12, 20), torch.randint(3, (12,))
-        alignment = Alignment(model, Probe(torch.ones(4, 20))) if read else None
-        losses = []
-        for _ in range(4):
-            loss = functional.cross_entropy(model(x), y)
-            loss.backward()
-            if alignment is not None:
-                alignment.read()
-            optimizer.step()
-            if alignment is not None:
-                assert [m.training for m in model.modules()] == [*[True] * 4, False, True]
-                alignment.read()
-            losses.append(loss.detach())
-        return losses, model.state_dict(), torch.get_rng_state(), model.calls
-
-    plain, read = train(False), train(True)
-    assert all(map(torch.equal, plain[0], read[0]))
-    assert all(torch.equal(plain[1][key], read[1][key]) for key in plain[1])
-    assert torch.equal(plain[2], read[2])
-    assert plain[3] == read[3]
 
 
 def test_weights_that_the_training_caches_stay_its_own() -> None:

@@ -3,17 +3,14 @@
 All of them, with several seeds: `python tests/audit/fault_benchmark/benchmark.py`.
 """
 
-import math
-
 import pytest
 import torch
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import at_the_end, losses_of
-from audit.fault_benchmark.judge import Another, diagnosed, judge
+from audit.fault_benchmark.judge import diagnosed, judge
 from audit.fault_benchmark.page import page
-from audit.fault_benchmark.reported import REPORTED
 from audit.fault_benchmark.reports import reported
-from audit.fault_benchmark.run import BATCHES, STEPS, error_of
+from audit.fault_benchmark.run import STEPS, error_of
 
 from adiv_monitor.diagnosis.diagnose import NOTHING
 
@@ -47,18 +44,6 @@ def test_there_are_enough_of_each() -> None:
     assert len({case.expected[0] for case in CASES.values()}) >= 17
 
 
-@pytest.mark.slow
-def test_equal_seeds_make_equal_runs() -> None:
-    bed = CASES["mlp-sgd: exposure ×/÷ e^1.5"]
-    one, same, other = (bed.build(seed) for seed in (0, 0, 1))
-    assert len(one.batches) == BATCHES
-    for batch, twin in zip(one.batches, same.batches, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(batch, twin, strict=True))
-    weights, equal = one.model.state_dict(), same.model.state_dict()
-    assert all(torch.equal(weights[name], equal[name]) for name in weights)
-    assert not torch.equal(one.batches[0][0], other.batches[0][0])
-
-
 @pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_costs_and_is_named_first(name: str) -> None:
@@ -67,12 +52,6 @@ def test_a_fault_costs_and_is_named_first(name: str) -> None:
     assert at_the_end(faulty, STEPS) > 1.5 * at_the_end(well, STEPS)
     name, strength = diagnosed(case, 0)["findings"][0]
     assert name in case.expected and strength == "act"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WELL)
-def test_a_healthy_run_raises_no_alarm(name: str) -> None:
-    assert "act" not in dict(map(reversed, diagnosed(HEALTHY[name], 0)["findings"]))
 
 
 @pytest.mark.slow(one_in=6)
@@ -133,17 +112,3 @@ def test_errors_are_those_of_answers_whatever_the_loss_is() -> None:
     assert error_of(torch.tensor([[-1.0], [-2.0], [3.0], [4.0]]), rare) == pytest.approx(1 / 6)
     filled = torch.tensor([[1, 0], [1, 0]])
     assert error_of(torch.eye(2)[torch.tensor([[1, 1], [0, 1]])], filled, padding=0) == 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mlp-momentum: one batch again and again", "two-circles-adamw: softmax over one unit"]
-)
-def test_bugs_of_the_loss_and_of_the_batches_are_judged_by_the_error(name: str) -> None:
-    case = REPORTED[name]
-    another = Another(case, 0)
-    assert case.judged_by == "error" and another.end() > 0.1
-    assert another.outcome("in words", another.without_fault())["pays"]
-    assert not another.outcome("nothing", another.without)["pays"]
-    diverged = [math.inf] * len(another.without)
-    assert not another.outcome("divergence", diverged)["pays"]

@@ -173,7 +173,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     },
 }
 MEASURES: dict[str, Callable[[], dict[str, Any]]] = {
-    "": lambda: {"attainable": True, "max_rows": 7},
+    "": lambda: {"attainable": True, "max_rows": 7, "watch": "norms"},
     "realised": lambda: {"realised": CRITERION, "attention": True},
     "alignment": lambda: {"alignment": Probe(data()[0])},
 }

@@ -96,9 +96,6 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "masked": of(lambda m, x: functional.linear(x, m.weight * m.mask), mask=MASK),
     "pruned": lambda: prune.random_unstructured(linear(), "weight", 0.5),
     "scaled": of(lambda m, x: functional.linear(x, 0.3 * m.weight, 2 + m.b), b=real(3)),
-    "broadcast": lambda: Functional(
-        lambda m, x: functional.linear(x, m.column + m.mask), column=real(3, 1), mask=MASK
-    ),
     "weight norm": lambda: parametrizations.weight_norm(linear()),
     "spectral norm": lambda: parametrizations.spectral_norm(linear()),
     "orthogonal": orthogonal,
@@ -106,14 +103,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "low rank over a frozen weight": frozen_base,
     "a convolution's": lambda: parametrizations.weight_norm(nn.Conv1d(1, 3, 2).double()),
     "normalised": of(lambda m, x: functional.linear(x, functional.normalize(m.weight))),
-    "twice": of(lambda m, x: functional.linear(x, torch.cat([m.weight, m.weight]))),
-    "divided": of(lambda m, x: functional.linear(x, -(m.weight / 3.0), 2 - m.b), b=real(3)),
-    "exponential": of(lambda m, x: functional.linear(x, m.weight.exp())),
     "a sum": of(lambda m, x: functional.linear(x, m.weight + 2 * m.other), other=real(3, 4)),
-    "low rank by hand": of(
-        lambda m, x: functional.linear(x, m.weight + m.up @ m.down), up=real(3, 2), down=real(2, 4)
-    ),
-    "written to": of(lambda m, x: functional.linear(x, m.weight, zeroed(m.b)), b=real(3)),
     "assembled": of(lambda m, x: functional.linear(x, m.weight, assembled(m.b)), b=real(3)),
     "changed without gradients": of(lambda m, x: functional.linear(x, halved(m.weight))),
     "complex": lambda: Functional(
@@ -135,12 +125,6 @@ def quietly(change: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.M
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return change(module)
-
-
-def zeroed(bias: Tensor) -> Tensor:
-    bias = bias.clone()
-    bias[1:2].zero_()
-    return bias
 
 
 def assembled(bias: Tensor) -> Tensor:

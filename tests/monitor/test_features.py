@@ -60,16 +60,6 @@ def test_what_cannot_be_measured_has_a_reason(module: nn.Module, reason: str) ->
     assert reason in report.unsupported["weight"]
 
 
-def test_many_calls_share_the_rows_evenly() -> None:
-    """A layer called 40 times is sampled over all its calls, with at most max_rows rows."""
-    module, x = nn.Linear(3, 3).double(), torch.randn(40, 8, 3, dtype=torch.float64)
-    for seed in range(5):
-        loss = lambda module: sum(map(module, x)).sum()  # noqa: E731
-        reading = trained(module, loss, max_rows=64, seed=seed)[0].layers[""]
-        assert reading.rows_total == 320
-        assert reading.rows_seen == 64
-
-
 def test_users_teach_their_own_layer() -> None:
     """A user's rule measures HuggingFace's Conv1D, which stores its weight transposed."""
 

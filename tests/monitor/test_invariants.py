@@ -22,22 +22,6 @@ def measured(
     return monitor.latest
 
 
-@pytest.mark.parametrize("max_rows", [None, 3])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("case", CASES)
-def test_plain_sgd_does_what_the_gradient_says(
-    case: str, micro_batches: int, max_rows: int | None
-) -> None:
-    """Under SGD, d/η = M G: the cosines agree, and the effective learning rate is η⟨e, G⟩/‖G‖²."""
-    model = CASES[case].model()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    report = measured(model, CASES[case].batches(micro_batches), sgd, max_rows=max_rows)
-    for reading in report.layers.values():
-        assert reading.update_cosine == pytest.approx(reading.gradient_cosine, **EXACT)
-        assert reading.parameter_cosine == pytest.approx(1, **EXACT)
-        assert reading.projection_cosine == pytest.approx(1, **EXACT)
-
-
 def test_a_long_bias_carries_its_share_in_every_step() -> None:
     """The products of a long bias with the gradient replace those of its difference."""
     model, x = nn.Linear(2, 9000).double(), torch.randn(3, 2, dtype=torch.float64)

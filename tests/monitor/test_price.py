@@ -7,21 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from operations import Operations
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from visible import visible
 
 from adiv_monitor import Monitor
-
-
-class _Operations(TorchDispatchMode):
-    """A mode that counts the operations on tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def counted(function: Callable[[], object]) -> tuple[int, int]:
@@ -32,14 +21,13 @@ def counted(function: Callable[[], object]) -> tuple[int, int]:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    operations = _Operations()
     before = sys.getprofile()
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(before)
-    with visible(), operations:
+    with Operations() as operations:
         function()
     return calls, operations.count
 

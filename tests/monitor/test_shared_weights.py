@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from processes import contributions_of_ranks, merged
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -140,36 +139,3 @@ def test_errors_of_sampled_rows_are_calibrated() -> None:
             beyond[path].append(difference > 3 * error + 1e-7)
     assert all(np.mean(found) <= 0.02 for found in beyond.values())
     assert all(math.sqrt(np.square(found).mean()) < 0.15 for found in off.values())
-
-
-# --- several ranks -------------------------------------------------------------------------------
-
-WORLD = 2
-
-
-def test_parts_of_two_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contributions of ranks with 3/4 and 1/4 of the tokens add up; gradients are halved."""
-    step = Step()
-    x, y = words(TOKENS)
-    cut = 3 * TOKENS // 4
-    shares = ((slice(cut), 0.75), (slice(cut, None), 0.25))
-    _, expected = step.measured(
-        SEEN, before_step=lambda m: [p.grad.mul_(0.5) for p in m.parameters()]
-    )
-    model = copy.deepcopy(step.model)
-    model.zero_grad()
-    loss_of(model, x, y).backward()
-    gradients = [0.5 * p.grad for p in model.parameters()]
-    parts = contributions_of_ranks(monkeypatch, WORLD)  # two ranks from here on
-    for rank, (mine, share) in enumerate(shares):
-        model, optimizer = copy.deepcopy((step.model, step.optimizer))
-        options = {"every_n_steps": 1, "max_rows": SEEN, "seed": rank, "on_error": "raise"}
-        with Monitor(model, optimizer, **options):
-            optimizer.zero_grad()
-            (WORLD * share * loss_of(model, x[mine], y[mine])).backward()
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad.copy_(gradient)
-            optimizer.step()
-    for path, reading in merged(parts, SEEN).layers.items():
-        off = abs(reading.descent - expected[path])
-        assert off <= 4 * reading.standard_error.get("descent", 0.0) + 1e-9

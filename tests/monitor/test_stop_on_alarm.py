@@ -160,18 +160,3 @@ def test_the_last_reports_alarms_warn_where_the_monitor_is_closed() -> None:
     assert [len(made.alarms) for made in sink.reports] == [1]
     assert monitor.latest == sink.reports[0]
     assert no_hooks(model, optimizer)
-
-
-def test_until_it_stops_the_run_is_bit_identical() -> None:
-    """The fifth optimizer step completes the report of the fourth, whose alarm stops the run."""
-    model, optimizer = model_and_optimizer()
-    rule = lambda path, reading: monitor.step == 4  # noqa: E731
-    monitor = Monitor(model, optimizer, every_n_steps=1, alarms=[rule], on_alarm="stop")
-    with pytest.raises(AlarmError) as caught, monitor:
-        for _ in range(5):
-            take(model, optimizer)
-    assert caught.value.report.step == 3 and no_hooks(model, optimizer)
-    plain, its_own = model_and_optimizer()
-    for _ in range(4):
-        take(plain, its_own)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))

@@ -10,7 +10,7 @@ import training
 from cifar import Data, synthetic
 from ensemble import Network
 from methods import METHODS
-from training import Course, Setting, runs, train
+from training import Setting, runs, train
 
 NETWORKS = tuple(starmap(Network, product(METHODS, ["tanh", "leaky"], [0, 1], [1e-3])))
 SETTING = Setting(16, 4, 2, "unit", NETWORKS)
@@ -72,26 +72,3 @@ def test_other_networks_or_images_do_not_go_on(data: Data, tmp_path: Path) -> No
         train(SETTING._replace(networks=NETWORKS[:2]), data, tmp_path, 2)
     with pytest.raises(ValueError, match="other images"):
         train(SETTING, data._replace(train=255 - data.train), tmp_path, 2)
-
-
-def test_networks_do_not_depend_on_those_beside_them(data: Data) -> None:
-    """In two pieces or in one: the same weights, orders and accuracies."""
-
-    def course(*seeds: int) -> Course:
-        networks = tuple(network for network in NETWORKS if network.seed in seeds)
-        return Course(SETTING._replace(networks=networks), data, dtype=torch.float64)
-
-    whole, pieces = course(0, 1), [course(0), course(1)]
-    for epoch in (1, 2):
-        found = whole.epoch(epoch)
-        in_pieces = [piece.epoch(epoch) for piece in pieces]
-        for each, theirs in zip(pieces, in_pieces, strict=True):
-            for i, network in enumerate(each.ensemble.networks):
-                place = whole.ensemble.networks.index(network)
-                torch.testing.assert_close(
-                    each.ensemble.parameters(i),
-                    whole.ensemble.parameters(place),
-                    rtol=1e-12,
-                    atol=1e-12,
-                )
-                assert all(theirs[name][i] == found[name][place] for name in found)

@@ -1,8 +1,6 @@
 """Modules and parameters that change, copies, several monitors, several threads."""
 
 import copy
-import io
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,24 +25,6 @@ def append_module(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.add_param_group({"params": list(added.parameters())})
 
 
-def copied(model: nn.Module, optimizer: Optimizer) -> None:
-    twin = copy.deepcopy(model)
-    own = torch.optim.SGD(twin.parameters(), lr=0.1)
-    x = torch.ones(2, 4, dtype=torch.float64)
-    twin(x).sum().backward()
-    own.step()
-
-
-def pickled(model: nn.Module, optimizer: Optimizer) -> None:
-    pickle.loads(pickle.dumps((model, optimizer)))
-    torch.save(model, io.BytesIO())
-
-
-def autocast(model: nn.Module, optimizer: Optimizer) -> None:
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(torch.ones(2, 4, dtype=torch.float64))
-
-
 def weight_of(model: nn.Module) -> Tensor:
     return model[3].weight.detach().clone()
 
@@ -59,7 +39,7 @@ CHANGES: dict[str, Change] = {
     "hooks": lambda model, _: [
         hooks.clear() for hooks in (model[0]._forward_hooks, model[0]._forward_pre_hooks)
     ],
-    **{change.__name__: change for change in (append_module, copied, pickled, autocast)},
+    "appended": append_module,
 }
 
 
