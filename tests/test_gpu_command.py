@@ -76,30 +76,6 @@ def test_the_monitor_part(compiled: bool) -> None:
         assert {row["layers"] for row in found if "layers" in row} == {12}
 
 
-def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
-    script, lines = tmp_path / "part.py", tmp_path / "gpu.jsonl"
-    script.write_text(
-        "import os, signal, sys\n"
-        f"sys.path.insert(0, {str(Path(gpu.__file__).parent)!r})\n"
-        "from gpu import Path, append\n"
-        "run, lines = sys.argv[2], Path(sys.argv[4])\n"
-        "append(lines, part='rows', run=run, kernel='copy', share='1.00')\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert not gpu.run_part("rows", [str(script)], 600, lines)
-    assert gpu.run_part("layers", ["-c", ""], 600, lines)
-    row, end, other = rows(tmp_path)["rows"] + rows(tmp_path)["layers"]
-    assert row["share"] == "1.00" and row["run"] == end["run"]
-    assert end["end"].startswith("failed: exit status -9") and other["end"].startswith("finished")
-
-
-def test_a_part_whose_time_is_up_is_cut(tmp_path: Path) -> None:
-    long = ["-c", "import time; time.sleep(60)"]
-    assert not gpu.run_part("rows", long, 0.01, tmp_path / "gpu.jsonl")
-    (end,) = rows(tmp_path)["rows"]
-    assert end["end"].startswith("failed: cut, the rest is not measured")
-
-
 def test_the_table_of_what_is_possible_is_that_of_the_code() -> None:
     assert (gpu.RESULTS / "expected-gpu.md").read_text() == expected.table()
     least = [expected.ratio(*shape, "own products") for shape in expected.GOALS]

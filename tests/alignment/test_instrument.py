@@ -195,14 +195,6 @@ def test_tied_weights_are_a_layer_each_time() -> None:
     assert of_layers["embed"] is of_layers["head"] is after.embed.weight
 
 
-def test_the_weight_is_what_a_parametrization_makes() -> None:
-    model = mlp()
-    weight_norm(model[2])
-    x = torch.randn(8, 20, dtype=torch.float64)
-    before, after, readings = read(model, x)
-    check(readings["2"], expected(*weights_and_inputs(before, after, 2, x)))
-
-
 def test_rows_are_chosen_once() -> None:
     x = torch.randn(500, 20, dtype=torch.float64)
     before, after, readings = read(mlp(), x, max_rows=100)

@@ -85,18 +85,6 @@ def test_all_standard_equals_the_twin(options, batched):
             assert_same(layer(*arguments, **mask, **weights), twin(*arguments, **mask, **weights))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_gradients_equal_the_twins(options):
-    twin, layer = pair(**options)
-    arguments = [tensor.requires_grad_() for tensor in inputs(twin)]
-    gradients = []
-    for module in (twin, layer):
-        output = module(*arguments, need_weights=False)[0]
-        gradients.append(torch.autograd.grad(output.square().sum(), arguments))
-    for actual, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(actual, expected, **TIGHT)
-
-
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_causal(need_weights, padded):

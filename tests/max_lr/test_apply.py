@@ -311,7 +311,8 @@ def test_measured_alignments_change_exponents_and_nothing_at_the_base(optimizer:
     assert [g["eps"] for g in groups[:3]] == pytest.approx([1e-8 * 4**-g for g in solved.gradients])
 
 
-def test_multipliers_of_another_parametrization_are_refused() -> None:
+def test_multipliers_of_another_parametrization_or_none_are_refused() -> None:
+    """As when parametrize_model was forgotten; a `Parametrization` may be the model's own code."""
     model, probe = mlp(32), Probe(torch.randn(4, 8))
     layers = parametrize_model(model, probe, "mup")
     message = (
@@ -329,18 +330,11 @@ def test_multipliers_of_another_parametrization_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         layers = Alignment(other, Probe(probe.batch, roles=roles)).layers
         optimizer_groups(other, layers, "mfp", "adam", lr=0.1)
-
-
-def test_multipliers_that_are_missing_are_refused() -> None:
-    """As when parametrize_model was forgotten; a `Parametrization` may be the model's own code."""
-    model, probe = mlp(32), Probe(torch.randn(4, 8))
-    layers = Alignment(model, probe).layers
-    message = r"the weight of '0' is multiplied by n\^0, with parametrization='mup'"
-    with pytest.raises(ValueError, match=message):
-        optimizer_groups(model, layers, "mup", "adam", lr=0.1)
-    with pytest.raises(ValueError, match=message):
-        MaxLRScheduler(optim.Adam(model.parameters()), model, probe, parametrization="mup")
-    groups = optimizer_groups(model, layers, PARAMETRIZATIONS["mup"], "adam", lr=0.1)
+    plain = mlp(32)
+    layers = Alignment(plain, probe).layers
+    with pytest.raises(ValueError, match=r"'0' is multiplied by n\^0, with parametrization='mup'"):
+        optimizer_groups(plain, layers, "mup", "adam", lr=0.1)
+    groups = optimizer_groups(plain, layers, PARAMETRIZATIONS["mup"], "adam", lr=0.1)
     assert groups[1]["lr"] == pytest.approx(0.1 / 32)
 
 
