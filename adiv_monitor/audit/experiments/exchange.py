@@ -306,8 +306,8 @@ class Part(NamedTuple):
     entries: range
 
     def of(self, x: Tensor) -> Tensor:
-        """Return a view of this part of an input."""
-        return x.narrow(self.axis, self.entries.start, len(self.entries))
+        """Return a view of this part of an input, which may have fewer samples."""
+        return x.narrow(self.axis, self.entries.start, min(len(self.entries), x.shape[self.axis]))
 
     def exchanged(self, x: Tensor) -> Tensor:
         """Return the input with this part of the next sample."""
@@ -320,11 +320,12 @@ class Part(NamedTuple):
 def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the parts whose exchange between samples changes no output, before and after training.
 
-    Parts that are equal in nearly all samples, such as padding, are left out, and so is an input
-    that is ignored as a whole, unless another is not.
+    Most parts change an output of two samples already. Parts that are equal in nearly all samples,
+    such as padding, are left out, and so is an input that is ignored as a whole, unless another is
+    not.
     """
     batch, fork = first(setup.batches[0], SAMPLES), still(setup.fork_like(trained))
-    after = ChangedInputs(fork, batch)
+    of_two, after = ChangedInputs(fork, first(batch, 2)), ChangedInputs(fork, batch)
     before = cache(lambda: ChangedInputs(still(setup.fork()), batch))
 
     def is_silent(i: int, part: Part) -> bool:
@@ -333,7 +334,7 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
         def is_same(run: ChangedInputs) -> bool:
             return bool(run.own) and all(map(torch.equal, run.own, run.outputs(part.exchanged, i)))
 
-        return is_same(after) and is_same(before())
+        return is_same(of_two) and is_same(after) and is_same(before())
 
     def fact(place: str, x: Tensor, share: float, **words: str) -> Fact:
         return Fact(place, {"share": share}, {"shape": str(tuple(x.shape)), **words})
