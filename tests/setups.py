@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import CASES, loss_of
@@ -92,6 +93,21 @@ def plain_step(**options: object) -> StepReport:
 
 def cosine(a: Tensor, b: Tensor) -> float:
     return ((a * b).sum() / a.norm() / b.norm()).item()
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return equality to the last bit, with equal types and orders at every level; NaN is NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if is_dataclass(a):
+        return all(equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b) or (a != a and b != b)
 
 
 def leaves(record: object, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import report_schema
 import torch
 from audited import mlp, seen
 from example_reports import report as example_report
+from setups import equal
 from torch import nn
 
 from adiv_monitor import Monitor, StepReport
@@ -48,21 +49,6 @@ def step_reports() -> list[StepReport]:
     return [*monitor.reports, made, hard]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether all fields are equal, of the same types, NaN equal to NaN."""
-    if isinstance(a, float) and math.isnan(a):
-        return isinstance(b, float) and math.isnan(b)
-    if type(a) is not type(b):
-        return False
-    if hasattr(a, "__dataclass_fields__"):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 @cache
 def audited() -> AuditReport:
     """A real one, with whatever its classes can hold put in."""
@@ -92,17 +78,17 @@ def audited() -> AuditReport:
 @pytest.mark.parametrize("number", range(4))
 def test_a_step_report_comes_back_exactly(number: int) -> None:
     report = step_reports()[number]
-    assert same(StepReport.from_dict(report.to_dict(quantiles=True)), report)
+    assert equal(StepReport.from_dict(report.to_dict(quantiles=True)), report)
     without = StepReport.from_dict(report.to_dict())
-    assert same(without.to_dict(), report.to_dict())
+    assert equal(without.to_dict(), report.to_dict())
     assert not any(reading.scale_quantiles for reading in without.layers.values())
 
 
 def test_an_audit_comes_back_exactly() -> None:
     report = audited()
-    assert same(AuditReport.from_dict(report.to_dict()), report)
+    assert equal(AuditReport.from_dict(report.to_dict()), report)
     text = report.to_json()
-    assert same(AuditReport.from_json(text), report)
+    assert equal(AuditReport.from_json(text), report)
     assert AuditReport.from_json(text).to_json() == text
 
 
@@ -137,7 +123,7 @@ def test_what_was_written_as_schema_2_can_be_read() -> None:
     }
     new = report.to_dict()
     assert new["schema"] == 3 and "what_if" not in new
-    assert same(AuditReport.from_dict(new), report)
+    assert equal(AuditReport.from_dict(new), report)
 
 
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +137,7 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "report.json",
         "report.md",
     ]
-    assert same(AuditReport.from_json((folder / "report.json").read_text()), report)
+    assert equal(AuditReport.from_json((folder / "report.json").read_text()), report)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     opened = Path.open
 

@@ -214,7 +214,7 @@ def audited(case: Case, steps: int = 24, rate: float = 3e-3) -> AuditReport:
     return audit(model, batches, loss=loss, optimizer=adam, steps=steps, try_fixes=False)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("name", CASES)
 def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
     make, faults = CASES[name]

@@ -44,7 +44,7 @@ def test_there_are_enough_of_each() -> None:
     assert len({case.expected[0] for case in CASES.values()}) >= 17
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_costs_and_is_named_first(name: str) -> None:
     case = CASES[name]

@@ -1,7 +1,7 @@
 """Messages between ranks contain only data; the store keeps few of them, and in the end none."""
 
 import pickle
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import loss_of, make
+from setups import equal
 
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
@@ -43,27 +44,12 @@ def known() -> tuple[RankContribution, StepReport]:
     return replace(parts[0], sums=prepared(parts[0].sums, 16, 2, chance)), monitor.latest
 
 
-def same(a: Any, b: Any) -> bool:
-    """Return equality to the last bit, with equal types at every level."""
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if is_dataclass(a):
-        return type(a) is type(b) and all(
-            same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)
-        )
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and all(map(same, a, b)) and len(a) == len(b)
-    return bool(a == b) or (a != a and b != b)
-
-
 def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport]) -> None:
     part, report = known
     assert len(part.sums.rows) and part.attention
-    assert same(part, decode(encode(part)))
+    assert equal(part, decode(encode(part)))
     come, covered = decode_report(encode_report(report, [0, 3]))
-    assert same(report, come) and covered == [0, 3]
+    assert equal(report, come) and covered == [0, 3]
 
 
 def test_what_is_no_message_is_not_executed_and_not_read(
