@@ -426,7 +426,7 @@ def test_the_scale_of_a_weight_in_common_is_known() -> None:
 ATTENDING = ("gpt2", "t5", "whisper", "hf_vit", "transformer")
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("name", ATTENDING)
 def test_the_run_is_the_unmonitored_one(name: str) -> None:
     ours = run(ZOO[name], monitored=True, attention=True)

@@ -142,7 +142,7 @@ class Reference:
         return torch.stack(found).view(Y.shape)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("name", MODELS)
 def test_readings_of_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference(name, monkeypatch)
