@@ -1229,6 +1229,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"# {name}", *lines, "", sep="\n", flush=True)
         if chosen.write is not None:
             page = Path(chosen.write) / f"{name}.md"
+            if "<!-- run -->" not in page.read_text():
+                raise SystemExit(f"{page}: write <!-- run --> and <!-- /run --> where it goes")
             text = between(page.read_text(), "run", lines)
             page.write_text(between(text, "limits", limits(name)))
 
