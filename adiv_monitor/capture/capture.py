@@ -113,7 +113,6 @@ class Capture:
             self.without_gradient = {id(p) for p in parameters if p.grad is None}
             self.frozen = {id(p) for p in parameters if not p.requires_grad}
         call_all(
-            self.watching.detach,
             self.passes.detach,
             self._watch.remove,
             self._catch.detach,
@@ -136,10 +135,10 @@ class Capture:
         for rows in sorted(self.rows.values(), key=attrgetter("layer.place")):
             layer = rows.layer
             rows.is_shared = False  # of an earlier attempt
-            if len(rows.tasks) > 1:
+            if len(rows.passes) > 1:
                 rows.settle()
             has_none = not [p for p in layer.parameters if p.grad is not None]
-            is_reached = bool(rows.calls)
+            is_reached = bool(rows.passes)
             if is_reached and has_none:
                 self.removed += layer.parameters
             if is_reached and not (has_none and is_alone):

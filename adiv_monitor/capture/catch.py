@@ -11,7 +11,6 @@ called several times and checkpointing therefore all work:
 - parameters without a rule: measured through the output of the module that holds them.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,9 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.check import Equations, of_gradient
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import has_data, on_gradient, trains
-from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows, Pass, versions
+from adiv_monitor.capture.hook import has_data, on_gradient
+from adiv_monitor.capture.layer_rows import Arrived, Call, LayerRows, versions
 from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.passes import Pass
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import gradient as gradient_of
 from adiv_monitor.capture.weights.shards import is_shard
@@ -38,21 +38,6 @@ from adiv_monitor.features.uses import Use, as_it_is
 from adiv_monitor.maths.ceiling import KNOWN
 
 Layout = Callable[[Tensor], Tensor]
-
-
-class _Running(threading.local):
-    """The backward pass that runs in a thread.
-
-    Attributes:
-        task: the number of its graph task.
-        trains: whether it belongs to a training step.
-        gradients: whether its gradients get a graph of their own.
-        steps: the number of optimizer steps that have begun.
-    """
-
-    task = -1
-    trains = gradients = False
-    steps = 0
 
 
 class Catch:
@@ -68,7 +53,6 @@ class Catch:
         self._context = layers.context
         self._guard, self._passes = layers.context.guard, layers.context.passes
         self._provenance = layers.provenance
-        self._running = _Running()
         self._nodes: dict[int, Any] = {}  # that accumulate gradients, by id of the parameter
         self._hooks: list[RemovableHandle] = []  # on nodes of the graph, and on parameters
         self._active = True  # hooks in graphs that are already built outlive their removal
@@ -139,66 +123,57 @@ class Catch:
         """
         if not self._active or args[-1] is None:
             return
-        running, task = self._running, torch._C._current_graph_task_id()
-        if task < 0 or task != running.task:
-            self._begins(task)
+        running = self._passes.running()
         if not running.trains:
             return
-        if running.gradients:
+        if running.has_graph:
             torch._C._set_grad_enabled(False)
         try:
-            self._guard(self._run, paths, function, *args)
+            self._guard(self._run, paths, function, running, *args)
         finally:
-            torch._C._set_grad_enabled(running.gradients)
+            torch._C._set_grad_enabled(running.has_graph)
 
-    def _begins(self, task: int) -> None:
-        """Read what holds for a whole backward pass."""
-        running = self._running
-        running.task, running.gradients = task, torch.is_grad_enabled()
-        running.trains, running.steps = trains(None), self._passes.steps()
-
-    def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
+    def _run(
+        self, paths: Sequence[str], function: Callable[..., None], running: Pass, *args: Any
+    ) -> None:
         """Call a function for layers. If it fails, they are not watched any more."""
         watched = self._rows.keys() & paths
         if not watched or not has_data(args[-1]):
             return
         try:
             with without_autocast(self._rows[min(watched)].layer.parameters[0]):
-                function(*args)
+                function(running, *args)
         except Exception as error:
             for path in watched:
                 self._layers.failed(path, error)
 
-    def _arrives(self, call: Call, layout: Layout, gradient: Tensor) -> None:
+    def _arrives(self, running: Pass, call: Call, layout: Layout, gradient: Tensor) -> None:
         """Take the gradient of a call's output."""
-        gradient, rows, task = layout(gradient), self._rows[call.layer.path], self._running.task
-        if task not in rows.tasks:
-            self._begins_at(rows, call, task)
-        sums = None if call.products is None else call.products.contracted(gradient)
+        gradient, rows, sums = layout(gradient), self._rows[call.layer.path], None
+        if running not in rows.passes:
+            self._begins(rows, call, running)
+        if call.products is not None:
+            sums, rows.v = call.products.contracted(gradient), call.products.v
         call.precision = max(call.precision, torch.finfo(gradient.dtype).eps)
         every = None if call.every_row is None else Rows(call.rows.shape).take(gradient)
         found = Arrived(call.rows.copied(gradient), norms(gradient).flatten(), sums, every)
-        rows.arrive(call, task, found)
+        rows.passes[running][call] = found
 
-    def _begins_at(self, rows: LayerRows, call: Call, task: int) -> None:
+    def _begins(self, rows: LayerRows, call: Call, running: Pass) -> None:
         """Begin a backward pass at a layer: what earlier passes left may have been zeroed."""
-        lead, passes = rows.layer.parameters[0], self._passes
+        lead = rows.layer.parameters[0]
         sharded = self._provenance.sharded if is_shard(lead) else None
         counts = self._accumulates(lead if sharded is None else sharded.stand_in(lead))
-        before = [*rows.tasks]
-        counted = [task for task in before if rows.tasks[task].counts] if before else before
-        rows.versions = versions(rows.layer)
-        rows.tasks[task] = Pass(counts, (rows.versions[0], self._running.steps))
         # A gradient may not have reached its shard yet.
-        is_zeroed = lead.grad is None and not (sharded and sharded.has_gradient(lead))
-        if is_zeroed and before:
-            rows.zeroed(counted, passes)
-            rows.forget(before)
+        if lead.grad is None and not (sharded and sharded.has_gradient(lead)):
+            rows.zeroed(running, self._passes)
             rows.earlier = None
-        elif not is_zeroed and counts and not counted:
+        elif counts and not rows.counted:
             rows.earlier = _earlier(call)
-        if counts and task not in passes.accumulated[-1:]:
-            passes.accumulated.append(task)
+        rows.versions, rows.passes[running] = versions(rows.layer), {}
+        if counts:
+            rows.counted.append(running)
+            running.accumulates = True
 
     def _accumulates(self, parameter: nn.Parameter) -> bool:
         """Return whether the running backward pass accumulates the gradient of a parameter.
@@ -219,7 +194,11 @@ class Catch:
             return False
 
     def _unrolled(
-        self, made: RecurrentCall, calls: dict[str, Call], gradients: Sequence[Tensor | None]
+        self,
+        running: Pass,
+        made: RecurrentCall,
+        calls: dict[str, Call],
+        gradients: Sequence[Tensor | None],
     ) -> None:
         """Take the rows of a recurrent call, once the gradients of its outputs are there."""
         given = {i: g.detach() for i, g in enumerate(gradients) if g is not None}
@@ -227,10 +206,10 @@ class Catch:
             call = calls.get(linear.use.part)
             if call is None or call.layer.path not in self._rows:
                 continue
-            if not call.arrived:
+            if call not in self._rows[call.layer.path].calls:
                 of_rows = affine(linear.inputs, linear.use.weight, linear.use.bias)
                 self._look(call, of_rows, linear.z)
-            self._arrives(call, as_it_is, linear.gradient)
+            self._arrives(running, call, as_it_is, linear.gradient)
 
 
 def _earlier(call: Call) -> Equations | None:

@@ -7,30 +7,24 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.rerun.randomness import Randomness
 
 Function = Callable[..., Any]
 
 
 @dataclass(eq=False)
-class FunctionToCall:
+class Called:
     """A call of a torch function.
 
     Attributes:
         function: the function.
         args: its arguments.
         kwargs: its keyword arguments.
-        run: what is called in its place.
-        result: its result, once it was called.
-        is_seen: whether the call can be part of a measured use.
-        has_data: whether an argument depends on data.
-        trained: the weights among the arguments.
-        sources: how these are computed from parameters.
+        result: its result.
         layers: the layers of its uses, in order.
         versions: the versions of arguments and result when it returned.
     """
@@ -38,12 +32,7 @@ class FunctionToCall:
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    run: Function
-    result: Any = None
-    is_seen: bool = False
-    has_data: bool = False
-    trained: list[Tensor] = field(default_factory=list)
-    sources: Sequence[Source] = ()
+    result: Any
     layers: Sequence[Layer] = ()
     versions: Sequence[int] = ()
 
@@ -51,6 +40,10 @@ class FunctionToCall:
     def name(self) -> str:
         """The name of the function."""
         return getattr(self.function, "__name__", "")
+
+
+# These functions are written in Python; the functions that they call use the parameters.
+OPENED = ("multi_head_attention_forward",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +60,7 @@ class Forward:
     module: nn.Module
     random: Randomness
     is_open: bool
-    called: list[FunctionToCall] = field(default_factory=list)
+    called: list[Called] = field(default_factory=list)
 
 
 class Forwards(threading.local):
@@ -111,12 +104,5 @@ class Forwards(threading.local):
 def without_overrides(function: Any) -> Function:
     """Return a copy of a Python function of torch that no function mode intercepts as a whole."""
     names = [name for name in function.__globals__ if name.startswith("has_torch_function")]
-    twin = FunctionType(
-        function.__code__,
-        {**function.__globals__, **dict.fromkeys(names, lambda *_: False)},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
+    plain = {**function.__globals__, **dict.fromkeys(names, lambda *_: False)}
+    return FunctionType(function.__code__, plain, function.__name__, function.__defaults__)

@@ -1,6 +1,6 @@
 """The rows of one layer in one step, gathered call by call, with their gradients pass by pass."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.check import Equations, Products, added
-from adiv_monitor.capture.passes import Passes, Zeroed
+from adiv_monitor.capture.passes import Pass, Passes, Zeroed
 from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
@@ -36,18 +36,6 @@ class Arrived(NamedTuple):
     every: Tensor | None
 
 
-class Pass(NamedTuple):
-    """A backward pass as it reached a layer.
-
-    Attributes:
-        counts: whether it accumulates the gradient of the layer's parameters.
-        state: the version of the first parameter, and the number of optimizers' steps.
-    """
-
-    counts: bool
-    state: tuple[int, int]
-
-
 @dataclass(eq=False)
 class Call:
     """The record of one call of a layer: the chosen rows and sums over all rows.
@@ -61,7 +49,6 @@ class Call:
         whole: the statistics of all rows from the forward pass.
         products: for the check of the gradient; None: it is not checked.
         every_row: φ of all rows, for `attainable_cosine`; None: not asked for.
-        arrived: what backward passes brought, by their graph tasks.
         gradient: ∂L/∂z of the chosen rows; `add_up` sets it.
         every_gradient: the same of all rows.
         norms: see `Arrived`; `add_up` sets it. None once two backward passes have gone through one
@@ -76,16 +63,15 @@ class Call:
     whole: Whole | None = None
     products: Products | None = None
     every_row: Features | None = None
-    arrived: dict[int, Arrived] = field(default_factory=dict)
     gradient: Tensor | None = None
     every_gradient: Tensor | None = None
     norms: Tensor | None = None
 
-    def add_up(self) -> None:
-        """Add up the gradients of all passes."""
+    def add_up(self, arrived: Sequence[Arrived]) -> None:
+        """Add up the gradients of all passes, given what each of them brought."""
         self.products = None
-        first, *others = self.arrived.values()
-        several = (to_compute_dtype(of.gradient) for of in self.arrived.values())
+        first, *others = arrived
+        several = (to_compute_dtype(of.gradient) for of in arrived)
         self.gradient = reduce(torch.add, several) if others else first.gradient
         if first.every is not None:
             several = (of.every for of in others if of.every is not None)
@@ -138,8 +124,9 @@ class LayerRows:
         chooser: chooses rows.
 
     Attributes:
-        calls: the calls with a gradient.
-        tasks: the backward passes that brought one, by graph task, the running one included.
+        passes: the backward passes that brought gradients, the running one included, and what each
+            brought to every call.
+        counted: those that accumulate the gradient of the layer's parameters.
         dropped: whether rows were dropped because their gradient was zeroed before a step.
         linear: how well the rule reproduced the output; None: not checked.
         earlier: γv of the gradient that was there before the first pass; None: there was none.
@@ -150,8 +137,8 @@ class LayerRows:
 
     def __init__(self, layer: Layer, chooser: Chooser) -> None:
         self.layer = layer
-        self.calls: dict[Call, None] = {}
-        self.tasks: dict[int, Pass] = {}
+        self.passes: dict[Pass, dict[Call, Arrived]] = {}
+        self.counted: list[Pass] = []
         self.dropped = False
         self.linear: Tensor | None = None
         self.earlier: Equations | None = None
@@ -160,6 +147,11 @@ class LayerRows:
         self.is_shared = False
         self._chooser = chooser
         self._called = 0
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls with a gradient."""
+        return list(dict.fromkeys(call for of in self.passes.values() for call in of))
 
     def new_call(self, shape: tuple[int, ...], device: torch.device) -> Call:
         """Create a call.
@@ -173,52 +165,35 @@ class LayerRows:
 
     def release(self) -> None:
         """Release all calls."""
-        self.calls, self.tasks = {}, {}
+        self.passes, self.counted = {}, []
 
-    def arrive(self, call: Call, task: int, found: Arrived) -> None:
-        """Take what a backward pass brought to a call."""
-        self.calls[call] = None
-        call.arrived[task] = found
-        if call.products is not None:
-            self.v = call.products.v
-
-    def forget(self, tasks: Iterable[int]) -> None:
-        """Forget what some passes brought. Calls may get another gradient later."""
-        for task in tasks:
-            self.tasks.pop(task, None)
-            for call in self.calls:
-                call.arrived.pop(task, None)
-        self.calls = {call: None for call in self.calls if call.arrived}
-
-    def zeroed(self, tasks: Sequence[int], passes: Passes) -> None:
-        """Drop the rows of passes whose gradient was zeroed, and tell `passes`."""
-        if not tasks:
-            return
-        self.dropped = True
-        found = [a.gradient for call in self.calls for t, a in call.arrived.items() if t in tasks]
-        norm = torch.stack([torch.linalg.vector_norm(gradient) for gradient in found]).sum()
-        last = max(tasks)
-        after = min((task for task in self.tasks if task > last), default=last)
-        is_other = self.tasks[after].state != self.tasks[last].state
-        passes.zeroed.append(Zeroed(tasks, norm, is_other))
-        self.forget(tasks)
+    def zeroed(self, now: Pass, passes: Passes) -> None:
+        """Forget all passes, because the gradient was zeroed before the running one."""
+        if self.counted:
+            found = [x.gradient for of in self.counted for x in self.passes[of].values()]
+            norm = torch.stack([*map(torch.linalg.vector_norm, found)]).sum()
+            last = self.counted[-1]
+            is_other = now.steps != last.steps or self.versions != versions(self.layer)
+            passes.zeroed.append(Zeroed([of.task for of in self.counted], norm, is_other))
+            self.dropped = True
+        self.release()
 
     def settle(self) -> None:
         """Forget passes that do not count; if none does, the user assigned the gradients of all."""
-        if any(each.counts for each in self.tasks.values()):
-            self.forget([task for task, each in self.tasks.items() if not each.counts])
+        if self.counted:
+            self.passes = {of: self.passes[of] for of in self.counted}
 
     def sums(self) -> Equations | None:
         """Return h, over all passes and calls; None if it is not known for one."""
-        several = [of.sums for call in self.calls for of in call.arrived.values()]
+        several = [arrived.sums for of in self.passes.values() for arrived in of.values()]
         known = [sums for sums in several if sums is not None]
         return added(known) if len(known) == len(several) > 0 else None
 
     def finish(self) -> list[Call]:
         """Return the calls that are part of the final gradient, reduced to the sampled rows."""
-        reached = [*self.calls]
+        reached = self.calls
         for call in reached:
-            call.add_up()
+            call.add_up([of[call] for of in self.passes.values() if call in of])
         if reached[1:]:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -12,8 +13,29 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.batch import are_probabilities
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import has_data, on_gradient
+from adiv_monitor.capture.hook import has_data, on_gradient, trains
 from adiv_monitor.rerun.nested import tensors_in
+
+
+@dataclass(eq=False)
+class Pass:
+    """A backward pass.
+
+    Attributes:
+        task: the number of its graph task: later passes have greater ones.
+        trains: whether it belongs to a training step.
+        has_graph: whether its gradients get a graph of their own.
+        steps: the number of optimizer steps that had begun.
+        entered: the gradients with which it entered losses, by number of the loss.
+        accumulates: whether it accumulated gradients of watched parameters.
+    """
+
+    task: int
+    trains: bool
+    has_graph: bool
+    steps: int
+    entered: dict[int, Tensor] = field(default_factory=dict)
+    accumulates: bool = False
 
 
 class Zeroed(NamedTuple):
@@ -31,7 +53,7 @@ class Zeroed(NamedTuple):
 
 
 class Passes:
-    """The backward passes of a step that accumulate gradients of watched parameters.
+    """The backward passes of a step.
 
     Args:
         guard: runs the bodies of hooks; None: one that raises.
@@ -39,7 +61,6 @@ class Passes:
 
     Attributes:
         meant: whether zeroed passes are meant: inputs are differentiated, as for adversarial ones.
-        accumulated: the graph tasks that accumulated gradients.
         zeroed: the passes whose gradients were zeroed, layer by layer.
         probable: whether what the first loss was given `are_probabilities`.
         shapes: the shapes of the tensors that it was given.
@@ -47,15 +68,20 @@ class Passes:
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:
         self.meant = False
-        self.steps = steps
-        self.accumulated: list[int] = []
+        self.zeroed: list[Zeroed] = []
         self.probable: tuple[Tensor, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
-        self._guard = guard or Guard()
+        self._guard, self._steps = guard or Guard(), steps
         self._hooks: list[RemovableHandle] = []
-        self._entered: dict[int, dict[int, Tensor]] = {}  # by graph task, by number of the loss
-        self.zeroed: list[Zeroed] = []
+        self._found: dict[int, Pass] = {}  # by graph task
         self._active = True
+
+    def running(self) -> Pass:
+        """Return the backward pass that runs in this thread."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or task not in self._found:
+            self._found[task] = Pass(task, trains(None), torch.is_grad_enabled(), self._steps())
+        return self._found[task]
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built become inactive."""
@@ -80,24 +106,25 @@ class Passes:
     def _enters(self, number: int, gradient: Tensor | None) -> None:
         """Copy the gradient at a loss, which the user may have given and may overwrite."""
         if self._active and gradient is not None and has_data(gradient):
-            of_task = self._entered.setdefault(torch._C._current_graph_task_id(), {})
-            of_task[number] = gradient.detach().clone().reshape(())
+            self.running().entered[number] = gradient.detach().clone().reshape(())
 
-    def _counted(self) -> list[int]:
+    def _counted(self) -> list[Pass]:
         """Return the passes that entered a loss and accumulated gradients, also one within them."""
-        tasks = sorted(self._entered)
-        places = {bisect_right(tasks, task) for task in self.accumulated}
-        return [tasks[place - 1] for place in sorted(places) if place]
+        entered = [of for _, of in sorted(self._found.items()) if of.entered]
+        tasks = [of.task for of in entered]
+        places = {bisect_right(tasks, of.task) for of in self._found.values() if of.accumulates}
+        return [entered[place - 1] for place in sorted(places) if place]
 
     @property
     def losses(self) -> list[Tensor]:
         """For each pass, the gradient at the loss; the sum over the losses that it has."""
-        return [reduce(torch.add, self._entered[task].values()) for task in self._counted()]
+        return [reduce(torch.add, of.entered.values()) for of in self._counted()]
 
     @property
     def unused(self) -> int:
         """The number of losses with a graph that no backward pass has entered."""
-        return len({*range(len(self._hooks))}.difference(*self._entered.values()))
+        entered = (of.entered for of in self._found.values())
+        return len({*range(len(self._hooks))}.difference(*entered))
 
     @property
     def norms(self) -> list[Tensor]:
@@ -120,6 +147,6 @@ class Passes:
             if found.is_other or not math.isfinite(norm)
         ]
         last = max(others, default=-1)
-        first = sum(task <= last for task in self._counted())
+        first = sum(of.task <= last for of in self._counted())
         zeroed = {task for found in self.zeroed for task in found.tasks if task > last}
         return losses[first:], 0 if self.meant else len(zeroed)

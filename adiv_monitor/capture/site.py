@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.forwards import FunctionToCall
+from adiv_monitor.capture.forwards import Called
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.uses import FunctionRule, as_it_is, name_of, rule_of
 
@@ -30,7 +30,7 @@ class Site:
         kind: its class.
         forward: a `forward` in the module's own attributes; None: there is none.
         settings: its own plain attributes, such as its mode or its stride, by name.
-        rule: the rule of the function that takes its parameters; None: its class has a rule.
+        rule: the rule of the function that takes its parameters.
         constants: the function's arguments, the positional ones first; None where they are not
             constant.
         names: the names of the keyword arguments.
@@ -43,19 +43,12 @@ class Site:
     kind: type[nn.Module]
     forward: object
     settings: Mapping[str, object]
-    rule: FunctionRule | None = None
-    constants: Sequence[Any] = ()
-    names: Sequence[str] = ()
-    own: Sequence[tuple[int, str]] = ()
-    given: Sequence[tuple[int, Any]] = ()
-    layers: Sequence[Layer] = ()
-
-    @classmethod
-    def of(cls, module: nn.Module, **use: Any) -> "Site":
-        """Return the site of a module in its present state."""
-        constant = {name: value for name, value in vars(module).items() if _is_constant(value)}
-        constant.pop(_HOOKED, None)
-        return cls(module, type(module), vars(module).get("forward"), deepcopy(constant), **use)
+    rule: FunctionRule
+    constants: Sequence[Any]
+    names: Sequence[str]
+    own: Sequence[tuple[int, str]]
+    given: Sequence[tuple[int, Any]]
+    layers: Sequence[Layer]
 
     def arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -86,13 +79,15 @@ class Site:
 
 def site_of(
     module: nn.Module,
-    call: FunctionToCall,
+    call: Called,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: object,
 ) -> Site | None:
     """Return the site of a module that made one call; None if a hook can't catch its use."""
-    if output is not call.result or any(x.shaped is not as_it_is for x in call.layers):
+    rule = rule_of(name_of(call.function))
+    is_shaped = any(x.shaped is not as_it_is for x in call.layers)
+    if rule is None or output is not call.result or is_shaped:
         return None  # another output; or a shaping that may hold tensors of this step
     values = (*call.args, *call.kwargs.values())
     if versions(*values, call.result) != call.versions:
@@ -109,15 +104,11 @@ def site_of(
             own.append((at, names[id(value)]))
         elif not _is_constant(value):
             return None
-    return Site.of(
-        module,
-        rule=rule_of(name_of(call.function)),
-        constants=[None if isinstance(x, Tensor) else deepcopy(x) for x in values],
-        names=[*call.kwargs],
-        own=own,
-        given=given,
-        layers=call.layers,
-    )
+    settings = {k: x for k, x in vars(module).items() if _is_constant(x) and k != _HOOKED}
+    constants = [None if isinstance(x, Tensor) else deepcopy(x) for x in values]
+    forward = vars(module).get("forward")
+    of_module = module, type(module), forward, deepcopy(settings)
+    return Site(*of_module, rule, constants, [*call.kwargs], own, given, call.layers)
 
 
 def versions(*values: object) -> list[int]:

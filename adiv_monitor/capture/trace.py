@@ -46,7 +46,8 @@ class Trace:
             self._tried.clear()
         if self._is_due:
             return None
-        found = [(module, self._sites.get(module, module)) for module in selection.modules]
+        without = [module for module in selection.modules if module not in selection.rules]
+        found = [(module, self._sites.get(module, module)) for module in without]
         known = {id(module): site for module, site in found if isinstance(site, Site)}
         return Plan(known, [module for module, site in found if site is module])
 

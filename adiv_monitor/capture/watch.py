@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.capture.forwards import Forward, Function, FunctionToCall
+from adiv_monitor.capture.forwards import OPENED, Called, Forward, Function
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.site import Site
 from adiv_monitor.capture.trace import Plan
 from adiv_monitor.capture.watching import Watching
+from adiv_monitor.features.uses import name_of
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import reruns
 from adiv_monitor.rerun.thread import function_modes, set_function_modes
@@ -34,10 +35,11 @@ class _Mode(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Handle one call of a torch function."""
-        call = FunctionToCall(func, args, kwargs or {}, func)
-        self._guard(self._watching.begins_call, call)
-        call.result = call.run(*call.args, **call.kwargs)
-        self._guard(self._watching.ends_call, call)
+        given = kwargs or {}
+        if name_of(func) in OPENED:
+            return self._watching.forwards.opened(func, *args, **given)
+        call = Called(func, args, given, func(*args, **given))
+        self._guard(self._watching.called, call)
         return call.result
 
 
@@ -67,11 +69,13 @@ class Watch:
         selection = watching.selection
         self._depth = reruns()  # reruns within it are not watched
         self._devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
-        self._active = True
-        self._is_survey = plan is None and not self._depth
+        is_survey = plan is None and not self._depth
+        self._surveyed = set(map(id, selection.modules if is_survey else ()))
         # Modules by their ids: other modules of the process need not be hashable.
-        self._known: dict[int, Site] = {} if plan is None else plan.known
-        self._open = set(map(id, selection.modules if plan is None else plan.watched))
+        self._known: dict[int, Site | None] = dict.fromkeys(map(id, selection.rules))
+        self._known.update(() if plan is None else plan.known)
+        open_now = selection.modules if plan is None else plan.watched
+        self._open = set(map(id, open_now)) - self._known.keys()
         both = (self._before, self._after) if self._open else (None, self._take)
         self._hooks = GlobalHooks(*both)
 
@@ -81,8 +85,7 @@ class Watch:
 
     def remove(self) -> None:
         """Remove the hooks and this thread's mode."""
-        self._active = False
-        call_all(self._unwind, self._hooks.remove)
+        call_all(self._watching.detach, self._unwind, self._hooks.remove)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._forwards.running or (id(module) in self._open and self._counts):
@@ -97,19 +100,18 @@ class Watch:
 
     def _take(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
         """Let the watcher take the use of a module whose use is known."""
-        site = self._known.get(id(module))
-        if site is not None and more[1:] and self._active:
-            self._guard(self._caught, site, module, args, *more)
+        if id(module) in self._known and more[1:] and self._watching.active:
+            self._guard(self._caught, module, args, *more)
 
-    def _caught(self, site: Site, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _caught(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
             return
-        if reruns() or not trains(output):
+        if reruns() != self._depth or not trains(output):
             return
         self._forwards.known = module
         torch._C._set_grad_enabled(False)
         try:
-            self._watching.known(site, args, kwargs, output)
+            self._watching.known(module, self._known[id(module)], args, kwargs, output)
         finally:
             torch._C._set_grad_enabled(True)
             self._forwards.known = None
@@ -134,7 +136,7 @@ class Watch:
         if running and running[0].module is module:  # an interrupt has ended its forward
             self._unwind()
         if not running:
-            if not (self._active and trains(args)):
+            if not (self._watching.active and trains(args)):
                 return
         elif not running[-1].is_open:
             return
@@ -150,13 +152,13 @@ class Watch:
         return not self._counts or trains == {False}
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-        if self._is_survey and output is not None and id(module) in self._open:
+        if id(module) in self._surveyed and output is not None:
             self._watching.ran(module, args, kwargs)
         running = self._forwards.running
         if not running or running[-1].module is not module:
             return
         try:
-            if running[-1].is_open and output is not None and self._active:
+            if running[-1].is_open and output is not None and self._watching.active:
                 self._watching.ends(module, args, kwargs, output)
         finally:
             running.pop()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,7 +10,7 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.batch import sums_of
-from adiv_monitor.capture.forwards import FunctionToCall
+from adiv_monitor.capture.forwards import Called
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
@@ -36,8 +35,6 @@ from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.surroundings import reruns
 
 _ATTRIBUTES = ("__get__", "__set__")
-# These functions are written in Python; the functions that they call use the parameters.
-OPENED = ("multi_head_attention_forward",)
 
 
 class Watching:
@@ -60,6 +57,7 @@ class Watching:
         batch: `sums_of` what entered it.
         on_call: called with a torch function's call, and the running forward calls.
         on_end: called as a forward call ends, with it and its arguments.
+        active: whether it is still watching.
         differentiates_inputs: whether anything that entered it requires a gradient, in any call.
     """
 
@@ -82,17 +80,16 @@ class Watching:
         layers_of_known = chain.from_iterable(site.layers for site in known)
         self._without_rule = ParametersWithoutRule(selection, layers_of_known)
         self.refused = self._without_rule.unmeasured
-        self._ruled = selection.rules.keys()
         self.layers = layers
         self._provenance = layers.provenance
         self._take, self._take_maps = take, take_maps
         self.on_call: Callable[..., None] = unknown
         self.on_end: Callable[..., None] = unknown
-        self._active = True
+        self.active = True
 
     def detach(self) -> None:
         """Stop watching, and release copies of parameters."""
-        self._active = False
+        self.active = False
         self._without_rule.release()
 
     # --- modules ---------------------------------------------------------------------------------
@@ -116,41 +113,47 @@ class Watching:
             self.differentiates_inputs |= any(tensor.requires_grad for tensor in given)
 
     def known(
-        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> None:
-        """Take the use of a module whose use of its parameters is known from earlier steps."""
-        module = site.module
-        if self.first is None or module is self.first:
-            self._enters(module, args, kwargs)
-        if site.rule is None:
-            self._look_at_ruled(module, args, kwargs, output)
-            return
-        given = site.arguments(args, kwargs)
-        if given is None:
-            self.others.add(module)
-            return
-        try:
-            with without_autocast(output):
-                self._take_known(site, *given, output)
-        except Exception as error:
-            self._fails(error, site.layers[0].parameters)
-
-    def _take_known(
         self,
-        site: Site,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        inputs: Sequence[Any],
+        module: nn.Module,
+        site: Site | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         output: Tensor,
     ) -> None:
+        """Take the use of a module that is known from earlier steps; None: its class has a rule."""
+        if self.first is None or module is self.first:
+            self._enters(module, args, kwargs)
+        path, rules = self.selection.modules[module], self.selection.rules
+        try:
+            if output.is_nested:
+                raise Refused(NESTED)
+            with without_autocast(output):
+                if site is not None:
+                    self._take_known(site, args, kwargs, output)
+                    return
+                use = use_of(rules[module], module, args, kwargs)
+                layer = self.layers.of(use, path)
+                if layer is not None:
+                    self._take(layer, use, output)
+        except Exception as error:
+            self._fails(error, [*module.parameters(recurse=False)], path)
+
+    def _take_known(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        given = site.arguments(args, kwargs)
+        if given is None:
+            self.others.add(site.module)
+            return
+        inputs = given[2]
+
         def of_model(value: object) -> bool:
             for each in inputs:  # noqa: SIM110
                 if each is value:
                     return False
             return True
 
-        assert site.rule is not None
-        found = found_by(site.rule, FunctionCall(output, of_model), args, kwargs)
+        found = found_by(site.rule, FunctionCall(output, of_model), *given[:2])
         if len(found) != len(site.layers):
             self.others.add(site.module)
             return
@@ -165,39 +168,15 @@ class Watching:
     ) -> None:
         """Handle the end of a module's forward."""
         self.on_end(self.forwards.forward, args, kwargs)
-        if module in self._ruled:
-            self._look_at_ruled(module, args, kwargs, output)
-            self.sites[module] = Site.of(module)
-        else:
-            if self._without_rule.may_be_in(module):
-                self._look_at_whole(module, args, kwargs, output)
-            called, site = self.forwards.forward.called, None
-            if len(called) == 1:
-                site = site_of(module, called[0], args, kwargs, output)
-            if (called and site is None) or self.sites.get(module, site) != site:
-                self.others.add(module)
-            self.sites[module] = site
+        if self._without_rule.may_be_in(module):
+            self._look_at_whole(module, args, kwargs, output)
+        called, site = self.forwards.forward.called, None
+        if len(called) == 1:
+            site = site_of(module, called[0], args, kwargs, output)
+        if (called and site is None) or self.sites.get(module, site) != site:
+            self.others.add(module)
+        self.sites[module] = site
         self._enters(module, args, kwargs)
-
-    def _look_at_ruled(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Take the use of a module whose class has a rule."""
-        path, rule = self.selection.modules[module], self.selection.rules[module]
-        if not trains(output):
-            return
-        with self._noting([*module.parameters(recurse=False)], path):
-            if not isinstance(output, Tensor):
-                raise TypeError(
-                    f"its forward returned a {type(output).__name__}, expected a tensor"
-                )
-            if output.is_nested:
-                raise Refused(NESTED)
-            if output.requires_grad:
-                use = use_of(rule, module, args, kwargs)
-                layer = self.layers.of(use, path)
-                if layer is not None:
-                    self._take(layer, use, output)
 
     def _look_at_whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -232,43 +211,30 @@ class Watching:
 
     # --- functions -------------------------------------------------------------------------------
 
-    def begins_call(self, call: FunctionToCall) -> None:
-        """Look at the arguments of a torch function that is about to be called."""
+    def called(self, call: Called) -> None:
+        """Find which parameters a torch function has used."""
         if not self._is_looking():
             return
-        given = call.args[:1] if call.name in CASTS else (*call.args, *call.kwargs.values())
-        values, provenance = tensors_in(*given), self._provenance
-        call.is_seen, call.has_data = True, not all(map(provenance.of_model, values))
-        call.sources = [x for x in map(provenance.followed, values) if x is not None]
-        if call.name not in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
-            call.trained = [value for value in values if provenance.parameters_of(value)]
-        if not (call.trained and self._takes_gradients):
-            return
-        if call.name in OPENED:
-            self._is_special()
-            call.is_seen, call.run = False, partial(self.forwards.opened, call.function)
-
-    def ends_call(self, call: FunctionToCall) -> None:
-        """Find which parameters a torch function has used."""
-        if not call.is_seen:
-            return
         self.on_call(call, self.forwards.running)
-        args, made, used = call.args, call.result, list[Tensor]()
-        is_attribute = call.name in _ATTRIBUTES
-        if made is None and args and not is_attribute:
-            made = args[0]
-        if call.trained and self._takes_gradients:
+        provenance, args, made = self._provenance, call.args, call.result
+        given = args[:1] if call.name in CASTS else (*args, *call.kwargs.values())
+        values, used = tensors_in(*given), list[Tensor]()
+        is_data, trained = not all(map(provenance.of_model, values)), list[Tensor]()
+        if call.name not in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
+            trained = [value for value in values if provenance.parameters_of(value)]
+            made = args[0] if made is None and args else made
+        if trained and self._takes_gradients:
             if not all(map(has_data, tensors_in(made))):
                 return
-            used = self._uses(call, made)
+            used = self._uses(call, made, trained)
             if not used:
                 self._is_special()
-        if call.has_data or used:
+        if is_data or used:
             for tensor in used:
-                self._without_rule.account(self._provenance.parameters_of(tensor))
-            self._provenance.spend(made)
+                self._without_rule.account(provenance.parameters_of(tensor))
+            provenance.spend(made)
         else:
-            self._provenance.computes(call.name, args, call.kwargs, call.sources, made)
+            provenance.computes(call.name, call.kwargs, values, made)
 
     @property
     def _takes_gradients(self) -> bool:
@@ -277,15 +243,10 @@ class Watching:
 
     def _is_looking(self) -> bool:
         """Return whether functions called now can be part of a measured use."""
-        return (
-            self._active
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and not (self._ruled and self.forwards.innermost in self._ruled)
-        )
+        return self.active and torch._C._functorch.peek_interpreter_stack() is None
 
-    def _uses(self, call: FunctionToCall, made: object) -> list[Tensor]:
+    def _uses(self, call: Called, made: object, trained: Sequence[Tensor]) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
-        trained = call.trained
         if call.function in RECURRENT:
             self._is_special()
             with self._noting(trained) as used:
@@ -296,10 +257,7 @@ class Watching:
             return []
         name, args, kwargs = name_of(call.function), call.args, call.kwargs
         with self._noting(trained) as used, without_autocast(made):
-            of_model = (
-                self._provenance.of_model if call.has_data else lambda _: True
-            )  # it may write
-            function = FunctionCall(made, of_model, self.forwards.inside)
+            function = FunctionCall(made, self._provenance.of_model, self.forwards.inside)
             found = uses_in(name, function, args, kwargs)
             layers: list[Layer] = []
             for use in found:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.capture.forwards import Forward, FunctionToCall
+from adiv_monitor.capture.forwards import Called, Forward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 from adiv_monitor.features.uses import Refused
@@ -155,7 +155,7 @@ class Attentions:
         for call in self._running.pop(forward, ()):
             call.inputs = [x for x in tensors_in(args, kwargs) if x.requires_grad]
 
-    def look(self, call: FunctionToCall, running: Sequence[Forward]) -> None:
+    def look(self, call: Called, running: Sequence[Forward]) -> None:
         """Look at a function that may compute attention."""
         forward = next((x for x in reversed(running) if x.module in self._held), None)
         if call.function is not functional.scaled_dot_product_attention or forward is None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from adiv_monitor.capture.catch import at_gradient
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
-from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.layer_rows import Call, Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.sampling import draw, winners
@@ -101,7 +101,7 @@ class Recording:
         self._watch.put_on()
 
     def __exit__(self, *error: object) -> None:
-        call_all(self.watching.detach, self._watch.remove)
+        self._watch.remove()
 
     def take(self, layer: Layer, use: Use, z: Tensor) -> Call:
         """Record a call of a layer whose output is z, (*rows, channels)."""

@@ -331,7 +331,7 @@ def _joined_rows(of_calls: Sequence[F], gradients: Iterable[Tensor | None]) -> t
 
 def _equations(gamma: Change, rows: LayerRows, h: Equations) -> list[tuple[Tensor, ...]]:
     """Return γv, h and γv of the gradient that was there before, of weight and of bias."""
-    features = next(call.features for call in rows.calls if call.arrived)
+    features = rows.calls[0].features
     # Of a layer whose bias alone is checked, h has no part of the weight, and neither has γv.
     sides = [of_gradient(features, *gamma, rows.v), h]
     sides += [] if rows.earlier is None else [rows.earlier]

@@ -121,38 +121,30 @@ class Provenance:
         return source
 
     def computes(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: Sequence[Source],
-        made: Any,
+        self, name: str, kwargs: dict[str, Any], values: Sequence[Tensor], made: Any
     ) -> None:
-        """Note the result of a function of the model and constants alone.
+        """Note the result of a function of the model alone.
 
         Args:
             name: the function's name.
-            args: its arguments.
             kwargs: its keyword arguments.
-            given: the sources of weights among them, before the call.
+            values: the tensors that it is a function of.
             made: its result.
         """
-        source = _unknown(given)
-        if len(given) == 1 and isinstance(made, Tensor) and made.is_floating_point():
-            weights = [x for x in args if self.followed(x)]
-            is_moved = name in _MOVES and made.device == args[0].device
-            is_sum = name in _SUMS and len(weights) == 1 and not kwargs
-            if (is_moved or is_sum) and made.numel() == weights[0].numel():  # else it is repeated
-                source = given[0].then(made.shape, compute_dtype(made))
+        found = [(value, source) for value in values if (source := self.followed(value))]
+        source = _unknown(source for _, source in found)
+        if len(found) == 1 and isinstance(made, Tensor) and made.is_floating_point():
+            weight, of_weight = found[0]
+            is_moved = name in _MOVES and made.device == weight.device
+            is_followed = is_moved or (name in _SUMS and not kwargs)
+            if is_followed and made.numel() == weight.numel():  # else it is repeated
+                source = of_weight.then(made.shape, compute_dtype(made))
         for tensor in tensors_in(made):
             whole = whole_of(tensor)
-            node: Any = whole.grad_fn
             if not whole.requires_grad:
                 self._constants[id(whole)] = weakref.ref(whole)
             elif whole is tensor:
                 _note(tensor, source)
-            elif node is not None and _NOTE not in node.metadata:  # it was written to
-                _note(whole, _unknown([source]))
 
     def spend(self, result: object) -> None:
         """Count the result as data from here on: an input was data, or its use is already recorded.
