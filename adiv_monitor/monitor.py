@@ -82,7 +82,7 @@ class Monitor:
         max_rows: the number of rows that are sampled per layer and step, of all ranks together.
             None: all rows.
         attainable: also measure `attainable_cosine`, the best that any step of the layer could
-            reach. It takes all rows.
+            reach. All rows are measured then, whatever `max_rows` is.
         attention: also measure the attention scores (`StepReport.attention`), on the probe of
             `realised`. Their cosines need `loss` or the loss in `realised`.
         realised: run the model on a probe, the first eight samples of the first measured step, with

@@ -41,12 +41,9 @@ _ELSEWHERE = (
     "outside the layer; or the output was changed in place as a view"
 )
 _DROPPED = (
-    "Gradients were zeroed before a step was taken (of another loss, as in a GAN, or of SAM's "
-    "first pass?): their rows are not in this report."
-)
-_OVERFLOWED = (
-    "Gradients that are not finite were zeroed before a step was taken (an AMP scaler skips such "
-    "steps): their rows are not in this report."
+    "Gradients were zeroed before a step was taken (of another loss, as in a GAN, of SAM's first "
+    "pass, or because an AMP scaler skips steps that are not finite): their rows are not in this "
+    "report."
 )
 
 
@@ -73,7 +70,6 @@ class Capture:
         next_batch: sums of the batch of the next training step; empty: not known.
         norm_passes: see `StepReport.norm_passes`; on the device.
         without_gradient: ids of the parameters without a gradient as the hooks were removed.
-        frozen: ids of the parameters that did not require one.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class Capture:
         self.next_batch: tuple[Tensor, ...] = ()
         self.norm_passes: list[Tensor] = []
         self.without_gradient: set[int] | None = None
-        self.frozen = set[int]()
         self._model = model
         self.selection = selection
         self.plan = plan
@@ -111,7 +106,6 @@ class Capture:
         if self.without_gradient is None:  # `.grad` may be reset to None later
             parameters = self.selection.parameters
             self.without_gradient = {id(p) for p in parameters if p.grad is None}
-            self.frozen = {id(p) for p in parameters if not p.requires_grad}
         call_all(
             self.passes.detach,
             self._watch.remove,
@@ -198,11 +192,9 @@ class Capture:
         watching, is_survey = self.watching, self.plan is None
         trace.learn(watching.sites, watching.others, unseen, is_survey=is_survey)
 
-    def notes(self, *, overflowed: bool) -> list[str]:
-        """Return notes for the report; whether gradients that were zeroed were not finite."""
-        if any(rows.dropped for rows in self.rows.values()):
-            return [_OVERFLOWED if overflowed else _DROPPED]
-        return []
+    def notes(self) -> list[str]:
+        """Return notes for the report."""
+        return [_DROPPED] if any(rows.dropped for rows in self.rows.values()) else []
 
 
 def _evaluated(model: nn.Module) -> Iterator[str]:

@@ -33,9 +33,8 @@ from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import RecurrentCall, unroll
-from adiv_monitor.features.rows import Rows, behind_view, norms
+from adiv_monitor.features.rows import behind_view, norms
 from adiv_monitor.features.uses import Use, as_it_is
-from adiv_monitor.maths.ceiling import KNOWN
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -109,9 +108,6 @@ class Catch:
             call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
         if rows.total and check is not None and check.only in (None, layer.path):
             call.products = check.products(layer, use, features, rows)
-        if self._context.attainable and isinstance(features, KNOWN):
-            every = use.features(Rows(rows.shape, None, rows.device))
-            call.every_row = every.restrict(**layer.trained)
         return features
 
     # --- the backward pass -----------------------------------------------------------------------
@@ -155,8 +151,7 @@ class Catch:
         if call.products is not None:
             sums, rows.v = call.products.contracted(gradient), call.products.v
         call.precision = max(call.precision, torch.finfo(gradient.dtype).eps)
-        every = None if call.every_row is None else Rows(call.rows.shape).take(gradient)
-        found = Arrived(call.rows.copied(gradient), norms(gradient).flatten(), sums, every)
+        found = Arrived(call.rows.copied(gradient), norms(gradient).flatten(), sums)
         rows.passes[running][call] = found
 
     def _begins(self, rows: LayerRows, call: Call, running: Pass) -> None:

@@ -27,7 +27,6 @@ class Context:
         begins: called when the first module with parameters has run with gradients.
         passes: follows the backward passes.
         check: checks gradients; None: this step has no check.
-        attainable: whether to gather all rows as well, for the ceiling.
     """
 
     guard: Guard
@@ -37,4 +36,3 @@ class Context:
     begins: Callable[[], object] = unknown
     passes: Passes = field(default_factory=Passes)
     check: Check | None = None
-    attainable: bool = False

@@ -12,11 +12,6 @@ from adiv_monitor.capture.selection import Layer, Selection, elements, listed
 from adiv_monitor.capture.weights.pieces import covered
 from adiv_monitor.report.wording import NO_GRADIENT
 
-# Why a frozen parameter counts as trained and has no reading.
-FROZEN = (
-    "it is frozen, but it has a gradient (zero, perhaps), so the optimizer may still move it by "
-    "momentum or weight decay: `zero_grad(set_to_none=True)` prevents that"
-)
 _UNSEEN = (
     "it has a gradient, but no rule describes how it is used, and no module that holds it returns "
     "the result as rows; or no function was seen to use it inside the forward pass of a module: it "
@@ -55,7 +50,7 @@ def coverage_of(
 
     Args:
         measured: paths of the measured layers.
-        selection: the parameters to measure, as the step left them.
+        selection: the parameters to measure.
         capture: the capture of the step.
         told: by path, why layers have no result.
         off: by path, why layers, or parameters, are not watched any more.
@@ -73,15 +68,13 @@ def coverage_of(
             return "the step was not measured, as a note says"
         return off.get(selection.places[id(parameter)][0].path) or _why(parameter, capture)
 
-    frozen = [p for p in trained if not p.requires_grad and id(p) not in selection.places]
-    names, total = selection.names, sum([selection.sizes[id(p)] for p in trained])
+    names, total = selection.names, sum(map(elements, trained))
     return Coverage(
         elements=total,
         share=(total - sum(missing.values())) / total if total else 0.0,
         unmeasured={names[key]: count for key, count in missing.items() if key in names},
         unsupported={
             **selection.unsupported,
-            **{names[id(p)]: FROZEN for p in frozen if id(p) in names},
             **_unexplained(selection, lacking, known, why),
             **known,
         },
@@ -115,18 +108,17 @@ def _unexplained(
         known: paths whose reason is known.
         why: returns a parameter's reason.
     """
-    by_module: dict[str, list[nn.Parameter]] = defaultdict(list)
+    by_module: dict[str, dict[str, str | None]] = defaultdict(dict)  # None: it has a result
     for p in selection.due_parameters if lacking else ():
-        by_module[selection.places[id(p)][0].path].append(p)
-    found = {}
-    for path, held in by_module.items():
-        if path in known:
-            continue
-        reasons = {selection.places[id(p)][0].full_name: why(p) for p in held if id(p) in lacking}
-        if path and len(reasons) == len(held) and len({*reasons.values()}) == 1:
-            found[path] = next(iter(reasons.values()))
-        else:
-            found |= {name: reason for name, reason in reasons.items() if name not in known}
+        place = selection.places[id(p)][0]
+        by_module[place.path][place.full_name] = why(p) if id(p) in lacking else None
+    found = dict[str, str]()
+    for path, reasons in by_module.items():
+        alike = {*reasons.values()}
+        of_all = alike.pop() if path and len(alike) == 1 else None
+        several = {name: reason for name, reason in reasons.items() if reason and name not in known}
+        if path not in known:
+            found |= {path: of_all} if of_all else several
     return found
 
 
@@ -137,8 +129,6 @@ def _why(parameter: nn.Parameter, capture: Capture) -> str:
     kind = type(place.module)
     if key in (capture.without_gradient or ()):
         return NO_GRADIENT
-    if key in capture.frozen:
-        return FROZEN
     if key in capture.watching.refused:
         return capture.watching.refused[key]
     if parts := capture.layers.of_parts(parameter):

@@ -27,13 +27,11 @@ class Arrived(NamedTuple):
         gradient: ∂L/∂z of the chosen rows.
         norms: ‖g_r‖ of all rows.
         sums: h of the pass, see `Products`; None: not checked.
-        every: ∂L/∂z of all rows; None: not asked for.
     """
 
     gradient: Tensor
     norms: Tensor
     sums: Equations | None
-    every: Tensor | None
 
 
 @dataclass(eq=False)
@@ -48,9 +46,7 @@ class Call:
         z: the outputs of the chosen rows.
         whole: the statistics of all rows from the forward pass.
         products: for the check of the gradient; None: it is not checked.
-        every_row: φ of all rows, for `attainable_cosine`; None: not asked for.
         gradient: ∂L/∂z of the chosen rows; `add_up` sets it.
-        every_gradient: the same of all rows.
         norms: see `Arrived`; `add_up` sets it. None once two backward passes have gone through one
             graph: then the sum is known for the chosen rows alone.
     """
@@ -62,9 +58,7 @@ class Call:
     z: Tensor = field(init=False)
     whole: Whole | None = None
     products: Products | None = None
-    every_row: Features | None = None
     gradient: Tensor | None = None
-    every_gradient: Tensor | None = None
     norms: Tensor | None = None
 
     def add_up(self, arrived: Sequence[Arrived]) -> None:
@@ -73,9 +67,6 @@ class Call:
         first, *others = arrived
         several = (to_compute_dtype(of.gradient) for of in arrived)
         self.gradient = reduce(torch.add, several) if others else first.gradient
-        if first.every is not None:
-            several = (of.every for of in others if of.every is not None)
-            self.every_gradient = sum(several, first.every)
         self.norms = None if others else first.norms
 
     def keep(self, kept: np.ndarray) -> None:

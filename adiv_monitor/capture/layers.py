@@ -1,6 +1,7 @@
 """The layers found in one step, with their names in reports and their rows."""
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from itertools import chain, count
 
 from torch import Tensor, nn
@@ -84,25 +85,21 @@ class Layers:
     def _find(
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
     ) -> Layer | None:
-        """Return the first named layer with the same form and sources, or create a new one."""
-        made = use.kind, use.form, weight and weight.identity, bias and bias.identity
-        for path in names:
-            known = self.found.get(path)
-            if known is None:
-                return self._new(path, use, weight, bias)
-            if made == known.identity:
-                return known
-        raise ValueError("its rule finds other parameters at every call")
-
-    def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
+        """Return the first named layer with the same form and sources, or a new one."""
         if any(tensor is not None and not tensor.numel() for tensor in (use.weight, use.bias)):
             return None  # a weight that was repeated for the samples of an empty batch
         lead = weight or bias
         assert lead is not None
         place = self.place(id(lead.pieces[0].parameter))
-        module = (lead.through if lead.pieces[1:] else None) or self._owner(place)
-        how = use.shaped, place.position, use.form
-        return self._register(Layer(path, module, use.kind, weight, bias, *how))
+        of_use = use.shaped, place.position, use.form
+        made = Layer("", lead.through or place.module, use.kind, weight, bias, *of_use)
+        for path in names:
+            known = self.found.get(path)
+            if known is None:
+                return self._register(replace(made, path=path))
+            if made.identity == known.identity:
+                return known
+        raise ValueError("its rule finds other parameters at every call")
 
     def _register(self, layer: Layer) -> Layer:
         """Register a layer that was found, and watch it if it is due."""
@@ -123,14 +120,6 @@ class Layers:
         places = self.selection.places[parameter]
         running = self.forwards.innermost
         return next((place for place in places if place.module is running), places[0])
-
-    def _owner(self, place: Place) -> nn.Module:
-        """Return the module that held the parameter before torch moved it; see `Place.home`."""
-        path, _ = place.home
-        if path == place.path:
-            return place.module
-        modules = self.selection.modules
-        return next((m for m, its in modules.items() if its == path), place.module)
 
     def _names(self, use: Use, lead: Source) -> Iterable[str]:
         """Return names for a layer: of its module, of its parameter, and with its user."""

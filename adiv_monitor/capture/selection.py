@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import count
@@ -185,11 +185,6 @@ class Selection:
             dict.fromkeys(place.path for places in self.places.values() for place in places)
         )
 
-    @cached_property
-    def sizes(self) -> dict[int, int]:
-        """The numbers of elements of the trained parameters, by id."""
-        return {id(p): elements(p) for p in self.trained}
-
     def is_due(self, layer: Layer) -> bool:
         """Return whether a layer is due in this step, as its first parameter is."""
         return self.due is None or id(layer.pieces[0].parameter) in self.due
@@ -204,18 +199,6 @@ class Selection:
     def knows(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether every parameter trained now was also trained when it was selected."""
         return {*map(id, self.trained)}.issuperset(map(id, filter(_IS_TRAINED, parameters)))
-
-    def stepped(self, parameters: Iterable[Tensor]) -> "Selection":
-        """Return a selection whose trained parameters are those that a step moves.
-
-        Parameters that were frozen since and have no gradient are left out.
-
-        Args:
-            parameters: all parameters that the optimizer holds.
-        """
-        trained = [p for p in parameters if p.requires_grad or p.grad is not None]
-        same = [*map(id, trained)] == [*map(id, self.trained)]
-        return self if same else replace(self, trained=trained)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,7 +1,6 @@
 """Finds the uses of parameters among the functions and modules that a forward pass calls."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -184,30 +183,29 @@ class Watching:
         """Measure through the module's output the parameters that no rule accounts for."""
         if not trains(output):
             return
-        with self._noting([], self.selection.modules[module]):
-            inputs = tensors_in(*args, *kwargs.values())
-            if self.forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
-                return  # the module computes a weight, not activations
-            place = place_of_z(output, inputs)
-            if place is None:
-                return
-            z = tensors_in(output)[place]
-            names = self._without_rule.claim(module, z, inputs)
-            if not names:
-                return
-            self.others.update(module.modules())
-            left = [module.get_parameter(name) for name in names]
-            random = self.forwards.forward.random
-            try:
-                if any(x.is_nested for x in (z, *inputs)):
-                    raise Refused(NESTED)
-                given = module, names, (args, kwargs), place, z, random
-                use = self._without_rule.use(*given)
+        inputs = tensors_in(*args, *kwargs.values())
+        if self.forwards.running[1:] and all(map(self._provenance.of_model, inputs)):
+            return  # the module computes a weight, not activations
+        place = place_of_z(output, inputs)
+        if place is None:
+            return
+        z = tensors_in(output)[place]
+        names = self._without_rule.claim(module, z, inputs)
+        if not names:
+            return
+        self.others.update(module.modules())
+        left = [module.get_parameter(name) for name in names]
+        try:
+            if any(x.is_nested for x in (z, *inputs)):
+                raise Refused(NESTED)
+            with torch.no_grad():
+                random = self.forwards.forward.random
+                use = self._without_rule.use(module, names, (args, kwargs), place, z, random)
                 layer = self.layers.of_whole(use, module, left) if z.numel() else None
                 if layer is not None:
                     self._take(layer, use, z)
-            except Refused as refusal:
-                self._without_rule.refuse(map(id, left), str(refusal))
+        except Exception as error:
+            self._fails(error, left, self.selection.modules[module])
 
     # --- functions -------------------------------------------------------------------------------
 
@@ -226,7 +224,12 @@ class Watching:
         if trained and self._takes_gradients:
             if not all(map(has_data, tensors_in(made))):
                 return
-            used = self._uses(call, made, trained)
+            try:
+                with torch.no_grad():
+                    used = self._uses(call, made, trained)
+            except Exception as error:
+                self._fails(error, trained)
+                used = trained
             if not used:
                 self._is_special()
         if is_data or used:
@@ -249,14 +252,13 @@ class Watching:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""
         if call.function in RECURRENT:
             self._is_special()
-            with self._noting(trained) as used:
-                recurrent = read_call(call.function, call.args, call.kwargs)
-                used += self._take_maps(recurrent, tuple(tensors_in(made)))
-            return used
+            recurrent = read_call(call.function, call.args, call.kwargs)
+            return self._take_maps(recurrent, tuple(tensors_in(made)))
         if not isinstance(made, Tensor):
             return []
         name, args, kwargs = name_of(call.function), call.args, call.kwargs
-        with self._noting(trained) as used, without_autocast(made):
+        used = list[Tensor]()
+        with without_autocast(made):
             function = FunctionCall(made, self._provenance.of_model, self.forwards.inside)
             found = uses_in(name, function, args, kwargs)
             layers: list[Layer] = []
@@ -280,22 +282,6 @@ class Watching:
     def _is_special(self) -> None:
         """Mark the running module as one whose uses a plain hook can't catch."""
         self.others.add(self.forwards.innermost)
-
-    @contextmanager
-    def _noting(self, trained: Sequence[Tensor], path: str | None = None) -> Iterator[list[Tensor]]:
-        """Collect accounted tensors without gradients, and all of them if the body fails.
-
-        Args:
-            trained: the tensors that the body looks at.
-            path: the path that fails with it; None: that of the module of the first tensor.
-        """
-        used: list[Tensor] = []
-        try:
-            with torch.no_grad():
-                yield used
-        except Exception as error:
-            self._fails(error, trained, path)
-            used += trained
 
     def _fails(self, error: Exception, trained: Sequence[Tensor], path: str | None = None) -> None:
         """Record that a use can't be measured, or that a layer has failed."""

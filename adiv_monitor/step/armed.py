@@ -55,7 +55,7 @@ class Armed:
         number: its number.
         capture: captures its rows.
         step: computes its sums.
-        selection: the parameters to measure; after the step, as it left them.
+        selection: the parameters to measure.
         turn: the turn, if layers are measured in turn.
         guard: records whether watching it has failed.
         others: follows the steps of other optimizers.
@@ -204,7 +204,7 @@ class Armed:
         failures.notes.clear()
         return (
             *before,
-            *self.capture.notes(overflowed=not np.isfinite(flags["zeroed"]).all()),
+            *self.capture.notes(),
             *(note.format(listed(paths)) for note, paths in self.step.noted.items()),
             *([] if probe is None else probe.notes),
         )

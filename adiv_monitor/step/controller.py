@@ -213,10 +213,10 @@ class StepController:
             checked=history.checked_rules,
             begins=self._forward_begins,
             passes=Passes(guard, lambda: others.begun),
-            attainable=training.attainable,
             check=Check(partial(history.asks, surveys=plan is None)),
         )
-        chooser = Chooser(training.max_rows, self.generator)
+        takes_all = training.attainable and self.assembly.is_alone
+        chooser = Chooser(None if takes_all else training.max_rows, self.generator)
         capture = Capture(training.model, selection, chooser, context, plan)
         probe = None if self._probe is None else self._probe(selection)
         step = MeasuredStep(
@@ -341,13 +341,11 @@ class StepController:
             armed.told["new_state"] = is_new
         if self._alignment is not None:
             armed.told["alignment"] = self.failures.safely(self._alignment.read) or {}
-        held = self.training.trained()
-        if not armed.selection.knows(held):
+        if not armed.selection.knows(self.training.trained()):
             notes.append(
                 "Parameters became trainable after the step was prepared: they are not in this "
                 "report."
             )
-        armed.selection = armed.selection.stepped(held)
         self._taken = armed
         if optimizer is None:
             self.read()

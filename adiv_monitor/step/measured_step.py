@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.check import Equations, of_gradient
-from adiv_monitor.capture.layer_rows import Call, LayerRows, versions
+from adiv_monitor.capture.layer_rows import LayerRows, versions
 from adiv_monitor.capture.layers import class_name
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Key, Parts, gradient
@@ -25,7 +25,7 @@ from adiv_monitor.features.features import DenseFeatures, Features, JacobianFeat
 from adiv_monitor.features.rows import joined
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.ceiling import attainable_cosine
+from adiv_monitor.maths.ceiling import KNOWN, attainable_cosine
 from adiv_monitor.maths.sums import About
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.own_measures import Kept, kept, measured
@@ -190,7 +190,7 @@ class MeasuredStep:
                     self.out.add("equations", [layer.path], columns, of_bias=of_bias, number=number)
         if rows.linear is not None:
             self.out.add("layers", [layer.path], {"rule_error": rows.linear})
-        self._send_ceiling(layer, calls)
+        self._send_ceiling(layer, features, G)
         of_calls = [(call.norms, call.whole) for call in calls if call.norms is not None]
         if len(of_calls) == len(calls):  # after two passes through one graph it is unknown
             self._all_rows[layer.path] = of_calls
@@ -204,16 +204,14 @@ class MeasuredStep:
             self._kept[layer.path] = own
         rows.release()
 
-    def _send_ceiling(self, layer: Layer, calls: Sequence[Call]) -> None:
-        """Send `attainable_cosine`, or note why it is missing."""
-        every = [call.every_row for call in calls if call.every_row is not None]
-        if len(every) < len(calls):  # not asked for, or not known for such features
+    def _send_ceiling(self, layer: Layer, features: Features, G: Tensor) -> None:
+        """Send `attainable_cosine` of all rows, or note why it is missing."""
+        if not (self.training.attainable and isinstance(features, KNOWN)):
             return
         if world_size() > 1:
             self.noted[_WITHOUT_CEILING].append(layer.path)
             return
-        rows = _joined_rows(every, [call.every_gradient for call in calls])
-        found = {"attainable": attainable_cosine(*rows)}
+        found = {"attainable": attainable_cosine(features, G)}
         self.out.add("layers", [layer.path], found, has_attainable=True)
 
     def _measure(

@@ -104,7 +104,6 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "a convolution's": lambda: parametrizations.weight_norm(nn.Conv1d(1, 3, 2).double()),
     "normalised": of(lambda m, x: functional.linear(x, functional.normalize(m.weight))),
     "a sum": of(lambda m, x: functional.linear(x, m.weight + 2 * m.other), other=real(3, 4)),
-    "assembled": of(lambda m, x: functional.linear(x, m.weight, assembled(m.b)), b=real(3)),
     "changed without gradients": of(lambda m, x: functional.linear(x, halved(m.weight))),
     "complex": lambda: Functional(
         lambda m, x: functional.linear(x, torch.view_as_complex(m.pairs).abs()), pairs=real(3, 4, 2)
@@ -209,6 +208,15 @@ def test_any_other_weight_is_measured_through_its_module(name: str) -> None:
     agrees(report, expected)
     assert reading.kind == "module"
     assert reading.measures().keys().isdisjoint(NEED_SCALES)
+
+
+def test_a_bias_that_is_written_to_is_measured_through_its_module() -> None:
+    """The weight beside it has a reading of its own."""
+    torch.manual_seed(3)
+    held = {"weight": real(3, 4), "b": real(3)}
+    report, _ = stepped(Functional(lambda m, x: functional.linear(x, m.weight, assembled(m.b)), **held))
+    assert {path: of.kind for path, of in report.layers.items()} == {"": "linear", "b": "module"}
+    assert (report.coverage, report.unsupported) == (1, {})
 
 
 class Drawn(nn.Module):

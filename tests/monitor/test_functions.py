@@ -54,7 +54,8 @@ def measured(
     model, inputs = case.model(), case.data()
     own = OPTIMIZERS[optimizer](model.parameters())
     old = {name: p.detach().clone() for name, p in model._parameters.items()}
-    with Monitor(model, own, max_rows=max_rows, attainable=True, on_error="raise") as monitor:
+    asked = {"max_rows": max_rows, "attainable": max_rows is None}  # this takes all rows
+    with Monitor(model, own, on_error="raise", **asked) as monitor:
         loss_of(model(*inputs), ignored=ignored).backward()
         gradient = {name: p.grad.clone() for name, p in model._parameters.items()}
         own.step()
