@@ -45,7 +45,6 @@ from visible import visible
 from write_up import heading, parser, table, write
 
 import adiv_monitor
-from adiv_monitor.capture.forwards import FunctionToCall
 from adiv_monitor.features import rows
 from adiv_monitor.step import vectors
 
@@ -87,7 +86,7 @@ CHECKED, UNCHECKED = 1, 5  # steps before one in which the gradients are checked
 
 _MONITOR = Path(adiv_monitor.__file__).parent
 # Places that pass a mode's intercepted calls on to torch: the calls belong to their callers.
-_HANDED_ON = (Path("capture/forwards.py"), Path("capture/watch.py"))
+_HANDED_ON = ("capture/forwards.py:opened", "capture/watch.py:__torch_function__")
 _aten = torch.ops.aten
 _NO_KERNEL = {
     *(_aten._unsafe_view, _aten.lift_fresh, _aten._reshape_alias),
@@ -225,14 +224,13 @@ def _by_mask(packet: Any, inputs: list[Tensor]) -> bool:
 
 
 def _place() -> str:
-    frame, is_handed_on = sys._getframe(1), False
+    frame = sys._getframe(1)
     while frame is not None:
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
         if path.is_relative_to(_MONITOR):
-            path = path.relative_to(_MONITOR)
-            is_handed_on = is_handed_on or name == FunctionToCall.__call__.__name__
-            if not (is_handed_on and path in _HANDED_ON):
-                return f"{path}:{name}"
+            place = f"{path.relative_to(_MONITOR)}:{name}"
+            if place not in _HANDED_ON:
+                return place
         frame = frame.f_back
     return ""
 
