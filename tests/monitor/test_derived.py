@@ -214,7 +214,9 @@ def test_a_bias_that_is_written_to_is_measured_through_its_module() -> None:
     """The weight beside it has a reading of its own."""
     torch.manual_seed(3)
     held = {"weight": real(3, 4), "b": real(3)}
-    report, _ = stepped(Functional(lambda m, x: functional.linear(x, m.weight, assembled(m.b)), **held))
+    report, _ = stepped(
+        Functional(lambda m, x: functional.linear(x, m.weight, assembled(m.b)), **held)
+    )
     assert {path: of.kind for path, of in report.layers.items()} == {"": "linear", "b": "module"}
     assert (report.coverage, report.unsupported) == (1, {})
 
