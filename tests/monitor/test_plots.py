@@ -45,11 +45,11 @@ def test_a_monitor_draws_its_run(tmp_path: Path) -> None:
         for _ in range(3):
             model(torch.ones(5, 3)).sum().backward()
             optimizer.step()
-    for figure in (monitor.plot(), monitor.plot("update_ratio"), monitor.reports[0].plot()):
+    figures = monitor.plot(), monitor.plot("update_ratio"), monitor.reports[0].plot()
+    for figure, kind in zip(figures, ("png", "pdf", "svg"), strict=True):
         assert isinstance(figure, Figure)
-        for kind in ("png", "pdf", "svg"):
-            figure.savefig(tmp_path / f"x.{kind}")
-            assert (tmp_path / f"x.{kind}").stat().st_size > 1000
+        figure.savefig(tmp_path / f"x.{kind}")
+        assert (tmp_path / f"x.{kind}").stat().st_size > 1000
     assert (
         "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
     )
