@@ -16,6 +16,7 @@ from adiv_monitor.alignment.ratio import (
     root_ratio,
 )
 from adiv_monitor.features.features import BlockFeatures
+from adiv_monitor.features.rows import wide
 from adiv_monitor.report import AlignmentReading
 
 _TERMS = ("alpha", "omega", "u", "cumulative")  # dW z₀, W₀ dz, dW dz, W z
@@ -46,7 +47,7 @@ def sums_of(
         if seen.is_table:
             y0, y = (seen.features.by_weight(table[0]) for table in (W0, W))
             assert y0 is not None and y is not None
-            sums = _wide(y).new_zeros(5, 3)
+            sums = wide(y).new_zeros(5, 3)
             sums[0, 0], sums[0, 1] = len(y), _mean_square(y - y0).sum()
             sums[4, 0] = _mean_square(y).sum()
             return sums
@@ -110,7 +111,7 @@ def _largest_squares(weight: Tensor) -> Tensor:
 
     Both squares are means, over n inputs and m outputs.
     """
-    return largest_singular(_wide(weight)).square() * weight.shape[2] / weight.shape[1]
+    return largest_singular(wide(weight)).square() * weight.shape[2] / weight.shape[1]
 
 
 def _of_rows(of_groups: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
@@ -127,10 +128,6 @@ def _of_rows(of_groups: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
 def _mean_square(each: Tensor) -> Tensor:
     """Return the mean square of every row, or of every matrix, in float64 if possible."""
     flat = each.flatten(1)
-    norms = torch.linalg.vector_norm(flat, dim=1, dtype=_wide(flat[:0]).dtype)
+    norms = torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat[:0]).dtype)
     squares: Tensor = norms.square() / flat.shape[1]
     return squares
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "mps" else tensor.double()

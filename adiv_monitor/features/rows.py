@@ -149,6 +149,11 @@ def to_compute_dtype(tensor: Tensor) -> Tensor:
     return tensor if dtype is torch.float32 or dtype is torch.float64 else tensor.float()
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in a precision in which long sums of alike numbers do not drift."""
+    return tensor if tensor.device.type == "mps" else tensor.double()
+
+
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share storage, so that a write to one may change the other."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -9,17 +9,19 @@ active scores count, g ≠ 0: masked scores are not. Where g is not known, neith
 Float64, on the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.attention_sums import AttentionSums, combined
 from adiv_monitor.maths.estimates import Estimate, Sample, Sum, jackknifed, over_rows
+from adiv_monitor.maths.scores import RECORD
 from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
+
+Parts = Mapping[str, Float[Array, "heads samples numbers"]]  # of `RECORD`, of every head (or all)
 
 
 def attention_cosine(d_G: Sum, d_d: Sum, G_G: Sum, sample: Sample) -> Estimate:
@@ -32,16 +34,16 @@ def attention_gradient_cosine(e_G: Sum, e_e: Sum, G_G: Sum, sample: Sample) -> E
     return measures.gradient_cosine(e_G, e_e, G_G, sample)
 
 
-def attention_scale_mean(sums: AttentionSums[Array]) -> Estimate:
+def attention_scale_mean(parts: Parts) -> Estimate:
     """Mean of D_ts over the active scores, ≥ 0; NaN where there are none.
 
     Args:
-        sums: sums of every head (or all heads), (heads, samples, …).
+        parts: sums of every head (or all heads), as `RECORD` describes them.
     """
-    return _jackknifed(sums, lambda mean, square: mean)
+    return _jackknifed(parts, lambda mean, square: mean)
 
 
-def attention_scale_cv(sums: AttentionSums[Array]) -> Estimate:
+def attention_scale_cv(parts: Parts) -> Estimate:
     """std(D_ts) / mean(D_ts) over the active scores, ≥ 0.
 
     The square is free of bias of order 1/estimates. Its estimate may be negative; the measure is 0
@@ -49,7 +51,7 @@ def attention_scale_cv(sums: AttentionSums[Array]) -> Estimate:
 
     Arguments are those of `attention_scale_mean`.
     """
-    squared = _jackknifed(sums, lambda mean, square: square / mean**2 - 1)
+    squared = _jackknifed(parts, lambda mean, square: square / mean**2 - 1)
     value = np.sqrt(np.maximum(squared.value, 0))
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.fmin(squared.error / (2 * value), np.sqrt(squared.error))
@@ -57,7 +59,7 @@ def attention_scale_cv(sums: AttentionSums[Array]) -> Estimate:
 
 
 def attention_looks(spread: Float[Array, "heads samples 7"]) -> dict[str, Array]:
-    """Return the measures of where the attention looks, by name, of heads: `AttentionSums.spread`.
+    """Return the measures of where the attention looks, by name, of heads: `Attention.spread`.
 
     - attention_logit_max: largest Y_ts·scale + mask, over the queries that see two keys or more.
     - attention_logit_step: the same times the last digit of 1 in the dtype of q and k: the step
@@ -78,35 +80,39 @@ def attention_looks(spread: Float[Array, "heads samples 7"]) -> dict[str, Array]
     return {f"attention_{name}": value for name, value in zip(names, values.T, strict=True)}
 
 
-def _jackknifed(sums: AttentionSums[Array], of: Callable[[Array, Array], Array]) -> Estimate:
+def _jackknifed(parts: Parts, of: Callable[[Array, Array], Array]) -> Estimate:
     """Return a function of the means of D_ts and D_ts², with its error over the estimates."""
+    scale, n = parts["scale"], parts["scale"].shape[2]
     with np.errstate(divide="ignore", invalid="ignore"):
-        count, n = sums.count.sum(1)[:, None], sums.scale.shape[2]
-        means = [x.sum(1) / count for x in (sums.scale, sums.scale_square)]
+        means = [x.sum(1) / parts["count"].sum(1) for x in (scale, parts["square"])]
         whole = of(*(x.mean(1) for x in means))
         without = of(*((x.sum(1, keepdims=True) - x) / (n - 1) for x in means))
     every = Sample(np.full(len(whole), float(n)), np.ones((len(whole), n), bool))
-    return jackknifed(whole, without, np.full(len(whole), float(n == 1)), every)  # one is exact
+    is_exact = (scale == scale[..., :1]).all((1, 2))
+    return jackknifed(whole, without, is_exact.astype(np.float64), every)
 
 
-def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
-    """Return the measures of one attention that are known, of all heads together and of each."""
-    samples, found = len(sums.count), dict[str, Estimate]()
-    sums = combined(_heads, sums)
-    if (squares := sums.G_G) is not None:
-        sample = Sample(np.full(len(squares), float(samples)), squares != 0)
-        G_G = over_rows(squares, sample)
-        moves = (attention_gradient_cosine, sums.e), (attention_cosine, sums.d)
-        for cosine, move in moves:
-            if move is not None:
-                of_move, own = (over_rows(x, sample) for x in np.moveaxis(move, 2, 0))
-                found[cosine.__name__] = cosine(of_move, own, G_G, sample)
-    found["attention_scale_mean"] = attention_scale_mean(sums)
-    found["attention_scale_cv"] = attention_scale_cv(sums)
-    if (spread := sums.spread) is not None:
-        spread[0, :, :4] = spread[1:, :, :4].max(0)  # the largest of all heads, not their sum
-        exact = np.zeros(len(spread))
-        found |= {name: Estimate(x, exact) for name, x in attention_looks(spread).items()}
+def attention_reading(record: Float[Array, "samples heads numbers"]) -> AttentionReading:
+    """Return the measures of one attention that are known, of all heads together and of each.
+
+    Args:
+        record: the sums of every sample and head, as `RECORD` describes them.
+    """
+    samples, found = len(record), dict[str, Estimate]()
+    every = np.concatenate([record.sum(1, keepdims=True), record], 1).swapaxes(0, 1)
+    ends = np.cumsum([*RECORD.values()])[:-1]
+    parts = dict(zip(RECORD, np.split(every, ends, 2), strict=True))
+    squares, spread = parts["G_G"][..., 0], parts["spread"]
+    spread[0, :, :4] = spread[1:, :, :4].max(0)  # the largest of all heads, not their sum
+    sample = Sample(np.full(len(squares), float(samples)), squares != 0)
+    G_G = over_rows(squares, sample)
+    for cosine, move in ((attention_gradient_cosine, "e"), (attention_cosine, "d")):
+        if not np.isnan(parts[move]).all():
+            of_move, own = (over_rows(x, sample) for x in np.moveaxis(parts[move], 2, 0))
+            found[cosine.__name__] = cosine(of_move, own, G_G, sample)
+    found |= {of.__name__: of(parts) for of in (attention_scale_mean, attention_scale_cv)}
+    exact = np.zeros(len(spread))
+    found |= {name: Estimate(x, exact) for name, x in attention_looks(spread).items()}
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}
     return AttentionReading(
         samples_seen=samples,
@@ -118,10 +124,3 @@ def attention_reading(sums: AttentionSums[Array]) -> AttentionReading:
         },
         **values,
     )
-
-
-def _heads(sums: Float[Array, "samples heads *more"]) -> Float[Array, "layers samples *more"]:
-    """Arrange the sums as `estimates` expects layers: all heads together, then each head."""
-    if sums.ndim < 2:
-        return sums
-    return np.concatenate([sums.sum(1, keepdims=True), sums], 1).swapaxes(0, 1)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.features.rows import Whole
+from adiv_monitor.features.rows import Whole, wide
 
 _WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
 
@@ -83,11 +83,6 @@ def _trained(norms: Tensor, whole: Whole | None) -> Tensor:
 def _end_to_end(parts: Sequence[Tensor]) -> Float[Tensor, " rows"]:
     """Return new memory with all parts."""
     return wide(torch.cat([part.flatten() for part in parts]))
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in a precision in which long sums of alike numbers do not drift."""
-    return tensor if tensor.device.type == "mps" else tensor.double()
 
 
 def summed(

@@ -23,15 +23,23 @@ from torch.nn import functional
 
 from adiv_monitor.capture.forwards import Called, Forward
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths.attention_sums import AttentionSums, move_sums, scale_sums, spread_sums
+from adiv_monitor.maths.scores import (
+    ESTIMATES,
+    RECORD,
+    Attention,
+    Move,
+    attention,
+    by_head,
+    of_heads,
+)
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 
-# Each score's move by this many random changes of the parameters tells its scale; by a unit change
-# of every parameter, exactly, if all of these moves of the queries have so few numbers.
-_MOVES, _MOST_EXACT = 16, 2**20
+# Each score's move by some random changes of the parameters tells its scale; by a unit change of
+# every parameter, exactly, if all of these moves of the queries have so few numbers.
+_MOST_EXACT = 2**20
 _ARGUMENTS = tuple(inspect.signature(attention).parameters)
 
 
@@ -44,28 +52,25 @@ class _Call:
         query: q with its graph.
         key: k with its graph, repeated for every query's head.
         scores: the call, without a graph.
-        gradient: ∂L/∂O; None: not known.
         inputs: the tensors in the module's arguments that require a gradient.
-        sums: the sums so far.
+        parts: the numbers so far, by part of `RECORD`.
     """
 
     held: Sequence[nn.Parameter]
     query: Float[Tensor, "samples heads queries width"]
     key: Float[Tensor, "samples heads keys width"]
     scores: Attention
-    gradient: Tensor | None = None
     inputs: Sequence[Tensor] = ()
-    sums: AttentionSums[Tensor] = field(init=False)
+    parts: dict[str, Float[Tensor, "samples heads numbers"]] = field(default_factory=dict)
+
+    def take(self, gradient: Tensor) -> None:
+        """Take ∂L/∂O."""
+        self.scores = replace(self.scores, gradient=to_compute_dtype(by_head(gradient)))
 
     def release(self) -> None:
         """Release the graph."""
         self.query, self.key, self.inputs = self.query.detach(), self.key.detach(), ()
         vars(self).pop("_push", None)
-
-    @property
-    def score_gradient(self) -> Callable[[slice], Tensor] | None:
-        """A function that returns G of a slice of the queries; None: G is not known."""
-        return None if self.gradient is None else self.scores.score_gradient(self.gradient)
 
     @cached_property
     def _push(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
@@ -85,30 +90,30 @@ class _Call:
         dq = next(moves) if self.query.requires_grad else torch.zeros_like(of.query)
         return dq, next(moves) if self.key.requires_grad else torch.zeros_like(of.key)
 
-    def moved(self, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return ‖g‖², and the sums of a first-order move of the scores, where g is known."""
-        G = self.score_gradient
-        if G is None:
-            return None, None
-        return move_sums(self.scores, G, self._move(tangents))
+    def moved(self, tangents: Sequence[Tensor]) -> Tensor:
+        """Return ‖g‖², and the sums of a first-order move of the scores; NaN if g is not known."""
+        if self.scores.gradient is None:
+            return self.query.new_full((*self.query.shape[:2], 3), torch.nan)
+        return self.scores.moves(self._move(tangents))
 
-    def scale(self, generator: np.random.Generator) -> tuple[Tensor, ...]:
-        """Return the sums of the scales."""
+    def scale(self, generator: np.random.Generator) -> list[Tensor]:
+        """Return the number of scores, and the sums of their scales."""
         like, sizes = self.query, [p.numel() for p in self.held]
         count = sum(sizes)
         given: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         is_exact = count * like.numel() <= _MOST_EXACT
         random = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
-        drawn = (torch.randn(count, generator=random, **given) for _ in range(_MOVES))
+        drawn = (torch.randn(count, generator=random, **given) for _ in range(ESTIMATES))
         moves = (
             self._move([t.view_as(p) for t, p in zip(row.split(sizes), self.held, strict=True)])
             for row in (torch.eye(count, **given) if is_exact else drawn)
         )
-        several = [[*moves]] if is_exact else ([move] for move in moves)
-        active, moment = self.score_gradient or self.scores.probabilities, 1 if is_exact else 3
-        found = [scale_sums(self.scores, active, some, moment) for some in several]
-        counts, *sums = zip(*found, strict=True)
-        return counts[0], *(torch.stack(several, -1) for several in sums)
+        if is_exact:
+            found = [self.scores.scales([*moves], 1)] * ESTIMATES
+        else:
+            found = [self.scores.scales([move], 3) for move in moves]
+        counts, *sums = torch.stack(found, -1).unbind(2)
+        return [counts[..., :1], *sums]
 
 
 class Attentions:
@@ -174,7 +179,7 @@ class Attentions:
                 scores = attention(**given)
             k = of_heads(by_head(given["key"]), q.shape[1]).expand(len(q), -1, -1, -1)
             taken = _Call(held, q, k, scores)
-            self.ask(call.result, partial(setattr, taken, "gradient"))
+            self.ask(call.result, taken.take)
             self.calls[path].append(taken)
             before.append(taken)
 
@@ -185,14 +190,17 @@ class Attentions:
         self._each(partial(self._begin, knows_loss))
 
     def _begin(self, knows_loss: bool, call: _Call) -> None:
-        if knows_loss and call.gradient is None:
+        if knows_loss and call.scores.gradient is None:
             raise Refused("no gradient reached it in this step")
-        e = [torch.zeros_like(p) if p.grad is None else p.grad for p in call.held]
-        is_finite = call.query.isfinite().all() & call.key.isfinite().all()
-        broken = (~is_finite).to(call.scores.query.dtype)
-        scales = call.scale(self._generator)
-        spread = spread_sums(call.scores, torch.finfo(call.query.dtype).eps)
-        call.sums = replace(AttentionSums(broken, *scales, *call.moved(e)), spread=spread)
+        plain = call.moved([torch.zeros_like(p) if p.grad is None else p.grad for p in call.held])
+        spread = call.scores.spread(torch.finfo(call.query.dtype).eps)
+        if not spread[..., 2:4].isfinite().all():
+            raise Refused("its queries or keys are not finite")
+        G_G, e = plain[..., :1], plain[..., 1:]
+        numbers = *call.scale(self._generator), G_G, e, torch.full_like(e, torch.nan), spread
+        call.parts = dict(
+            zip(("count", "scale", "square", "G_G", "e", "d", "spread"), numbers, strict=True)
+        )
         del call._push  # its graph holds the parameters, which the step changes in place
 
     def updated(self, taken: Mapping[nn.Parameter, Tensor]) -> None:
@@ -200,15 +208,17 @@ class Attentions:
         self._each(partial(self._updated, taken))
 
     def _updated(self, taken: Mapping[nn.Parameter, Tensor], call: _Call) -> None:
-        _, d = call.moved([taken[p] for p in call.held])
-        call.sums = replace(call.sums, d=d)
+        call.parts["d"] = call.moved([taken[p] for p in call.held])[..., 1:]
         call.release()
 
-    def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
-        """Return the records of the calls of each attention, by path; the graphs are released."""
+    def records(self) -> dict[str, Tensor]:
+        """Return the record of each attention, of all of its calls; the graphs are released."""
         kept = {p: calls for p, calls in self.calls.items() if p not in self.refused}
         self.calls = {}
-        return {path: tuple(call.sums for call in calls) for path, calls in kept.items()}
+        return {
+            path: torch.cat([torch.cat([x.parts[name] for name in RECORD], -1) for x in calls])
+            for path, calls in kept.items()
+        }
 
     def _each(self, body: Callable[[_Call], None]) -> None:
         """Handle all calls; the attention of one with which the body fails is refused."""

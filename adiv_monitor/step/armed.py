@@ -15,7 +15,6 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection, listed
-from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, Array, StepSums
 from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.rerun.eager import forced_eager
@@ -187,7 +186,7 @@ class Armed:
         part = RankContribution(report, sums, refused, wrong, (*lost, *failures.switched_off))
         part.elements = covered.elements
         if probe is not None and not refused:
-            part.attention = {path: merge(calls) for path, calls in attention.items()}
+            part.attention = attention
             part.no_attention = dict(probe.refused)
         return part
 

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.capture.weights.pieces import Key, Parts
-from adiv_monitor.features.rows import compute_dtype, dots, joined
-from adiv_monitor.maths.totals import reduced, wide
+from adiv_monitor.features.rows import compute_dtype, dots, joined, wide
+from adiv_monitor.maths.totals import reduced
 
 _LINE = 128  # entries; every tensor in a buffer begins at a multiple of it
 _CHUNK = 2**22  # entries that are multiplied at once

@@ -13,7 +13,6 @@ import numpy as np
 
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.sums import OF_PARAMETERS, TABLES, Array, StepSums, Table, blank, in_order
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
@@ -95,7 +94,7 @@ def merge_ranks(
         refused=refused,
         misdescribed=misdescribed,
         rows_lost=tuple(lost),
-        attention={path: merge(own) for path, own in of_ranks.items()},
+        attention={path: np.concatenate(own) for path, own in of_ranks.items()},
         no_attention=no_attention,
     )
     return whole, ranks

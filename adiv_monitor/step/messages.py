@@ -8,11 +8,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 
-from adiv_monitor.maths.attention_sums import AttentionSums, combined, tensors_of
 from adiv_monitor.maths.sums import KINDS, About, StepSums
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.written import plain, read
@@ -26,12 +24,12 @@ class _Text:
     Attributes:
         paths: as in `StepSums`.
         about: as in `StepSums`.
-        attention: the records of attention, with 0 in place of arrays.
+        attention: the attentions that have a record.
     """
 
     paths: tuple[str, ...]
     about: tuple[About, ...]
-    attention: dict[str, AttentionSums[Any]]
+    attention: tuple[str, ...]
 
 
 _APART = ("sums", "attention")  # fields of `RankContribution` that hold arrays
@@ -39,13 +37,13 @@ _APART = ("sums", "attention")  # fields of `RankContribution` that hold arrays
 
 def encode(part: RankContribution) -> bytes:
     """Return a rank's contribution as bytes."""
-    sums, calls = part.sums, part.attention
-    text = _Text(sums.paths, sums.about, {p: combined(lambda _: 0, x) for p, x in calls.items()})
+    sums = part.sums
+    text = _Text(sums.paths, sums.about, tuple(part.attention))
     rest = {f.name: getattr(part, f.name) for f in fields(part) if f.name not in _APART}
     said = json.dumps([plain(rest), plain(text)]).encode()
     tables = (getattr(sums, name) for name in KINDS)
-    arrays = (x for call in calls.values() for x in tensors_of(call))
-    np.savez(message := BytesIO(), np.frombuffer(said, np.uint8), *tables, *arrays)
+    of_attention = part.attention.values()
+    np.savez(message := BytesIO(), np.frombuffer(said, np.uint8), *tables, *of_attention)
     return message.getvalue()
 
 
@@ -60,10 +58,7 @@ def decode(message: bytes) -> RankContribution:
     plain, rest = json.loads(said.tobytes()), iter(arrays)
     part, text = read(RankContribution, plain[0]), read(_Text, plain[1])
     sums = StepSums(text.paths, text.about, *(next(rest) for _ in KINDS))
-    calls = text.attention.items()
-    return replace(
-        part, sums=sums, attention={p: combined(lambda _: next(rest), x) for p, x in calls}
-    )
+    return replace(part, sums=sums, attention=dict(zip(text.attention, rest, strict=True)))
 
 
 def encode_report(report: StepReport, ranks: Sequence[int]) -> bytes:

@@ -11,11 +11,10 @@ import numpy as np
 
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.maths.attention import attention_reading
-from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
-from adiv_monitor.report import MEASURES, AttentionReading, LayerReading, StepReport
+from adiv_monitor.report import MEASURES, LayerReading, StepReport
 from adiv_monitor.step.own_measures import values_of
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
@@ -89,7 +88,6 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
     if after is not None and before is not None:
         history.clipped[bool(after < (1 - sums.tolerance.max()) * before)] += 1
     clipped = history.clipped[True] / history.clipped.total() if history.clipped else None
-    attention, of_attention = _attention(part.attention, part.no_attention)
     verbs = {what: "are" if what.endswith("s") else "is" for what in broken}
     told = [
         *((f"The {what} of {{}} {verbs[what]} not finite.", of) for what, of in broken.items()),
@@ -117,8 +115,8 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
         spikes=tuple(
             replace(s, layers=_moved_most(s.step, history, layers)) for s in report.spikes
         ),
-        notes=(*notes, *of_attention),
-        attention=attention,
+        notes=(*notes, *_unattended(part.no_attention)),
+        attention={path: attention_reading(of) for path, of in part.attention.items()},
         zeroed_passes=zeroed,
         rescaled=tuple(p for p, of in zip(paths, reasons, strict=True) if of == "apart"),
         **norms,
@@ -252,21 +250,9 @@ def _readings(
     return readings
 
 
-def _attention(
-    attention: Mapping[str, AttentionSums[Array]], refused: Mapping[str, str]
-) -> tuple[dict[str, AttentionReading], list[str]]:
-    """Return readings of attentions by path, and notes.
-
-    Args:
-        attention: records by path.
-        refused: path → why there is no record.
-    """
-    broken = {path for path, sums in attention.items() if sums.broken}
-    missing = {**refused, **dict.fromkeys(broken, "its queries or keys are not finite")}
+def _unattended(refused: Mapping[str, str]) -> list[str]:
+    """Return notes on attentions without a record, from the reason why, by path."""
     paths = defaultdict(list)
-    for path, reason in missing.items():
+    for path, reason in refused.items():
         paths[reason].append(path or "the model itself")
-    return (
-        {p: attention_reading(sums) for p, sums in attention.items() if p not in broken},
-        [f"Attention of {listed(of)} is not measured: {why}." for why, of in paths.items()],
-    )
+    return [f"Attention of {listed(of)} is not measured: {why}." for why, of in paths.items()]

@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Selection, listed, trainable
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import MOVES, REALISED, names_of
 from adiv_monitor.probe.attention import Attentions
 from adiv_monitor.probe.batch import Batch, Losses
@@ -84,9 +83,9 @@ class ProbeStep:
         """Path → why an attention is not measured."""
         return {} if self._attentions is None else self._attentions.refused
 
-    def attention(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
-        """Return the records of the calls of each attention, by path."""
-        return {} if self._attentions is None else self._attentions.sums()
+    def attention(self) -> dict[str, Tensor]:
+        """Return the record of each attention, by path."""
+        return {} if self._attentions is None else self._attentions.records()
 
     def gradient_is_final(self, capture: Capture, *, updates: bool) -> None:
         """Run the model with the parameters before the step.

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adiv_monitor.capture.weights.pieces import Key
-from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, ONCE, Array, StepSums
 from adiv_monitor.report import StepReport
 
@@ -24,7 +23,7 @@ class RankContribution:
         misdescribed: path → why a layer must not be measured again: its rule does not hold.
         rows_lost: paths of layers that had rows here but are not in `sums`.
         elements: number of elements of the trained parameters whose turn it is.
-        attention: records of attentions by path.
+        attention: records of attentions by path, see `maths/scores.py`.
         no_attention: path → why there is no record.
     """
 
@@ -34,7 +33,7 @@ class RankContribution:
     misdescribed: dict[str, str] = field(default_factory=dict)
     rows_lost: tuple[str, ...] = ()
     elements: int = 0
-    attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
+    attention: dict[str, Array] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.attention_sums import AttentionSums, combined, tensors_of
 from adiv_monitor.maths.sums import TABLES, About, Array, StepSums, Table, blank, in_order
 
 # The arguments of `Outgoing.add`, `known` last.
@@ -105,20 +104,14 @@ class Outgoing:
 
 
 def fetch(
-    out: Outgoing, attention: Mapping[str, Sequence[AttentionSums[Tensor]]]
-) -> tuple[StepSums, dict[str, list[Array]], dict[str, list[AttentionSums[Array]]]]:
+    out: Outgoing, attention: Mapping[str, Tensor]
+) -> tuple[StepSums, dict[str, list[Array]], dict[str, Array]]:
     """Copy the numbers of a step to the host: those of layers, flags, and records of attention."""
     of_flags = [tensor for of in out.flags.values() for tensor in of]
-    of_calls = [x for calls in attention.values() for call in calls for x in tensors_of(call)]
-    arrays = iter(fetch_tensors([*out.tensors, *of_flags, *of_calls]))
+    arrays = iter(fetch_tensors([*out.tensors, *of_flags, *attention.values()]))
     sums = out.sums(arrays)
     flags = {name: [next(arrays) for _ in of] for name, of in out.flags.items()}
-
-    def arrived(_: Tensor) -> Array:
-        return next(arrays)
-
-    found = {path: [combined(arrived, call) for call in of] for path, of in attention.items()}
-    return sums, flags, found
+    return sums, flags, dict(zip(attention, arrays, strict=True))
 
 
 def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:

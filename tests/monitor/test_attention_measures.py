@@ -19,7 +19,7 @@ from zoo import ZOO
 from zoo.runs import run
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.features import scores
+from adiv_monitor.maths import scores
 from adiv_monitor.report import ATTENTION_MEASURES
 from adiv_monitor.sinks import JsonlSink
 

@@ -1,5 +1,6 @@
 """Attention scores, their gradients and their change by a step agree with slow references."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
-from adiv_monitor.features import scores
-from adiv_monitor.features.scores import attention as arguments
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.maths import scores
 from adiv_monitor.maths.attention import attention_reading
-from adiv_monitor.maths.attention_sums import AttentionSums
+from adiv_monitor.maths.scores import RECORD
+from adiv_monitor.maths.scores import attention as arguments
 from adiv_monitor.probe import attention
 from adiv_monitor.report import AttentionReading
 
@@ -71,8 +72,8 @@ def test_gradients_are_those_of_explicit_scores(name: str, monkeypatch: pytest.M
     assert Y.grad is not None
 
     monkeypatch.setattr(scores, "CHUNK", 30)  # several chunks
-    call = arguments(query, key, value, **others)
-    of, parts = call.score_gradient(d_output), list(call.parts)
+    call = replace(arguments(query, key, value, **others), gradient=as_four(d_output))
+    of, parts = call.score_gradient, list(call.parts)
     assert len(parts) > 1
     G = torch.cat([of(part) for part in parts], 2)
     torch.testing.assert_close(G, as_four(Y.grad), rtol=1e-8, atol=1e-12)
@@ -190,25 +191,26 @@ def test_readings_of_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # Errors
 
 
-def exact_sums(D: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, ...]:
-    return active.sum(2), *((x * active).sum(2)[..., None] for x in (D, D**2))
+def of_scales(scale: np.ndarray, square: np.ndarray) -> AttentionReading:
+    """Return the reading of two samples with three heads, from sums over their 50 scores."""
+    record = np.full((2, 3, sum(RECORD.values())), np.nan)
+    record[..., 0], record[..., -32:-16], record[..., -16:] = 50.0, scale, square
+    return attention_reading(record)
 
 
 @pytest.mark.parametrize("most", [2.0, 0.5], ids=["unequal", "almost equal"])
 def test_errors_of_scales_by_random_moves_are_what_they_say(most: float) -> None:
     draw, moves = np.random.default_rng(1), 16
     J = draw.normal(size=(2, 3, 50, 40)) * draw.uniform(0.5, most, (2, 3, 50, 1))  # ∂Y/∂Θ
-    D, none = (J**2).sum(3), np.array(0.0)
-    count = np.full((2, 3), 50.0)
-    exact = exact_sums(D, np.ones_like(D))
-    truth = attention_reading(AttentionSums(none, *exact)).measures()
+    D = (J**2).sum(3)
+    known = of_scales(*(x.sum(2)[..., None] for x in (D, D**2))).measures()
+    truth = {name: known[name] for name in ("attention_scale_mean", "attention_scale_cv")}
     deviations: dict[str, list[float]] = {name: [] for name in truth}
     for _ in range(300):
         x = (J @ draw.normal(size=(40, moves))) ** 2
-        scales = count, x.sum(2), (x**2).sum(2) / 3
-        reading = attention_reading(AttentionSums(none, *scales))
-        for name, value in reading.measures().items():
-            deviations[name].append((value - truth[name]) / reading.standard_error[name])
+        reading = of_scales(x.sum(2), (x**2).sum(2) / 3)
+        for name, of in deviations.items():
+            of.append((getattr(reading, name) - truth[name]) / reading.standard_error[name])
     for name, values in deviations.items():
         assert 0.7 < np.std(values) < 1.35, (name, np.std(values))
         assert abs(np.mean(values)) < 0.4, (name, np.mean(values))

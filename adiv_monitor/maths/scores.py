@@ -4,22 +4,40 @@
     P    = softmax(Y·scale + mask)           O = P V
     g    = ∂L/∂Y = scale · P ⊙ (dP − rowsum(dP ⊙ P)),   dP = dO Vᵀ
     ΔY   = Δq kᵀ + q Δkᵀ                     the first-order effect of a change of the projections
+    D_ts = ‖∂Y_ts/∂Θ‖²                       the attention scale
 
-Fused kernels never hold any of these matrices, so they are recomputed, some queries at a time.
+Fused kernels never hold any of these matrices, so they are recomputed, some queries at a time. Only
+active scores count, g ≠ 0: masked scores are not. Where g is not known, all that a query sees do.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import to_compute_dtype
+from adiv_monitor.features.rows import to_compute_dtype, wide
 from adiv_monitor.features.uses import Refused
 
 CHUNK = 2**22  # number of scores that are held in memory at once
+ESTIMATES = 16  # of the scales
+
+# The record of an attention on the probe, (samples, heads, numbers), by part and its size: number
+# of active scores; ‖g‖²; ⟨ΔY, g⟩ and ‖ΔY‖² of a plain gradient step and of the optimizer's, each as
+# a descent direction; `Attention.spread`; estimates of Σ D_ts, one of each random move, and of
+# Σ D_ts² (all are alike where they are exact). What is not known is NaN. The records of several
+# calls or ranks are one, of all samples.
+RECORD = {
+    "count": 1,
+    "G_G": 1,
+    "e": 2,
+    "d": 2,
+    "spread": 7,
+    "scale": ESTIMATES,
+    "square": ESTIMATES,
+}
 
 Move = tuple[
     Float[Tensor, "samples heads queries width"], Float[Tensor, "samples heads keys width"]
@@ -39,6 +57,7 @@ class Attention:
             to (samples, heads, queries, keys).
         causal: query t sees only keys s ≤ t, both counted from the first.
         scale: multiplies the scores.
+        gradient: ∂L/∂O; None: not known.
     """
 
     query: Float[Tensor, "samples heads queries width"]
@@ -47,6 +66,7 @@ class Attention:
     mask: Tensor | None
     causal: bool
     scale: float
+    gradient: Float[Tensor, "samples heads queries value_width"] | None = None
 
     def logits(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
         """Return Y·scale + mask of some queries, −inf for keys that they don't see."""
@@ -65,24 +85,76 @@ class Attention:
         sees_none = logits.amax(-1, keepdim=True) == -math.inf
         return torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
 
-    def score_gradient(
-        self, output_gradient: Float[Tensor, "samples heads queries value_width"]
-    ) -> Callable[[slice], Float[Tensor, "samples heads some keys"]]:
-        """Return a function that computes G = ∂L/∂Y of a slice of the queries, from ∂L/∂O."""
-        dO = to_compute_dtype(by_head(output_gradient))
-
-        def of(queries: slice) -> Tensor:
-            P = self.probabilities(queries)
-            own = P * (dO[:, :, queries] @ self.value.mT)
-            return self.scale * (own - P * own.sum(-1, keepdim=True))
-
-        return of
+    def score_gradient(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
+        """Return G = ∂L/∂Y of some queries, or numbers that are 0 where it would be."""
+        P = self.probabilities(queries)
+        if self.gradient is None:
+            return P
+        own = P * (self.gradient[:, :, queries] @ self.value.mT)
+        return self.scale * (own - P * own.sum(-1, keepdim=True))
 
     def change(self, move: Move, queries: slice = slice(None)) -> Tensor:
         """Return ΔY = Δq kᵀ + q Δkᵀ of some queries."""
         dq, dk = move
         left = torch.cat([dq[:, :, queries], self.query[:, :, queries]], -1)
         return left @ torch.cat([self.key, dk], -1).mT
+
+    def moves(self, move: Move) -> Float[Tensor, "samples heads 3"]:
+        """Return ‖g‖², ⟨ΔY, g⟩ and ‖ΔY‖² over the active scores of every sample and head."""
+
+        def of(queries: slice) -> Tensor:
+            G = self.score_gradient(queries)
+            change = torch.where(G != 0, self.change(move, queries), 0)
+            pairs = (G, G), (change, G), (change, change)
+            return torch.stack([torch.einsum("nhts,nhts->nh", a, b) for a, b in pairs], -1)
+
+        return torch.stack([of(queries) for queries in self.parts]).sum(0)
+
+    def scales(self, moves: Sequence[Move], moment: float) -> Float[Tensor, "samples heads 3"]:
+        """Return number, Σ and Σ of squares of an estimate of D_ts, of every sample and head.
+
+        It is the sum of the squares of some moves: of one by a random change of the parameters from
+        a normal distribution, whose square has the mean D_ts and the mean square 3 D_ts²; or,
+        exactly, of those by a unit change of each parameter.
+
+        Args:
+            moves: the moves.
+            moment: mean square of the estimate, as a multiple of D_ts².
+        """
+
+        def of(queries: slice) -> Tensor:
+            counts = self.score_gradient(queries) != 0
+            D = wide(sum(self.change(move, queries).square() for move in moves) * counts)
+            return torch.stack([x.sum((2, 3)) for x in (counts, D, D.square() / moment)], -1)
+
+        return torch.stack([of(queries) for queries in self.parts]).sum(0)
+
+    def spread(self, digit: float) -> Float[Tensor, "samples heads 7"]:
+        """Return where every head looks.
+
+        The largest logit that a query sees, the same times `digit`, ‖q‖ and ‖k‖; Σ of the entropies
+        of P, each over the largest one that is possible, Σ of P at the first key, and the number of
+        queries, of those that see two keys or more, as are the logits.
+
+        Args:
+            digit: the last digit of 1 in the dtype of q and k.
+        """
+        norms = [x.norm(dim=-1).amax(-1) for x in (self.query, self.key)]
+
+        def of(queries: slice) -> Tensor:
+            logits = self.logits(queries)
+            is_seen = logits > -math.inf
+            keys = is_seen.sum(-1)
+            counts = keys > 1
+            P = torch.softmax(logits.where(counts[..., None], 0), -1)
+            entropy = torch.special.entr(P).sum(-1) / keys.clamp(min=2).to(P.dtype).log()
+            sums = [(x * counts).sum(-1) for x in (entropy, P[..., 0])]
+            largest = logits.where(counts[..., None] & is_seen, -math.inf).amax((2, 3))
+            return torch.stack([largest, *sums, counts.sum(-1)])
+
+        largest, *sums = torch.stack([of(queries) for queries in self.parts], 1)
+        most = largest.amax(0)
+        return torch.stack([most, most * digit, *norms, *(x.sum(0) for x in sums)], -1)
 
     @property
     def parts(self) -> Iterator[slice]:
