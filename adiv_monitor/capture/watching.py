@@ -87,9 +87,8 @@ class Watching:
         self.active = True
 
     def detach(self) -> None:
-        """Stop watching, and release copies of parameters."""
+        """Stop watching."""
         self.active = False
-        self._without_rule.release()
 
     # --- modules ---------------------------------------------------------------------------------
 

@@ -43,7 +43,6 @@ class ParametersWithoutRule:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
         self._held = selection.below
         self._claims: dict[int, set[nn.Module]] = defaultdict(set)
-        self._before: dict[int, Tensor] = {}  # copies of parameters, see `Twin`
 
     def account(self, keys: Iterable[int]) -> None:
         """Record that a rule accounts for a use of the parameters with these ids."""
@@ -52,10 +51,6 @@ class ParametersWithoutRule:
     def refuse(self, keys: Iterable[int], reason: str) -> None:
         """Record why the parameters with these ids can't be measured."""
         self.unmeasured |= dict.fromkeys(keys, reason)
-
-    def release(self) -> None:
-        """Release copies of parameters, which are not needed after the step."""
-        self._before = {}
 
     def may_be_in(self, module: nn.Module) -> bool:
         """Return whether the module may hold parameters without a rule at any depth."""
@@ -108,7 +103,7 @@ class ParametersWithoutRule:
                 return [rows.take(x) for x in found]
 
             try:
-                twin = Twin(module, tree_map(_copied, arguments), random, self._before)
+                twin = Twin(module, tree_map(_copied, arguments), random)
                 away, length = map(torch.linalg.vector_norm, (run(tried)[0] - expected, expected))
                 precision = max(twin.precision, torch.finfo(z.dtype).eps)
                 if not away <= tolerance(precision) * length:

@@ -4,11 +4,10 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
@@ -19,7 +18,6 @@ from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.surroundings import Surroundings, untouched
 
-T = TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Names of the attributes that hold a module's hooks.
 _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
@@ -35,29 +33,14 @@ class Twin:
         module: the module, whose forward is running or has just run.
         arguments: copies of the forward's arguments, to which nobody else writes.
         random: the state of the random numbers when the forward began.
-        own: by id, the copies of its trained parameters; missing ones are made, and kept there for
-            other twins.
-
-    Attributes:
-        parameters: these copies, by name.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        arguments: Arguments,
-        random: Randomness,
-        own: dict[int, Tensor],
-    ) -> None:
+    def __init__(self, module: nn.Module, arguments: Arguments, random: Randomness) -> None:
         self._module, self._arguments = module, arguments
         self._modules = list(module.modules())
         self._surroundings = Surroundings(random, self._modules)
-        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        for p in trained.values():
-            if id(p) not in own:
-                own[id(p)] = p.detach().clone()
-        self.parameters: dict[str, Tensor] = {n: own[id(p)] for n, p in trained.items()}
-        self._data = {p: own[id(p)] for p in trained.values()}  # what RNNs list
+        trained = (p for p in module.parameters() if p.requires_grad)
+        self._before = {p: p.detach().clone() for p in trained}
 
     def jvp(
         self, tangents: Mapping[str, Tensor], pick: Callable[[Any], Tensor]
@@ -71,34 +54,31 @@ class Twin:
         Raises:
             RuntimeError: the backward pass of a function has no derivative.
         """
-        leaves = {name: self.parameters[name].detach().requires_grad_() for name in tangents}
+        moving = {name: self._before[self._module.get_parameter(name)] for name in tangents}
+        leaves = {name: p.detach().requires_grad_() for name, p in moving.items()}
 
         def call() -> tuple[Tensor, Tensor]:
+            self._leave_forwards_alone()
             # The forward may change its inputs: each call gets copies.
             args, kwargs = tree_map(_copied, self._arguments)
-            # Hooks of the run on saved tensors, such as checkpointing's, must not see them.
-            seen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-            with torch._C.DisableTorchFunction(), seen:
-                given = {**self.parameters, **leaves}
-                made = pick(functional_call(self._module, given, args, kwargs))
+            with torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH), alone():
+                made = pick(functional_call(self._module, leaves, args, kwargs))
                 precision = max(self.precision, torch.finfo(made.dtype).eps)
                 [move] = pusher([made], [*leaves.values()], precision)([*tangents.values()])
             return made.detach(), move
 
-        return untouched(
-            self._modules, self._surroundings, lambda: self._derivable(call), self._data
-        )
+        return untouched(self._modules, self._surroundings, call, self._before)
 
     @property
     def precision(self) -> float:
         """Rounding of the coarsest dtype that the forward computes in."""
-        dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
+        dtypes = {p.dtype for p in self._before.values()}
         if not dtypes <= {torch.float64}:
             dtypes |= self._surroundings.cast_to
-        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
 
-    def _derivable(self, run: Callable[[], T]) -> T:
-        """Run a function on kernels that have derivatives, without hooks and communication."""
+    def _leave_forwards_alone(self) -> None:
+        """Take off all hooks but those that make weights, which make them as in evaluation."""
         for part in self._modules:
             for name in _TABLES:
                 hooks = vars(part).get(name, {}).items()
@@ -108,8 +88,6 @@ class Twin:
                     part.training = False  # spectral_norm has taken its step
             if isinstance(part, ParametrizationList):
                 part.eval()
-        with sdpa_kernel(SDPBackend.MATH), alone():
-            return run()
 
 
 def _copied(value: Any) -> Any:
