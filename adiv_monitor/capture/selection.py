@@ -294,9 +294,6 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
                 unsupported[path] = "the optimizer holds none of its parameters"
             continue
         rule = find_rule(module)
-        if isinstance(rule, str):
-            unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
-            continue
         unusable = {x.name: why for x, p in here if (why := _unusable(p, parallel=parallel))}
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Whole
-from adiv_monitor.features.uses import Use, unknown
+from adiv_monitor.features.uses import Use
 
 FeatureFunction = Callable[..., Features]
-WholeFunction = Callable[..., Whole | None]
 Layout = Callable[[Any, Tensor], Tensor]
 F = TypeVar("F", bound=FeatureFunction)
 
@@ -29,9 +27,6 @@ class Rule:
             dimension, so that all dimensions before it are rows.
         weight: name of the parameter that `Features.by_weight` multiplies.
         bias: name of the parameter that `Features.by_bias` multiplies.
-        refuse: (module) → why this module can't be measured, or None.
-        whole: (module, *the arguments of its forward) → the lengths of all rows; None where
-            one pass over the input is not enough.
     """
 
     kind: str
@@ -39,16 +34,9 @@ class Rule:
     layout: Layout
     weight: str
     bias: str
-    refuse: Callable[[Any], str | None]
-    whole: WholeFunction
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
-
-
-def channels_last(module: nn.Module, tensor: Tensor) -> Tensor:
-    """Return the tensor itself: the layout of (..., channels)."""
-    return tensor
 
 
 def channels_second(module: nn.Module, tensor: Tensor) -> Tensor:
@@ -64,18 +52,15 @@ def use_of(rule: "Rule", module: nn.Module, args: tuple[Any, ...], kwargs: dict[
         module._parameters.get(rule.bias),
         lambda rows: rule.function(module, rows, *args, **kwargs),
         partial(rule.layout, module),
-        lambda: rule.whole(module, *args, **kwargs),
     )
 
 
 def register_features(
     *module_types: type[nn.Module],
     kind: str | None = None,
-    layout: Layout = channels_last,
+    layout: Layout = lambda module, tensor: tensor,
     weight: str = "weight",
     bias: str = "bias",
-    refuse: Callable[[Any], str | None] = unknown,
-    whole: WholeFunction = unknown,
 ) -> Callable[[F], F]:
     """Register a layer with the monitor: decorate a function that returns its rows' features.
 
@@ -88,9 +73,6 @@ def register_features(
         layout: returns a view, with the channels last, of a tensor shaped like the output.
         weight: name of the weight parameter.
         bias: name of the bias parameter.
-        refuse: (module) → the reason why a module of this type can't be measured, or None.
-        whole: a function of the module and the arguments of its forward that returns the lengths of
-            all rows from one pass; without it they are estimated from the sampled rows.
 
     Raises:
         TypeError: an argument is not a subclass of `torch.nn.Module`.
@@ -114,26 +96,23 @@ def register_features(
     def decorate(function: F) -> F:
         name = kind or module_types[0].__name__.lower()
         for module_type in module_types:
-            _RULES[module_type] = Rule(name, function, layout, weight, bias, refuse, whole)
+            _RULES[module_type] = Rule(name, function, layout, weight, bias)
         return function
 
     return decorate
 
 
-def find_rule(module: nn.Module) -> Rule | str | None:
-    """Return the rule of the module's class or nearest base class, the reason to refuse, or None.
+def find_rule(module: nn.Module) -> Rule | None:
+    """Return the rule of the module's class or nearest base class, or None.
 
     A rule does not apply to a subclass with its own `forward`, nor to a module whose weight is
     computed from other parameters.
     """
     for base in type(module).__mro__:
         if base in _RULES:
-            if type(module).forward is not base.forward:
-                return None
-            rule = _RULES[base]
-            if _is_derived(module, rule.weight) or _is_derived(module, rule.bias):
-                return None
-            return rule.refuse(module) or rule
+            rule, is_own = _RULES[base], type(module).forward is base.forward
+            is_derived = _is_derived(module, rule.weight) or _is_derived(module, rule.bias)
+            return rule if is_own and not is_derived else None
     return None
 
 

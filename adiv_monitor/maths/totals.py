@@ -5,7 +5,6 @@ All layers lie end to end, so that a dozen operations serve them all.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -21,18 +20,8 @@ _WITH_SEGMENTS = ("cpu", "cuda")  # devices that have `segment_reduce`
 AllRows = tuple[Float[Tensor, " rows"], Whole | None]
 
 
-class Totals(NamedTuple):
-    """Sums over all rows of layers on one device.
-
-    Attributes:
-        paths: the layers.
-        columns: sums by column of the table of layers, (layers,).
-        knows_scales: whether those of scales are among them.
-    """
-
-    paths: Sequence[str]
-    columns: dict[str, Tensor]
-    knows_scales: bool
+# Paths of layers, their columns in the table of layers, and whether those of scales are among them.
+Totals = tuple[Sequence[str], dict[str, Tensor], bool]
 
 
 def sums(layers: Mapping[str, Sequence[AllRows]]) -> Iterator[Totals]:
@@ -59,7 +48,7 @@ def _sums(paths: Sequence[str], layers: Sequence[Sequence[AllRows]]) -> Totals:
     found = {"active": count, "G_G": total, "concentration": concentration}
     wholes = [whole for _, whole in calls if whole is not None]
     if len(wholes) < len(calls):
-        return Totals(paths, found, knows_scales=False)
+        return paths, found, False
     bias = torch.tensor([x.bias_square for x in wholes], dtype=square.dtype)
     of_calls = bias.to(square.device, non_blocking=True).unbind()
     scale = _end_to_end([x.norm for x in wholes]).square_()
@@ -72,7 +61,7 @@ def _sums(paths: Sequence[str], layers: Sequence[Sequence[AllRows]]) -> Totals:
     (off,) = summed([torch.where(active, scale - means, 0).square_()], lengths)
     found |= {"own_G": own_G, "own_own": own_own, "scale_sum": of_scales, "scale_off": off.sqrt()}
     found["scale_max"] = reduced("max", masked, lengths)
-    return Totals(paths, found, knows_scales=True)
+    return paths, found, True
 
 
 def _trained(norms: Tensor, whole: Whole | None) -> Tensor:

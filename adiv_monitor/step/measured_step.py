@@ -138,8 +138,8 @@ class MeasuredStep:
             self._measure(tuple(captured), begin, unscaled)
         finally:
             self.unsharded.settle()
-        for of in totals.sums(self._all_rows):
-            self.out.add("layers", of.paths, of.columns, knows_scales=of.knows_scales)
+        for paths, columns, knows_scales in totals.sums(self._all_rows):
+            self.out.add("layers", paths, columns, knows_scales=knows_scales)
         self._all_rows.clear()
         self._blocks = blocks_of([*self._measured.values()], self._lose, updates=updates)
         for block in self._blocks:

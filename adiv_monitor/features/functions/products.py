@@ -4,7 +4,7 @@ All are sums over one or more shared dimensions (`contraction.py`), but those of
 """
 
 from collections.abc import Sequence
-from string import ascii_letters, ascii_uppercase
+from string import ascii_letters
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from adiv_monitor.features.uses import Found, FunctionCall, Use, uses
 @uses("matmul", "__matmul__", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
 def matmul(call: FunctionCall, input: Tensor, other: Tensor) -> list[Use]:
     """Z = A B of vectors, matrices, or stacks of matrices that are broadcast."""
-    stack = ascii_uppercase[: max(input.dim(), other.dim(), 2) - 2]
-    left = _last(stack, input.dim() - 2) + ("ik" if input.dim() > 1 else "k")
-    right = _last(stack, other.dim() - 2) + ("kj" if other.dim() > 1 else "k")
-    result = stack + ("i" if input.dim() > 1 else "") + ("j" if other.dim() > 1 else "")
-    return contractions(call, [Operand(input, left), Operand(other, right)], result)
+    rows, columns = ("i" if input.dim() > 1 else ""), ("j" if other.dim() > 1 else "")
+    terms = [f"...{rows}k" if rows else "k", f"...k{columns}" if columns else "k"]
+    return einsum(call, f"{','.join(terms)}->...{rows}{columns}", input, other)
 
 
 @uses("einsum")
@@ -107,7 +105,3 @@ def grouped_product(
         return Whole(norms(input.masked_fill(nobody, 0)), loads=loads)
 
     return Use("experts", mat2, None, features, layout, whole, shaped=torch.adjoint)
-
-
-def _last(letters: str, count: int) -> str:
-    return letters[len(letters) - max(count, 0) :]
