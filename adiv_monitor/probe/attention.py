@@ -29,7 +29,6 @@ from adiv_monitor.maths.scores import (
     ESTIMATES,
     RECORD,
     Attention,
-    Move,
     attention,
     by_head,
     of_heads,
@@ -49,16 +48,14 @@ class _Call:
 
     Attributes:
         held: the trained parameters of the module that holds the projections.
-        query: q with its graph.
-        key: k with its graph, repeated for every query's head.
+        made: q and k, repeated for every query's head, with their graph.
         scores: the call, without a graph.
         inputs: the tensors in the module's arguments that require a gradient.
         parts: the numbers so far, by part of `RECORD`.
     """
 
     held: Sequence[nn.Parameter]
-    query: Float[Tensor, "samples heads queries width"]
-    key: Float[Tensor, "samples heads keys width"]
+    made: Sequence[Float[Tensor, "samples heads length width"]]
     scores: Attention
     inputs: Sequence[Tensor] = ()
     parts: dict[str, Float[Tensor, "samples heads numbers"]] = field(default_factory=dict)
@@ -67,53 +64,50 @@ class _Call:
         """Take ∂L/∂O."""
         self.scores = replace(self.scores, gradient=to_compute_dtype(by_head(gradient)))
 
-    def release(self) -> None:
-        """Release the graph."""
-        self.query, self.key, self.inputs = self.query.detach(), self.key.detach(), ()
-        vars(self).pop("_push", None)
-
     @cached_property
     def _push(self) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """The map from changes of the parameters to the first-order moves of q and k."""
-        made = [x for x in (self.query, self.key) if x.requires_grad]
-        if not made:
-            raise Refused("no trained parameter makes its queries or keys")
         with ExitStack() as hooks, torch.enable_grad():
             for tensor in self.inputs:  # they are constant: no gradient passes through them
                 handle = tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
-            return pusher(made, self.held, torch.finfo(self.query.dtype).eps)
+            return pusher(self.made, self.held, torch.finfo(self.made[0].dtype).eps)
 
-    def _move(self, tangents: Sequence[Tensor]) -> Move:
-        """Return the first-order moves of q and k for changes of the parameters."""
-        moves, of = iter(self._push(tangents)), self.scores
-        dq = next(moves) if self.query.requires_grad else torch.zeros_like(of.query)
-        return dq, next(moves) if self.key.requires_grad else torch.zeros_like(of.key)
-
-    def moved(self, tangents: Sequence[Tensor]) -> Tensor:
-        """Return ‖g‖², and the sums of a first-order move of the scores; NaN if g is not known."""
+    def moved(self, tangents: Sequence[Tensor], move: str) -> None:
+        """Add ‖g‖², and the sums of a first-order move of the scores; NaN if g is not known."""
         if self.scores.gradient is None:
-            return self.query.new_full((*self.query.shape[:2], 3), torch.nan)
-        return self.scores.moves(self._move(tangents))
+            found = self.scores.query.new_full((*self.scores.query.shape[:2], 3), torch.nan)
+        else:
+            dq, dk = self._push(tangents)
+            found = self.scores.moves((dq, dk))
+        self.parts |= {"G_G": found[..., :1], move: found[..., 1:]}
 
-    def scale(self, generator: np.random.Generator) -> list[Tensor]:
-        """Return the number of scores, and the sums of their scales."""
-        like, sizes = self.query, [p.numel() for p in self.held]
+    def looks(self, generator: np.random.Generator) -> None:
+        """Add the sums of the scales, and where it looks."""
+        like, sizes = self.made[0], [p.numel() for p in self.held]
+        spread = self.scores.spread(torch.finfo(like.dtype).eps)
+        if not spread[..., 2:4].isfinite().all():
+            raise Refused("its queries or keys are not finite")
         count = sum(sizes)
         given: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         is_exact = count * like.numel() <= _MOST_EXACT
         random = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
         drawn = (torch.randn(count, generator=random, **given) for _ in range(ESTIMATES))
-        moves = (
-            self._move([t.view_as(p) for t, p in zip(row.split(sizes), self.held, strict=True)])
+        moves: Iterator[Any] = (
+            self._push([t.view_as(p) for t, p in zip(row.split(sizes), self.held, strict=True)])
             for row in (torch.eye(count, **given) if is_exact else drawn)
         )
         if is_exact:
             found = [self.scores.scales([*moves], 1)] * ESTIMATES
         else:
             found = [self.scores.scales([move], 3) for move in moves]
-        counts, *sums = torch.stack(found, -1).unbind(2)
-        return [counts[..., :1], *sums]
+        counts, scale, square = torch.stack(found, -1).unbind(2)
+        self.parts |= {"count": counts[..., :1], "scale": scale, "square": square, "spread": spread}
+
+    def record(self) -> Tensor:
+        """Return all numbers."""
+        unknown = torch.full_like(self.parts["e"], torch.nan)
+        return torch.cat([self.parts.get(name, unknown) for name in RECORD], -1)
 
 
 class Attentions:
@@ -178,7 +172,10 @@ class Attentions:
             with torch.no_grad():
                 scores = attention(**given)
             k = of_heads(by_head(given["key"]), q.shape[1]).expand(len(q), -1, -1, -1)
-            taken = _Call(held, q, k, scores)
+            if not (q.requires_grad or k.requires_grad):
+                raise Refused("no trained parameter makes its queries or keys")
+            made = [x if x.requires_grad else x.detach().requires_grad_() for x in (q, k)]
+            taken = _Call(held, made, scores)
             self.ask(call.result, taken.take)
             self.calls[path].append(taken)
             before.append(taken)
@@ -192,15 +189,8 @@ class Attentions:
     def _begin(self, knows_loss: bool, call: _Call) -> None:
         if knows_loss and call.scores.gradient is None:
             raise Refused("no gradient reached it in this step")
-        plain = call.moved([torch.zeros_like(p) if p.grad is None else p.grad for p in call.held])
-        spread = call.scores.spread(torch.finfo(call.query.dtype).eps)
-        if not spread[..., 2:4].isfinite().all():
-            raise Refused("its queries or keys are not finite")
-        G_G, e = plain[..., :1], plain[..., 1:]
-        numbers = *call.scale(self._generator), G_G, e, torch.full_like(e, torch.nan), spread
-        call.parts = dict(
-            zip(("count", "scale", "square", "G_G", "e", "d", "spread"), numbers, strict=True)
-        )
+        call.moved([torch.zeros_like(p) if p.grad is None else p.grad for p in call.held], "e")
+        call.looks(self._generator)
         del call._push  # its graph holds the parameters, which the step changes in place
 
     def updated(self, taken: Mapping[nn.Parameter, Tensor]) -> None:
@@ -208,17 +198,15 @@ class Attentions:
         self._each(partial(self._updated, taken))
 
     def _updated(self, taken: Mapping[nn.Parameter, Tensor], call: _Call) -> None:
-        call.parts["d"] = call.moved([taken[p] for p in call.held])[..., 1:]
-        call.release()
+        call.moved([taken[p] for p in call.held], "d")
+        call.made = call.inputs = ()  # the graph is not needed any more
+        vars(call).pop("_push", None)
 
     def records(self) -> dict[str, Tensor]:
-        """Return the record of each attention, of all of its calls; the graphs are released."""
+        """Return the record of each attention, of all of its calls."""
         kept = {p: calls for p, calls in self.calls.items() if p not in self.refused}
         self.calls = {}
-        return {
-            path: torch.cat([torch.cat([x.parts[name] for name in RECORD], -1) for x in calls])
-            for path, calls in kept.items()
-        }
+        return {path: torch.cat([call.record() for call in calls]) for path, calls in kept.items()}
 
     def _each(self, body: Callable[[_Call], None]) -> None:
         """Handle all calls; the attention of one with which the body fails is refused."""
