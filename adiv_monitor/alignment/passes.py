@@ -21,7 +21,7 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
 from adiv_monitor.capture.weights.shards import is_parallel, is_shard, part_of, sharded_as
 from adiv_monitor.errors import AdivError
-from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features
 from adiv_monitor.features.uses import Use
 from adiv_monitor.probe.recording import Recording
 from adiv_monitor.probe.run import run
@@ -93,7 +93,7 @@ class Seen:
         features: features of its sampled rows, over all calls.
         shapes: shape of all rows in each call.
         is_table: whether rows of its matrix are looked up instead of multiplied.
-        rows: the inputs, (rows, groups, fan-in); of tables the tokens, (rows,), or none.
+        rows: the inputs, (rows, groups, fan-in); of tables none.
         block: index of the block of the weight that every row uses; None without blocks.
     """
 
@@ -109,8 +109,6 @@ class Seen:
             self.rows = self.features.phi
         elif isinstance(self.features, BlockFeatures):
             self.rows, self.block = self.features.phi[:, None], self.features.block
-        elif isinstance(self.features, OneHotFeatures):
-            self.rows = self.features.token
 
     def weight(self) -> Tensor:
         """Return the weight as it was used, or this rank's part of the parameter that it is."""
