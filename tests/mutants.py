@@ -73,7 +73,6 @@ _MONITOR_TESTS = {
     "features/functions/linear.py": _RULES,
     "features/functions/conv.py": _RULES,
     "features/functions/embedding.py": ["test_bookkeeping", *_RULES],
-    "features/functions/elementwise.py": _RULES,
     "features/corrected.py": _RULES,
     **{f"features/functions/{name}.py": ["test_functions"] for name in _FAMILIES},
 }

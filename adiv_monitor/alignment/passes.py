@@ -25,8 +25,7 @@ from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Feature
 from adiv_monitor.features.uses import Use
 from adiv_monitor.probe.recording import Recording
 from adiv_monitor.probe.run import run
-from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings, devices_of
+from adiv_monitor.rerun.surroundings import Randomness, Surroundings, devices_of
 
 
 def look(model: nn.Module, probe: Probe) -> "Uses":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Randomness
 
 Function = Callable[..., Any]
 

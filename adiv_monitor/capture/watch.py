@@ -18,8 +18,7 @@ from adiv_monitor.capture.site import Site
 from adiv_monitor.capture.trace import Plan
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.features.uses import name_of
-from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import reruns
+from adiv_monitor.rerun.surroundings import Randomness, reruns
 from adiv_monitor.rerun.thread import function_modes, set_function_modes
 
 

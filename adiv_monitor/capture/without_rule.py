@@ -15,7 +15,7 @@ from adiv_monitor.features.rows import Rows, compute_dtype
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.rerun.derivatives import pattern, tolerance
 from adiv_monitor.rerun.nested import tensors_in
-from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Randomness
 from adiv_monitor.rerun.twin import Arguments, Twin
 
 _ADVICE = "register_features adds a rule for its class"

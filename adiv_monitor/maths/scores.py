@@ -22,22 +22,14 @@ from adiv_monitor.features.rows import to_compute_dtype, wide
 from adiv_monitor.features.uses import Refused
 
 CHUNK = 2**22  # number of scores that are held in memory at once
-ESTIMATES = 16  # of the scales
 
 # The record of an attention on the probe, (samples, heads, numbers), by part and its size: number
 # of active scores; ‖g‖²; ⟨ΔY, g⟩ and ‖ΔY‖² of a plain gradient step and of the optimizer's, each as
 # a descent direction; `Attention.spread`; estimates of Σ D_ts, one of each random move, and of
 # Σ D_ts² (all are alike where they are exact). What is not known is NaN. The records of several
 # calls or ranks are one, of all samples.
-RECORD = {
-    "count": 1,
-    "G_G": 1,
-    "e": 2,
-    "d": 2,
-    "spread": 7,
-    "scale": ESTIMATES,
-    "square": ESTIMATES,
-}
+RECORD = {"count": 1, "G_G": 1, "e": 2, "d": 2, "spread": 7, "scale": 16, "square": 16}
+ESTIMATES = RECORD["scale"]
 
 Move = tuple[
     Float[Tensor, "samples heads queries width"], Float[Tensor, "samples heads keys width"]

@@ -18,8 +18,7 @@ from adiv_monitor.capture.selection import is_wrapper
 from adiv_monitor.capture.weights.pieces import Strides
 from adiv_monitor.features.rows import shares_memory, to_compute_dtype
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings, devices_of, reruns, version
+from adiv_monitor.rerun.surroundings import Randomness, Surroundings, devices_of, reruns, version
 
 SAMPLES = 8
 # Arguments of these types do not hold tensors that have to be cut, too.

@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -14,7 +15,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils import parametrize
 
 from adiv_monitor.rerun.eager import forced_eager
-from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import apart
 
 T = TypeVar("T")
@@ -22,6 +22,56 @@ T = TypeVar("T")
 State = list[tuple[dict[str, Any], dict[str, Any]]]
 # Larger tensors in attributes are data; larger frozen parameters are those of pretrained models.
 _MOST_ENTRIES, _MOST_FROZEN = 2**24, 2**22
+
+
+class Randomness:
+    """The present states of random number generators, to rerun code that draws from them.
+
+    Args:
+        devices: the devices whose torch generators are saved.
+        others: also save the global generators of Python and numpy.
+
+    Attributes:
+        devices: these devices.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], *, others: bool = False) -> None:
+        self._states = {device: _state(device) for device in devices}
+        self.devices = self._states.keys()
+        self._others = (random.getstate(), np.random.get_state()) if others else None
+
+    def set(self) -> None:
+        """Set the generators to the saved states."""
+        for device, state in self._states.items():
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.get_device_module(device).set_rng_state(state, device)
+        if self._others is not None:
+            random.setstate(self._others[0])
+            np.random.set_state(self._others[1])
+
+
+def checksum(device: torch.device) -> int:
+    """Return a checksum of the present state of torch's generator of a device."""
+    return zlib.crc32(_state(device).numpy().tobytes())
+
+
+@contextmanager
+def restored_after(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore torch's generators of these devices, Python's and numpy's at the end of a block."""
+    before = Randomness(devices, others=True)
+    try:
+        yield
+    finally:
+        before.set()
+
+
+def _state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 class Surroundings:
@@ -33,21 +83,19 @@ class Surroundings:
     Args:
         random: saved states of the generators.
         modules: the modules whose buffers and attributes are saved.
+
+    Attributes:
+        random: these states.
     """
 
     def __init__(self, random: Randomness, modules: Iterable[nn.Module] = ()) -> None:
-        self._random = random
+        self.random = random
         self._state = _copied(_state_of(modules))
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted({"cpu", *(device.type for device in random.devices)})
             if torch.amp.is_autocast_available(kind)
         ]
-
-    @property
-    def devices(self) -> Collection[torch.device]:
-        """The devices on which random numbers may be drawn."""
-        return self._random.devices
 
     @property
     def cast_to(self) -> set[torch.dtype]:
@@ -57,7 +105,7 @@ class Surroundings:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Set the saved state within the context; only `untouched` restores it afterwards."""
-        self._random.set()
+        self.random.set()
         _set(_copied(self._state))
         with ExitStack() as contexts:
             for kind, dtype, enabled in self._autocast:
@@ -124,7 +172,7 @@ def untouched(
     Returns:
         The function's result.
     """
-    random = Randomness({torch.device("cpu"), *surroundings.devices}, others=True)
+    random = Randomness({torch.device("cpu"), *surroundings.random.devices}, others=True)
     own = _state_of(modules)
     given = {**_copies(modules, frozen=parameters is not None), **(parameters or {})}
     data = {parameter: parameter.data for parameter in given}

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from adiv_monitor.rerun.derivatives import pusher
-from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings, untouched
+from adiv_monitor.rerun.surroundings import Randomness, Surroundings, untouched
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Names of the attributes that hold a module's hooks.

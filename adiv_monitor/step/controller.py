@@ -33,8 +33,7 @@ from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Trace
 from adiv_monitor.report import StepReport
 from adiv_monitor.rerun.eager import in_compiled_code
-from adiv_monitor.rerun.randomness import checksum
-from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.rerun.surroundings import checksum, version
 from adiv_monitor.step.armed import Armed
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.every_norm import EveryNorm

@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.audit.experiments.calls import by_name, changed, is_input, is_list, see_calls
 from adiv_monitor.audit.training.batches import copied, first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.rerun.randomness import Randomness
-from adiv_monitor.rerun.surroundings import Surroundings, devices_of, untouched
+from adiv_monitor.rerun.surroundings import Randomness, Surroundings, devices_of, untouched
 
 
 def still(fork: Fork) -> Fork:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adiv_monitor.audit.training.batches import called, copied, tensors
-from adiv_monitor.rerun.randomness import restored_after
+from adiv_monitor.rerun.surroundings import restored_after
 
 Loss = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[nn.Module], Optimizer]

@@ -1,5 +1,5 @@
 """The rules of functions, a file for each family; importing it registers them."""
 
-from adiv_monitor.features.functions import conv, elementwise, embedding, gains, linear, products
+from adiv_monitor.features.functions import conv, embedding, gains, linear, products
 
-del conv, elementwise, embedding, gains, linear, products
+del conv, embedding, gains, linear, products
