@@ -21,9 +21,9 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, inside_wrappers, is_chosen, select
 from adiv_monitor.capture.weights.shards import is_parallel, is_shard, part_of, sharded_as
 from adiv_monitor.errors import AdivError
-from adiv_monitor.features.features import BlockFeatures, DenseFeatures, Features
+from adiv_monitor.features.features import BlockFeatures, DenseFeatures
 from adiv_monitor.features.uses import Use
-from adiv_monitor.probe.recording import Recording
+from adiv_monitor.probe.recording import Recording, RowsOfLayer
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import Randomness, Surroundings, devices_of
 
@@ -80,7 +80,7 @@ def look(model: nn.Module, probe: Probe) -> "Uses":
     return uses
 
 
-class Seen:
+class Seen(RowsOfLayer):
     """A layer in one forward pass of the probe; it refers to activations and must not be kept.
 
     Args:
@@ -89,18 +89,15 @@ class Seen:
 
     Attributes:
         layer: the layer.
-        features: features of its sampled rows, over all calls.
-        shapes: shape of all rows in each call.
+        use: the use.
         is_table: whether rows of its matrix are looked up instead of multiplied.
         rows: the inputs, (rows, groups, fan-in); of tables none.
         block: index of the block of the weight that every row uses; None without blocks.
     """
 
     def __init__(self, calls: Sequence[Call], use: Use) -> None:
+        super().__init__(calls, None)
         self.layer, self.use = calls[0].layer, use
-        first, *more = [call.features for call in calls]
-        self.features: Features = first.joined(more)
-        self.shapes = [call.rows.shape for call in calls]
         self.is_table = not isinstance(self.features, DenseFeatures | BlockFeatures)
         self.rows, self.block = torch.empty(0), None
         if isinstance(self.features, DenseFeatures):

@@ -277,8 +277,6 @@ class StepSums:
         layers["factor"] = factor
         of_row, before = rows["layer"], self.rows
         c = np.where(np.isnan(factor), 1.0, factor)[of_row]
-        if (c == 1).all():
-            return replace(self, layers=layers)
         for name in ("G_G", "own_G", "own_own"):
             layers[name] *= np.where(np.isnan(factor), 1.0, factor) ** 2
         is_one = (layers["groups"] == 1)[of_row]
