@@ -52,6 +52,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", MODULES)
 def test_it_reads_as_without_it(name: str, reentrant: bool) -> None:

@@ -414,6 +414,7 @@ EMPTY: dict[str, Callable[[], nn.Module]] = {
 FIRST_OR_SECOND = [(name, sizes) for name in EMPTY for sizes in ((0, 3, 3), (3, 0, 3))]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(("name", "sizes"), FIRST_OR_SECOND)
 def test_an_empty_micro_batch_leaves_the_readings_alone(name: str, sizes: Sequence[int]) -> None:
     torch.manual_seed(0)

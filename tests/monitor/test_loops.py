@@ -96,6 +96,7 @@ def accelerate(**options: Any) -> Loop:
     return Loop((model, optimizer), original, train)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.usefixtures("_fresh_accelerate")
 @pytest.mark.parametrize("given", GIVEN)
 def test_accelerate(given: str) -> None:
@@ -156,6 +157,7 @@ def fabric(compiled: bool = False, **options: Any) -> Loop:
     return Loop((model, optimizer), original, train)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("given", GIVEN)
 def test_fabric(given: str) -> None:
     reports = fabric().watched(given)

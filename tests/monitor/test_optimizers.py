@@ -374,6 +374,7 @@ def evaluated(width: int, *, swaps: bool, clips: bool) -> list[StepReport]:
     return trained(model, loss, 4, optimizer=optimizer, after=evaluate)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("width", [8, 300])
 def test_weights_that_are_swapped_in_for_an_evaluation_are_no_applied_update(

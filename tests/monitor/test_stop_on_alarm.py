@@ -50,7 +50,7 @@ def adamw(lr: float) -> Any:
     return lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("kind", "make"),
     [

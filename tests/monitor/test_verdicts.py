@@ -23,7 +23,7 @@ from verdict_runs import BREAKS, EVERY, LOOPS, STATES, STEPS, Seen, seen
 from adiv_monitor.diagnosis.diagnose import NOTHING, finding_title, running_headline
 from adiv_monitor.diagnosis.finding import Finding
 
-pytestmark = pytest.mark.slow(one_in=11)
+pytestmark = pytest.mark.slow(one_in=17)
 WITHOUT_LOSS = "plain, without the loss"
 FALLS = "Whether the loss falls"
 WIRING = "Wiring, inputs, labels"

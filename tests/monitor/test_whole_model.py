@@ -171,6 +171,7 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
 TRUNK = {"trunk.0": 35, "trunk.2": 24}
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("options", [{}, {"layers_per_step": 2}, {"attention": True}])
 @pytest.mark.parametrize(
     ("way", "loss"),

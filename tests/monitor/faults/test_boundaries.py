@@ -18,7 +18,6 @@ from faults.scenarios import SCENARIOS
 from faults.trial import REASON, Fault, Trial, forget_caches, take, unmonitored
 
 import adiv_monitor
-from adiv_monitor.capture import watching
 from adiv_monitor.features import registry, uses
 
 HOME = Path(adiv_monitor.__file__).parent
@@ -174,24 +173,3 @@ def test_the_scenarios_reach_every_rule_and_every_file() -> None:
             assert place in boundaries, f"no scenario reaches {rule}"
     assert {file for file in FILES if not list(in_file(file))} == set()
     assert unmonitored("mlp") != unmonitored("mlp", 1), "another training is no equal one"
-
-
-DEEP = SCENARIOS["deep"]
-
-
-def test_the_reason_is_in_every_report_where_the_layer_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The reason is reported even if the rule fails before its layer is known."""
-
-    def fails(*_: object) -> None:
-        raise Fault(REASON)
-
-    monkeypatch.setattr(watching, "uses_in", fails)
-    trial = take(DEEP)
-    assert trial.result == unmonitored("deep")
-    for report in trial.reports:
-        assert not report.layers
-        assert len(report.unsupported) == 4
-        assert all(REASON in reason for reason in report.unsupported.values()), report.unsupported
-    assert len(trial.warned) == 4
