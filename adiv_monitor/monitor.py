@@ -214,7 +214,7 @@ class Monitor:
         On a single rank they include that of the last measured step: see `complete_report`.
         """
         self._unattached.check()
-        if self._controller.assembly.is_alone:
+        if self._controller.ranks.is_alone:
             self.complete_report()
         return self._outlet.reports
 
@@ -251,16 +251,14 @@ class Monitor:
     ) -> None:
         try:
             try:
-                skipped = self._failures.safely(self._controller.skipped)
                 unstepped = self._failures.safely(self._controller.unstepped)
             finally:  # where this one raised, other ranks may be gone as well
                 self._close(patience=None if kind is None else 0.0)
         except BaseException:  # it may have come before closing had begun
             self._close(patience=0.0)
             raise
-        said = skipped or (unstepped if self.latest is None else "")
-        if kind is None and said:
-            self._failures.warn("no step", f"adiv_monitor: {said}")
+        if kind is None and unstepped:
+            self._failures.warn("no step", f"adiv_monitor: {unstepped}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle; an attached monitor has neither."""
@@ -356,9 +354,8 @@ class Monitor:
         Reports have the losses of all steps, not only of measured ones (`StepReport.losses`). It
         does not wait for a device: a tensor is copied on its device and read when the next report
         is made. Between two reports the last 16,384 values are kept. Several values of one step,
-        such as those of micro-batches, count as their mean. Of the values that a closure logs
-        during the optimizer's step only the first counts, which belongs to the weights before the
-        step. After `close` and in compiled code nothing is recorded.
+        such as those of micro-batches, or of a closure that the optimizer calls several times,
+        count as their mean. After `close` and in compiled code nothing is recorded.
 
         Args:
             value: a number, or a tensor; a tensor of several values counts as their mean.
@@ -479,7 +476,7 @@ class Monitor:
     def _ends_training(self, report: StepReport) -> bool:
         """Return whether alarms end the training; all ranks return the same."""
         is_asked = self._stops and self._state == "attached"
-        return is_asked and self._controller.assembly.all_stop(report.step)
+        return is_asked and self._controller.ranks.all_stop(report.step)
 
     def _stop(self, error: AlarmError) -> None:
         """End the training by an exception that is raised in a hook."""

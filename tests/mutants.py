@@ -50,7 +50,6 @@ _MONITOR_TESTS = {
     "maths/totals.py": ["test_uneven_rows", *_MEASURED],
     "capture/sampling.py": ["test_sampling"],
     "step/parameter_steps.py": ["test_distributed", "test_sharded", *_COURSE],
-    "step/flat.py": ["test_distributed", "test_sharded", *_COURSE],
     "capture/check.py": ["test_contributions", *_COURSE],
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules", "test_trace"],
     "capture/layer_rows.py": [*_BOOKS, "test_recurrent", "test_realised"],

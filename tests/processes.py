@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import assembly
+from adiv_monitor.step import ranks
 from adiv_monitor.step.merge import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.run_history import RunHistory
@@ -56,8 +56,7 @@ def as_launched(rank: int, world: int) -> None:
 def patient() -> Iterator[None]:
     """Make monitors wait up to a minute for each other, so that a slow machine fails no test."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("PATIENCE", "_FAREWELL"):
-            patch.setattr(assembly, name, 60.0)
+        patch.setattr(ranks, "PATIENCE", 60.0)
         yield
 
 
@@ -66,8 +65,13 @@ def contributions_of_ranks(monkeypatch: pytest.MonkeyPatch, world: int) -> list[
     sent: list[Any] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
-    monkeypatch.setattr(assembly.Assembly, "join", lambda self, name: None)
-    monkeypatch.setattr(assembly.Assembly, "add", lambda self, part: sent.append(part))
+    monkeypatch.setattr(ranks.Ranks, "join", lambda self, name: None)
+
+    def report(self: Any, part: Any, complete: object) -> tuple[StepReport, bool]:
+        sent.append(part)
+        return part.report, False
+
+    monkeypatch.setattr(ranks.Ranks, "report", report)
     return sent
 
 
@@ -78,8 +82,8 @@ def merged(parts: Sequence[Any], max_rows: int, seed: int = 0) -> StepReport:
         rank: replace(part, sums=prepared(part.sums, max_rows, world, generator))
         for rank, part in enumerate(parts)
     }
-    whole, ranks = merge_ranks(own, world, max_rows)
-    assert ranks == list(range(world))
+    whole, covered = merge_ranks(own, world, max_rows)
+    assert covered == list(range(world))
     return understand(whole, RunHistory())
 
 

@@ -1,7 +1,7 @@
 """A step to be measured, with its hooks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,10 @@ from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.rerun.surroundings import reruns
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
-from adiv_monitor.step.parameter_steps import ParameterSteps
-from adiv_monitor.step.rank_contribution import RankContribution, add_parameters
+from adiv_monitor.step.messages import RankContribution
+from adiv_monitor.step.parameter_steps import add_parameters
 from adiv_monitor.step.stepping import Others, Rates
-from adiv_monitor.step.transfer import Flags, fetch, fetch_numbers
+from adiv_monitor.step.transfer import Flags, HostFlags, fetch, fetch_numbers
 
 if TYPE_CHECKING:
     from adiv_monitor.step.probing import ProbeStep
@@ -36,13 +36,10 @@ _WRONG = (
     "changes it, or the registered rule is wrong"
 )
 _SKIPPED = "The optimizer skipped the step, because a gradient is not finite: not measured."
-_GRADIENT_LOST = (
-    "The optimizer changed .grad during its step, unlike before: parameter_cosine, applied_cosine "
-    "and descent of {} are not known; from the next report on they are."
-)
-_UPDATE_LOST = (
-    "The weights changed after the optimizer's step, unlike before: projection_cosine and "
-    "applied_cosine of {} are not known; from the next report on they are."
+_CHANGED = (
+    "The optimizer changed .grad during its step, or the weights changed after it, unlike before: "
+    "parameter_cosine, projection_cosine, applied_cosine and descent of {} are not known; from the "
+    "next report on they are."
 )
 
 
@@ -145,6 +142,8 @@ class Armed:
         sums, flags, attention = fetch(step.out, {} if probe is None else probe.attention())
         sums, wrong = self._described(sums)
         failures.switched_off |= wrong
+        for path, why in wrong.items():
+            failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {why}")
         skipped = _SKIPPED if _is_set(flags, "skipped") else ""
         refused = tuple(why for why in (skipped, step.refused) if why)
         if refused:
@@ -152,14 +151,14 @@ class Armed:
         elif step.steps is not None:
             dots = {name: np.concatenate(of) for name in OF_PARAMETERS if (of := flags.get(name))}
             if "w_w" in dots and sums.paths:
-                step.history.seen |= {*sums.paths, *step.unreached, *wrong}
-                self._learn(step.steps, flags, dots, sums.paths)
+                step.history.seen |= {*sums.paths, *capture.unreached, *wrong}
+                self._learn(flags, dots, sums.paths)
             add_parameters(sums, dots, step.pieces, step.steps.keys)
         covered = coverage_of(
             sums.paths,
             self.selection,
             capture,
-            told={} if refused else {**step.unreached, **wrong},
+            told={} if refused else {**capture.unreached, **wrong},
             off=failures.switched_off,
             is_measured=not refused,
         )
@@ -175,7 +174,7 @@ class Armed:
             notes=self._notes(failures, flags),
             unmeasured=covered.unmeasured,
             interval=interval,
-            turn=self.turn,
+            turn=self.turn and replace(self.turn, elements=covered.elements),
             learning_rates=learning_rates,
             groups={path: group_of[key] for path, key in firsts.items() if key in group_of},
             other_optimizers=tuple(self.others.writes),
@@ -183,8 +182,7 @@ class Armed:
             **{**rates.told, **self.told, **self._facts(sums, flags, is_refused=bool(refused))},
         )
         lost = [path for path in step.reached if path not in sums.paths]
-        part = RankContribution(report, sums, refused, wrong, (*lost, *failures.switched_off))
-        part.elements = covered.elements
+        part = RankContribution(report, sums, refused, (*lost, *failures.switched_off))
         if probe is not None and not refused:
             part.attention = attention
             part.no_attention = dict(probe.refused)
@@ -197,7 +195,7 @@ class Armed:
         self.step.history.checked_rules |= {p for p, e in errors.items() if e <= RULE_TOLERANCE}
         return sums.pick(np.flatnonzero([path not in wrong for path in sums.paths])), wrong
 
-    def _notes(self, failures: Failures, flags: Mapping[str, Sequence[Array]]) -> tuple[str, ...]:
+    def _notes(self, failures: Failures, flags: HostFlags) -> tuple[str, ...]:
         """Return the notes of the step, those of failures too, which are taken."""
         before, probe = [*failures.notes], self.step.probe
         failures.notes.clear()
@@ -221,36 +219,22 @@ class Armed:
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
 
-    def _learn(
-        self,
-        steps: ParameterSteps,
-        flags: Mapping[str, Sequence[Array]],
-        dots: dict[str, Array],
-        paths: Sequence[str],
-    ) -> None:
+    def _learn(self, flags: HostFlags, dots: dict[str, Array], paths: Sequence[str]) -> None:
         """Record the habits that this step showed; make NaN, with a note, what they spoil in it."""
-        gradient_changed, applied = _is_set(flags, "gradient_changed"), dots.get("a_a")
+        w_w, applied = dots["w_w"], dots.get("a_a")
         # Computed in the same way, they are equal to the last bit unless θ has changed.
-        weights_changed = _is_set(flags, "weights_changed") or (
-            applied is not None and not np.array_equal(dots["w_w"], applied, equal_nan=True)
-        )
-        self.step.history.gradient_changes |= gradient_changed
-        self.step.history.weights_change |= weights_changed
-        lost = dict[str, tuple[str, ...]]()
-        if gradient_changed and not steps.has_copies:
-            lost[_GRADIENT_LOST] = ("w_gamma", "a_gamma", "reached", "changed")
-        if weights_changed and applied is None:
-            lost[_UPDATE_LOST] = ("a_w", "a_gamma")
-        for note, names in lost.items():
-            self.step.noted[note] += paths
-            dots |= dict.fromkeys(names, np.full(len(steps.keys), np.nan))
+        is_other = applied is not None and not np.array_equal(w_w, applied, equal_nan=True)
+        changed = is_other or _is_set(flags, "wrote")
+        self.step.history.changes |= changed
+        if changed and applied is None:  # nothing was kept
+            self.step.noted[_CHANGED] += paths
+            names = ("w_gamma", "a_w", "a_gamma", "reached", "changed")
+            dots |= dict.fromkeys(names, np.full(len(w_w), np.nan))
 
-    def _facts(
-        self, sums: StepSums, flags: Mapping[str, Sequence[Array]], *, is_refused: bool
-    ) -> dict[str, Any]:
+    def _facts(self, sums: StepSums, flags: HostFlags, *, is_refused: bool) -> dict[str, Any]:
         """Return for the report what was seen of the whole model, of the loss and of batches."""
-        capture, whole = self.capture, self.step.whole
-        found = {} if whole is None else whole.facts(sums, flags, comes_late=self._is_late)
+        capture = self.capture
+        found = self.step.whole.facts(capture, sums, flags, comes_late=self._is_late)
         if is_refused:
             return found
         given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
@@ -271,5 +255,5 @@ class Armed:
         }
 
 
-def _is_set(flags: Mapping[str, Sequence[Array]], name: str) -> bool:
+def _is_set(flags: HostFlags, name: str) -> bool:
     return any(of.any() for of in flags.get(name, ()))

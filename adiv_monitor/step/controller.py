@@ -9,7 +9,7 @@
   d. All hooks are off, but one waits for the next batch.
 - read: `read`, as the next step begins or somebody asks. `Armed.contribution` makes one
   transfer to the host: `StepSums`, in a `RankContribution`. Once all ranks have sent theirs,
-  `Assembly` calls `understand`: a `LayerReading` each, in the `StepReport`.
+  `Ranks` calls `understand`: a `LayerReading` each, in the `StepReport`.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,19 +35,20 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.rerun.eager import in_compiled_code
 from adiv_monitor.rerun.surroundings import checksum, version
 from adiv_monitor.step.armed import Armed
-from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.every_norm import EveryNorm
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.loss_watch import LossWatch
 from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.messages import RankContribution
 from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.ranks import Ranks
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import Others, RateFalls, learning_rates, state_of
 from adiv_monitor.step.training import Training
 from adiv_monitor.step.unsharded import UnshardedParameters
+from adiv_monitor.step.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from adiv_monitor.alignment.instrument import Alignment
@@ -58,9 +59,11 @@ _MOVED = (
     "update does not start where the gradient was computed: not measured."
 )
 _MANY = 64  # losses of one step, of more micro-batches than are usual
-_SKIPPED = (
-    "{} losses have come since step {} was to be taken, but no step of the monitor's optimizer "
-    "(are all of them skipped, since gradients overflow?)"
+_UNSTEPPED = (
+    "no step of the monitor's optimizer, or call of end_step(), was seen since step {} was to be "
+    "taken, so nothing was measured from then on (were the backward passes too few for an "
+    "accumulation, were all steps skipped, since gradients overflow, or does another optimizer "
+    "train the model?)"
 )
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
@@ -76,7 +79,7 @@ class StepController:
         failures: handler of exceptions.
         now: returns the number of the current step.
         report: called with every report, and whether this rank is to write it.
-        assembly: makes the reports, with the other ranks.
+        ranks: makes the reports, with the other ranks.
         losses: log of the losses of the steps so far.
     """
 
@@ -102,7 +105,8 @@ class StepController:
 
     def __post_init__(self) -> None:
         training, fail = self.training, self.failures.tell
-        self.assembly = Assembly(training.max_rows, self.generator, self._complete, self._emit)
+        self._whole = WholeModel(training)
+        self.ranks = Ranks(training.max_rows, self.generator)
         if training.watch == "norms":
             self._norms = EveryNorm(training.selection())
         if (loss := training.seen_loss) is not None:
@@ -122,7 +126,7 @@ class StepController:
         safely, training, number = self.failures.safely, self.training, self.now()
         if self._loss is not None and self._loss.stays:
             safely(self._loss.put_on)
-        safely(self.assembly.join, name)
+        safely(self.ranks.join, name)
         safely(self.schedule.begin, number, next(training.model.parameters()))
         safely(self._refer)
         safely(self.arm)
@@ -155,8 +159,8 @@ class StepController:
         Args:
             patience: largest time to wait for other ranks, in seconds; None: the default.
         """
-        self.assembly.ends(patience)
-        call_all(self.read, self.assembly.leave)
+        self.ranks.patience = patience
+        call_all(self.read, self.ranks.leave)
 
     def release(self) -> None:
         """Remove the hooks, and drop the current step and copies, whatever has failed before."""
@@ -168,21 +172,12 @@ class StepController:
         """Remove every hook, also that on the loss; it can be called again."""
         call_all(self.release, *([] if self._loss is None else [self._loss.remove]))
 
-    def skipped(self) -> str:
-        """Return how many losses have come without a step, if there are many, or ""."""
-        count = self.losses.of(self.now())
-        return _SKIPPED.format(count, self.now()) if count > _MANY else ""
-
     def unstepped(self) -> str:
-        """Return why the armed step was not measured although layers were called, or ""."""
-        armed = self._armed
-        if armed is None or armed.guard.broken or not armed.capture.rows:
-            return ""
-        return (
-            "no step of the monitor's optimizer, or call of end_step(), was seen while the monitor "
-            "was on, so nothing was measured (were the backward passes too few for an "
-            "accumulation, were all steps skipped, or does another optimizer train the model?)"
-        )
+        """Return that losses, or the first calls of layers, came without a step, or ""."""
+        armed = None if self._history.seen else self._armed
+        is_waiting = armed is not None and armed.capture.rows and not armed.guard.broken
+        is_late = is_waiting or self.losses.of(self.now()) > _MANY
+        return _UNSTEPPED.format(self.now()) if is_late else ""
 
     # --- armed ------------------------------------------------------------------------------------
 
@@ -214,7 +209,7 @@ class StepController:
             passes=Passes(guard, lambda: others.begun),
             check=Check(partial(history.asks, surveys=plan is None)),
         )
-        takes_all = training.attainable and self.assembly.is_alone
+        takes_all = training.attainable and self.ranks.is_alone
         chooser = Chooser(None if takes_all else training.max_rows, self.generator)
         capture = Capture(training.model, selection, chooser, context, plan)
         probe = None if self._probe is None else self._probe(selection)
@@ -225,6 +220,7 @@ class StepController:
             fail=failures.switch_off,
             probe=probe,
             unsharded=UnshardedParameters(selection, self._agree),
+            whole=self._whole,
         )
         loss = None if self._loss is None or self._loss.stays else self._loss
         hooks = [each for each in (probe, loss) if each is not None]
@@ -249,7 +245,7 @@ class StepController:
 
     def _agree(self, point: str) -> bool:
         """Whether all ranks, including this one, participate in this point of the step."""
-        return self.assembly.agree(self.now(), point)
+        return self.ranks.agree(self.now(), point)
 
     # --- the gradient is final --------------------------------------------------------------------
 
@@ -261,7 +257,6 @@ class StepController:
         Returns:
             The arguments of the optimizer's step with another closure; None: as they are.
         """
-        self.losses.step_begins()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self.failures.safely(self.read)
         self.failures.safely(self._falls.sees, optimizer)
@@ -304,10 +299,9 @@ class StepController:
 
     def step_ends(self) -> None:
         """Measure the update; without an optimizer, the gradient is complete now, and is read."""
-        self.losses.step_ends()
         if self._norms is not None:
             self.failures.safely(self._norms.ends, self.now())
-        if self.training.watch is not None and self.assembly.is_alone:
+        if self.training.watch is not None and self.ranks.is_alone:
             new = self.losses.looked_at(self.now())
             if self.failures.safely(self._watch.spikes, new):
                 self.schedule.ask(self.now())
@@ -370,24 +364,20 @@ class StepController:
         if self._norms is not None:
             told["gradient_norms"], told["update_norms"] = self._norms.take()
         part.report = replace(part.report, **told)
-        for path, reason in part.misdescribed.items():
-            self.failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
-        self.assembly.add(part)
+        report, writes = self.ranks.report(part, self._complete)
+        self.schedule.reported(report.step, report.interval)
+        self.report(report, writes)
 
     def _complete(self, part: RankContribution) -> StepReport:
         """Return the report of a step, of one rank or of all."""
-        if self.assembly.is_alone and not part.refused:  # ranks would check different layers
+        if self.ranks.is_alone and not part.refused:  # ranks would check different layers
             self._history.checks(part.sums)
         if self.training.watch is not None:
             # Ranks would not measure the same steps, so that nothing was watched before.
-            losses = {} if self.assembly.is_alone else part.report.losses
+            losses = {} if self.ranks.is_alone else part.report.losses
             self._watch.spikes({step: [loss] for step, loss in losses.items()})
             part.report = replace(part.report, spikes=self._watch.take(part.report.step))
         report = understand(part, self._history)
         if self._loss is not None and not report.losses:
             report = replace(report, notes=(*report.notes, self._loss.unseen))
         return report
-
-    def _emit(self, report: StepReport, writes: bool) -> None:
-        self.schedule.reported(report.step, report.interval)
-        self.report(report, writes)

@@ -115,7 +115,7 @@ def _usual(sums: StepSums) -> tuple[float, bool]:
             (clean if told else others).append(fit.factor)
     if clean or others:
         return float(np.median(clean or others)), bool(clean)
-    return _from_rows(sums), True
+    return 1.0, True  # nothing tells it
 
 
 def _parts(sums: StepSums, layer: int) -> list[Array]:
@@ -158,15 +158,3 @@ def _judged(sums: StepSums, layer: int, usual: float) -> tuple[float, str, float
     if len(parts) == 2 and all(explains(of) and of.rows > noise for of in found):
         return found[0].factor, "apart", 0.0
     return usual, "more", fit.rest / fit.now
-
-
-def _from_rows(sums: StepSums) -> float:
-    """Return the factor of layers none of which was checked: ⟨e, G⟩ = ‖γ‖² / c over all rows.
-
-    A sample tells no factor, and neither do weights with other uses: then it is 1.
-    """
-    layers = sums.layers
-    tell = (sums.seen == layers["total"]) & (layers["reason"] == "")
-    products = float(sums.total(sums.rows["e_G"])[tell].sum())
-    found = float(layers["gamma_gamma"][tell].sum()) / products if products > 0 else 1.0
-    return found if 0 < found < math.inf else 1.0

@@ -50,8 +50,7 @@ class LossLog:
     """Log of losses by step, until they are taken.
 
     A loss from the training loop takes precedence over one seen by hooks. Several values of one
-    step, as from micro-batches, are averaged. If an optimizer's step evaluates a closure, only the
-    first value during the step counts, since the weights have moved before the next one.
+    step, as from micro-batches, are averaged.
 
     At most 16,384 values are kept; then the oldest are dropped.
     """
@@ -60,7 +59,6 @@ class LossLog:
         # Each with its step, and whether the training loop said it.
         self._held: deque[tuple[int, bool, Value]] = deque(maxlen=_MOST)
         self._looked = -1  # the last step whose losses were looked at
-        self._closed: set[bool] | None = None  # of which kind no more count; None: outside a step
 
     def add(self, step: int, loss: object, *, is_said: bool) -> None:
         """Add the loss of a step's batch, from the training loop or as a hook has seen it.
@@ -68,20 +66,8 @@ class LossLog:
         Raises:
             TypeError, ValueError: see `value_of`.
         """
-        value = value_of(loss)
-        if value is None or (self._closed is not None and is_said in self._closed):
-            return
-        if self._closed is not None:
-            self._closed.add(is_said)
-        self._held.append((step, is_said, value))
-
-    def step_begins(self) -> None:
-        """Count only one more value, as the optimizer's step begins: it may evaluate a closure."""
-        self._closed = set()
-
-    def step_ends(self) -> None:
-        """Count all values again, after the optimizer's step."""
-        self._closed = None
+        if (value := value_of(loss)) is not None:
+            self._held.append((step, is_said, value))
 
     def take(self, last: int) -> tuple[dict[int, float], dict[int, int]]:
         """Remove the losses of the steps up to `last`; return them by step, sorted.

@@ -105,8 +105,7 @@ def _arriving(losses: Sequence[float | Tensor]) -> Callable[[], float | None] | 
     if len(tensors) < len(losses) or not tensors[0].is_cuda or is_captured():
         return None
     value = tensors[0] if len(tensors) == 1 else torch.stack(tensors).float().mean()
-    host = torch.empty((), dtype=value.dtype, pin_memory=True)
-    host.copy_(value, non_blocking=True)
+    host = value.to("cpu", non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(value.device))
     return lambda: host.item() if event.query() else None  # type: ignore[no-untyped-call]

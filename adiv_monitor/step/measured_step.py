@@ -65,12 +65,11 @@ class MeasuredStep:
         fail: called with a layer's path and the exception that measuring it raised.
         probe: measures on the probe what was requested; None: nothing was.
         unsharded: gathers gradients and updates of sharded parameters.
+        whole: the whole model.
         refused: why the step can't be measured; "": it can.
         out: takes the numbers for the host.
         reached: paths of the layers that a gradient reached.
-        unreached: by path of a layer, why it has no numbers in this step.
         steps: the steps of the parameters; None: the gradient was never final.
-        whole: the whole model; None: the same.
         pieces: by path, the share of the layer's dot products of parameters that counts here.
         noted: paths of layers by the note about them, with {} in place of the paths.
     """
@@ -81,8 +80,8 @@ class MeasuredStep:
     fail: Callable[[str, Exception], None]
     probe: "ProbeStep | None"
     unsharded: UnshardedParameters
+    whole: WholeModel
     refused: str = ""
-    whole: WholeModel | None = None
 
     def __post_init__(self) -> None:
         self._reset()
@@ -91,7 +90,6 @@ class MeasuredStep:
         """Forget what was computed: an earlier attempt at this step may have raised."""
         self.out = Outgoing()
         self.reached: list[str] = []
-        self.unreached: dict[str, str] = {}
         self.steps: ParameterSteps | None = None
         self.pieces: dict[str, dict[Key, float]] = {}
         self.noted: dict[str, list[str]] = defaultdict(list)
@@ -118,20 +116,17 @@ class MeasuredStep:
         self._reset()
         self.out.flags["skipped"] = [skipped] if isinstance(skipped, Tensor) else []
         captured = self.capture.finish()
-        given = self.training, self.history, self.capture
-        self.whole = WholeModel(*given, self.out.flags)
+        self.whole.begins(self.capture, self.out.flags)
         self.reached = [layer.path for layer in captured]
-        self.unreached |= self.capture.unreached
         try:
             # Of all due parameters: the layers that were reached differ between ranks.
             self.unsharded.gradients(set(map(id, self.capture.selection.due_parameters)))
             pieces = [piece for layer in captured for piece in layer.pieces]
             self.steps = ParameterSteps(
                 [*pieces, *self.unsharded.others(pieces)],
-                self.history,
                 self.history.masters.of(optimizer),
                 scale=scale,
-                new=not self.history.seen.issuperset(self.reached),
+                keeps=self.history.changes or not self.history.seen.issuperset(self.reached),
             )
             unscaled = gradient if scale is None else lambda p: gradient(p) / scale
             begin = partial(self._begin, captured, updates)
@@ -242,7 +237,7 @@ class MeasuredStep:
         self._all_rows.pop(path, None)
         self.out.forget(path)
         if isinstance(error, Refused):
-            self.unreached[path] = str(error)
+            self.capture.unreached[path] = str(error)
         else:
             self.fail(path, error)
 
@@ -251,8 +246,7 @@ class MeasuredStep:
     @torch.no_grad()
     def updated(self) -> None:
         """Compute u and d: the optimizer has stepped."""
-        if self.whole is not None:
-            self.whole.updated(self.out.flags)
+        self.whole.ends(self.out.flags)
         if self.probe is not None:
             self.probe.updated(self.out)
         if self.steps is None or not (self._measured or self.unsharded.all_participate):
@@ -270,7 +264,7 @@ class MeasuredStep:
             block.update(self.steps.taken, at_once, self._lose)
         self._measure_own(self.steps)
         self._finish()  # first: the product with γ overwrites the difference
-        self.out.flags["gradient_changed"] = [self.steps.finish_update()]
+        self.out.flags["wrote"] = [self.steps.finish_update()]
 
     def _update(self, layer: Layer, parts: Parts) -> None:
         """Compute d of a layer whose update was all-gathered."""
@@ -307,7 +301,7 @@ class MeasuredStep:
         """Compute a, as the next step begins or training ends."""
         if self.steps is not None and "w_w" in self.steps.products:
             differs = self.steps.applied()
-            self.out.flags["weights_changed"] = [] if differs is None else [differs]
+            self.out.flags["wrote"] += [] if differs is None else [differs]
 
     def discard(self, why: str) -> None:
         """Drop the step: it can't be measured."""

@@ -16,7 +16,7 @@ from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.sums import OF_PARAMETERS, TABLES, Array, StepSums, Table, blank, in_order
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.gradient_check import LIKENESS_TOLERANCE, settled
-from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.messages import RankContribution
 
 # Columns of the table of layers that add up; NaN if one rank does not know its part.
 _ADDED = "total", "moved", "terms", "active", "G_G", "own_G", "own_own", "scale_sum"
@@ -72,11 +72,9 @@ def merge_ranks(
     several = [parts[rank] for rank in ranks]
     notes = [*dict.fromkeys(note for part in several for note in part.report.notes)]
     refused = tuple(dict.fromkeys(why for part in several for why in part.refused))
-    misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
     lost = {path for part in several for path in part.rows_lost}
     sums = _merged([part.sums for part in several], max_rows)
-    kept = [i for i, p in enumerate(sums.paths) if not (refused or p in misdescribed)]
-    sums = _without_parts(sums.pick(np.array(kept, np.int64)), world)
+    sums = _without_parts(sums.pick(np.arange(0 if refused else len(sums.paths))), world)
     missing = world > len(several)
     sums = settled(sums, world=world, lost=sums.paths if missing else lost)
     if missing and not refused and not _make_up_the_gradient(sums):
@@ -92,7 +90,6 @@ def merge_ranks(
         report=_report(several, sums.paths, lost, notes),
         sums=sums,
         refused=refused,
-        misdescribed=misdescribed,
         rows_lost=tuple(lost),
         attention={path: np.concatenate(own) for path, own in of_ranks.items()},
         no_attention=no_attention,
@@ -199,19 +196,19 @@ def _without_parts(sums: StepSums, world: int) -> StepSums:
 
 def _first_broken(parts: Mapping[int, RankContribution]) -> list[str]:
     """Return a note on the ranks whose loss, or whose rows, were not finite before the others'."""
-    broken: dict[int, list[int]] = {}
+    broken: dict[int, float] = {}  # by rank, its first such step
     for rank, part in parts.items():
-        rows = part.sums.rows
-        steps = [step for step, loss in part.report.losses.items() if not math.isfinite(loss)]
-        if not np.isfinite([rows["z_z"].sum(), rows["G_G"].sum()]).all():
-            steps.append(part.report.step)
-        if steps:
-            broken.setdefault(min(steps), []).append(rank)
-    step = min(broken, default=0)
-    if not 0 < len(first := broken.get(step, [])) < len(parts):
+        rows, steps = part.sums.rows, {**part.report.losses}
+        steps[part.report.step] = steps.get(part.report.step, 0.0) + rows["z_z"].sum()
+        steps[part.report.step] += rows["G_G"].sum()
+        broken[rank] = min([s for s, x in steps.items() if not math.isfinite(x)], default=math.inf)
+    step = min(broken.values())
+    first = [str(rank) for rank, its in broken.items() if its == step]
+    if step == math.inf or len(first) == len(parts):
         return []
-    said = ", ".join(map(str, first))
-    return [f"First not finite, at step {step}: the loss or the rows of rank {said} alone."]
+    return [
+        f"First not finite, at step {step}: the loss or the rows of rank {', '.join(first)} alone."
+    ]
 
 
 def _report(
@@ -235,7 +232,8 @@ def _report(
         for name in first.unmeasured
         if (fewest := min(report.unmeasured.get(name, 0) for report in reports))
     }
-    recovered = sum(first.unmeasured.values()) - sum(unmeasured.values())
+    counts = [sum(of.values()) for of in (unmeasured, first.unmeasured)]
+    still = counts[0] / counts[1] if counts[1] else 1.0
     # A rank's reason counts unless another rank has a reading.
     everywhere = set.intersection(*(set(report.unsupported) for report in reports))
     every = [pair for report in reports for pair in report.unsupported.items()]
@@ -247,7 +245,7 @@ def _report(
         losses={step: sum(several) / len(several) for step, several in losses.items()},
         unsupported={p: x for p, x in every if p in everywhere or (p in lost and p not in layers)},
         unmeasured=unmeasured,
-        coverage=first.coverage + recovered / max(several[0].elements, 1),
+        coverage=1 - (1 - first.coverage) * still,
         realised_loss_change=sum(changes) / len(changes) if changes else None,
         realised_loss_changes=tuple(x for report in reports for x in report.realised_loss_changes),
     )

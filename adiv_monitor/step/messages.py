@@ -1,4 +1,6 @@
-"""Messages between ranks: an archive of arrays, the first of which is JSON.
+"""A rank's contribution to a report, and messages between ranks.
+
+A message is an archive of arrays, the first of which is JSON.
 
 Anyone who can reach the ranks' store can write to it. So a message is pure data: nothing in it is
 executed, and every value that is read has its field's type (`report/written.py`).
@@ -6,15 +8,37 @@ executed, and every value that is read has its field's type (`report/written.py`
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from io import BytesIO
 
 import numpy as np
 
-from adiv_monitor.maths.sums import KINDS, About, StepSums
+from adiv_monitor.maths.sums import KINDS, NO_SUMS, About, Array, StepSums
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.written import plain, read
-from adiv_monitor.step.rank_contribution import RankContribution
+
+
+@dataclass
+class RankContribution:
+    """A rank's contribution to a report.
+
+    Attributes:
+        report: the report, without readings of layers and attentions. Realised changes are those
+            of this rank's samples, `losses` those of its batches; `alignment` is already that of
+            all ranks.
+        sums: the numbers of the layers whose rows are known.
+        refused: why the step can't be measured at all; empty if it can.
+        rows_lost: paths of layers that had rows here but are not in `sums`.
+        attention: records of attentions by path, see `maths/scores.py`.
+        no_attention: path → why there is no record.
+    """
+
+    report: StepReport
+    sums: StepSums = NO_SUMS
+    refused: tuple[str, ...] = ()
+    rows_lost: tuple[str, ...] = ()
+    attention: dict[str, Array] = field(default_factory=dict)
+    no_attention: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

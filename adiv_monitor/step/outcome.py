@@ -15,8 +15,8 @@ from adiv_monitor.maths.estimates import Mask
 from adiv_monitor.maths.readings import Measured, measure
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.report import MEASURES, LayerReading, StepReport
+from adiv_monitor.step.messages import RankContribution
 from adiv_monitor.step.own_measures import values_of
-from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.run_history import RunHistory
 
 # Where the loss is unknown, a smaller factor on the gradient may be that of an AMP scaler.
@@ -72,11 +72,10 @@ def understand(part: RankContribution, history: RunHistory) -> StepReport:
             optimizer's gradient.
         history: run history.
     """
-    turn = part.report.turn
-    report = replace(part.report, turn=turn and replace(turn, elements=part.elements))
+    sums, report = part.sums, part.report
     if part.refused:
         return replace(report, notes=(*report.notes, *part.refused))
-    sums, updated = part.sums, report.optimizer != ""
+    updated = report.optimizer != ""
     rates = np.array([report.learning_rate(path) for path in sums.paths])
     measured = measure(sums, updated=updated, rates=rates)
     paths, reasons = sums.paths, sums.layers["reason"].tolist()

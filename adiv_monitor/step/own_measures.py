@@ -1,4 +1,4 @@
-"""Measures of the user's own, of the rows of a layer right after the step."""
+"""Measures of the user's own, of the rows of a layer right after the step; ours of spectra, too."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,6 +10,10 @@ from torch import Tensor
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.maths.sums import StepSums
+
+# Products with MᵀM, and after how many of them the vector is scaled again: each may make it as many
+# times smaller as M has rows.
+_ITERATIONS, _SCALED = 30, 5
 
 
 class OwnRows(NamedTuple):
@@ -77,3 +81,38 @@ def values_of(sums: StepSums, layer: int) -> dict[str, float]:
         for name, of in several.items()
         if len(of)
     }
+
+
+# --- singular values --------------------------------------------------------------------------
+
+
+def sigma(M: Float[Tensor, "outputs inputs"]) -> Float[Tensor, ""]:
+    """Return σ₁ of a matrix by 30 steps of power iteration, from the same random vector always.
+
+    It is a lower bound, which misses the more the nearer σ₂ is, but then only by the little that
+    lies between the two. NaN if the matrix is zero.
+    """
+    norm = M.norm()
+    M = M / norm
+    v = torch.randn(M.shape[1], generator=torch.Generator().manual_seed(0)).to(M)
+    for i in range(_ITERATIONS):
+        v = M.T @ (M @ v)
+        if i % _SCALED == 0:
+            v = v / v.norm()
+    found: Tensor = norm * (M @ v).norm() / v.norm()
+    return found
+
+
+def stable_rank(M: Float[Tensor, "outputs inputs"]) -> Float[Tensor, ""]:
+    """Return ‖M‖²/σ₁²: 1 if M is of rank 1, at most its rank."""
+    found: Tensor = (M.norm() / sigma(M)).square()
+    return found
+
+
+# The measures of `Monitor(spectral=True)`.
+SPECTRAL: dict[str, OwnMeasure] = {
+    "update_sigma": lambda rows: sigma(rows.update),
+    "update_stable_rank": lambda rows: stable_rank(rows.update),
+    "weight_sigma": lambda rows: sigma(rows.weight),
+    "weight_stable_rank": lambda rows: stable_rank(rows.weight),
+}

@@ -3,21 +3,28 @@
 w = θ before − θ after the optimizer's step is the negative of the update u; a is the same of the
 applied update, up to the next forward pass. They cover all layers, end to end. Keeping all three
 until the next forward pass takes three copies of the parameters. This is only needed where
-something changes the weights after the step. The first measured step of a layer keeps everything,
-and its result decides (`RunHistory`). Elsewhere a = w as long as nothing has written to the
-parameters since the step, by their version counters.
+something changes the weights after the step, or `.grad` in it. The first measured step of a layer
+keeps everything, and its result decides (`RunHistory`). Elsewhere γ is `.grad`, and a = w, as long
+as nothing has written to them, by their version counters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Key, Parts, Piece, gradient
-from adiv_monitor.features.rows import to_compute_dtype
-from adiv_monitor.step.flat import Flat
-from adiv_monitor.step.run_history import RunHistory
+from adiv_monitor.features.rows import compute_dtype, dots, joined, to_compute_dtype, wide
+from adiv_monitor.maths.sums import OF_PARAMETERS, ONCE, Array, StepSums
+from adiv_monitor.maths.totals import reduced
+
+_LINE = 128  # entries; every tensor in a buffer begins at a multiple of it
+_CHUNK = 2**22  # entries that are multiplied at once
 
 
 class ParameterSteps:
@@ -25,39 +32,30 @@ class ParameterSteps:
 
     Args:
         pieces: the measured pieces of parameters.
-        history: the run history so far.
         masters: by id of a parameter, the copy of higher precision that the optimizer steps.
         scale: the number by which a fused optimizer divides `.grad` in its step (AMP); None: 1.
-        new: whether some of the layers were not measured before.
+        keeps: whether all three vectors are kept.
 
     Attributes:
         keys: the pieces.
         products: their dot products and counts, by the names of `OF_PARAMETERS`, in the order of
             `keys`: one vector for each dtype and device.
-        has_copies: whether γ is preserved even if the optimizer changes `.grad`.
     """
 
     def __init__(
         self,
         pieces: Iterable[Piece],
-        history: RunHistory,
         masters: Mapping[int, Tensor],
         *,
         scale: Tensor | None,
-        new: bool,
+        keeps: bool,
     ) -> None:
         self._masters = masters
         self._pieces = {piece.key: piece for piece in pieces}
-        self._keeps_update = new or history.weights_change
-        # `.grad` may be zeroed before the next forward pass, so γ must be a copy then too.
-        self.has_copies = scale is not None or history.gradient_changes or self._keeps_update
+        self._keeps = keeps or scale is not None
         # By id of a parameter, the key of the piece that is all of it.
         self._whole = {id(x.parameter): key for key, x in self._pieces.items() if x.view is None}
-        every = {id(piece.parameter): piece.parameter for piece in self._pieces.values()}
-        gradients = {of: gradient(parameter) for of, parameter in every.items()}
-        self._given = {
-            key: piece.own(gradients[id(piece.parameter)]) for key, piece in self._pieces.items()
-        }
+        self._given = {key: x.own(gradient(x.parameter)) for key, x in self._pieces.items()}
         self._copied: Flat | None = _copy(self._values(), self._given)  # γ
         if scale is not None:
             for buffer in self._copied.buffers:
@@ -66,14 +64,14 @@ class ParameterSteps:
         self.keys = self._copied.keys
         sizes = torch.tensor([self._gamma[k].numel() for k in self.keys], dtype=torch.float64)
         self.products = {"gamma_gamma": self._copied.dots(self._copied), "size": (sizes,)}
-        self._before: Flat | None = None  # θ before; after the step w, if no update is kept
+        self._before: Flat | None = None  # θ before; after the step w, if not all is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
 
     def keep_parameters(self) -> None:
         """Copy the parameters before an optimizer step, over the copy of γ if it is not needed."""
         values = self._values()
-        if self.has_copies:
+        if self._keeps:
             self._before = _copy(values, values)
         else:
             assert self._copied is not None
@@ -119,7 +117,7 @@ class ParameterSteps:
         values = self._values()
         self._after = _versions(values.values())
         before = self._before
-        self._taken = taken = _copy(values, before.views) if self._keeps_update else before
+        self._taken = taken = _copy(values, before.views) if self._keeps else before
         taken.apply(torch._foreach_sub_, values)
 
     def finish_update(self) -> Tensor:
@@ -132,8 +130,9 @@ class ParameterSteps:
         self.products["w_w"] = w.dots(w)
         gamma, moved = self._copied, w.nonzero()
         if gamma is not None:
-            self.products["w_gamma"] = w.dots(gamma)
+            self.products["w_gamma"], changed = w.dots(gamma), gamma.differs(self._given)
         else:
+            changed = torch.tensor(self._at_first != _versions(self._given.values()))
             w.apply(torch._foreach_mul_, self._gamma)
             self.products["w_gamma"] = w.sums()
             w.apply(torch._foreach_copy_, self._gamma)
@@ -141,11 +140,6 @@ class ParameterSteps:
         reached = gamma.nonzero()
         self.products["reached"] = gamma.counts(reached)
         self.products["changed"] = gamma.counts(map(torch.logical_and, reached, moved))
-        if self.has_copies:
-            assert self._copied is not None
-            changed = self._copied.differs(self._given)
-        else:
-            changed = torch.tensor(self._at_first != _versions(self._given.values()))
         self._given = {}
         return changed
 
@@ -155,7 +149,7 @@ class ParameterSteps:
         None if the products of a show it.
         """
         differs = None
-        if self._keeps_update:
+        if self._keeps:
             a, w, gamma = self._before, self._taken, self._copied
             assert a is not None and w is not None and gamma is not None
             a.apply(torch._foreach_sub_, self._values())
@@ -167,6 +161,101 @@ class ParameterSteps:
         return differs
 
 
+# --- many tensors end to end -------------------------------------------------------------------
+
+
+class Flat:
+    """Tensors in one buffer for each dtype and device, with sums of products by tensor.
+
+    Args:
+        like: the tensors whose shapes, dtypes and devices the parts have, by key.
+
+    Attributes:
+        keys: the keys, in the order of the sums.
+        views: the parts, by key.
+        buffers: one for each dtype and device.
+    """
+
+    def __init__(self, like: Parts) -> None:
+        alike: dict[object, list[Key]] = defaultdict(list)
+        for key, x in like.items():
+            alike[x.shape, x.stride()].append(key)
+        kinds: dict[object, dict[Key, Tensor]] = defaultdict(dict)
+        for key in chain(*alike.values()):  # at equal distances, to be stacked without a copy
+            kinds[like[key].dtype, like[key].device][key] = like[key]
+        self._kinds = [tuple(kind) for kind in kinds.values()]
+        self.keys = tuple(chain(*self._kinds))
+        self.views: dict[Key, Tensor] = {}
+        self.buffers: list[Tensor] = []
+        self._lengths: list[Tensor] = []  # in lines, of each tensor of a buffer
+        for kind in kinds.values():
+            lines = [-(-tensor.numel() // _LINE) for tensor in kind.values()]
+            first, start = next(iter(kind.values())), 0
+            # It is zero between the tensors.
+            buffer = torch.zeros(sum(lines) * _LINE, dtype=first.dtype, device=first.device)
+            for (key, tensor), length in zip(kind.items(), lines, strict=True):
+                self.views[key] = _view(buffer, start, tensor)
+                start += length * _LINE
+            self.buffers.append(buffer)
+            self._lengths.append(torch.tensor(lines).to(buffer.device, non_blocking=True))
+
+    def apply(self, function: Callable[..., object], others: Parts) -> None:
+        """Call a `_foreach` function that writes to the parts, with other tensors by key."""
+        for kind in self._kinds:
+            function([self.views[key] for key in kind], [others[key] for key in kind])
+
+    def dots(self, other: "Flat") -> tuple[Float[Tensor, " tensors"], ...]:
+        """Return ⟨a, b⟩ of each tensor with its counterpart, in the order of `keys`, in parts."""
+        return self._by_tensor(map(_line_dots, self.buffers, other.buffers))
+
+    def sums(self) -> tuple[Float[Tensor, " tensors"], ...]:
+        """Return the sum of each tensor's entries, one vector for each buffer."""
+        return self._by_tensor(
+            buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self.buffers
+        )
+
+    def nonzero(self) -> list[Tensor]:
+        """Return which entries are not zero, for each buffer."""
+        return [buffer != 0 for buffer in self.buffers]
+
+    def counts(self, which: Iterable[Tensor]) -> tuple[Float[Tensor, " tensors"], ...]:
+        """Return the number of each tensor's entries that a mask of each buffer chooses."""
+        return self._by_tensor(mask.view(-1, _LINE).sum(1, dtype=torch.float32) for mask in which)
+
+    def differs(self, others: Parts) -> Tensor:
+        """Return whether any part differs from its tensor; NaN equals itself."""
+        pairs = [(self.views[key], others[key]) for key in self.keys]
+        flags = [((a != b) & ~(a.isnan() & b.isnan())).any() for a, b in pairs]
+        if not flags:  # one of several ranks may have nothing to measure
+            return torch.zeros((), dtype=torch.bool)
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+    def _by_tensor(self, lines: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        # Sequential float32 sums of many alike numbers would drift.
+        return tuple(
+            reduced("sum", wide(of_lines), lengths)
+            for of_lines, lengths in zip(lines, self._lengths, strict=True)
+        )
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a part of a buffer with the shape of a tensor, and its strides if it is dense."""
+    if torch.ops.aten.is_non_overlapping_and_dense(like):
+        return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + start)
+    return buffer[start : start + like.numel()].view(like.shape)
+
+
+def _line_dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the dot products of lines, in the precision of the measures.
+
+    Part by part: the product of all entries would be one more copy of them.
+    """
+    dtype, parts = compute_dtype(a), []
+    for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
+        parts.append(dots(x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)))
+    return joined(parts)
+
+
 def _copy(like: Parts, tensors: Parts) -> Flat:
     """Return a copy of tensors that are laid out like others."""
     flat = Flat(like)
@@ -176,3 +265,54 @@ def _copy(like: Parts, tensors: Parts) -> Flat:
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     return [(-1 if x.is_inference() else x._version, x.data_ptr()) for x in tensors]
+
+
+# --- on the host ------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")  # terms of non-finite numbers are not needed
+def add_parameters(
+    sums: StepSums,
+    dots: Mapping[str, Array],
+    pieces: Mapping[str, Mapping[Key, float]],
+    keys: Sequence[Key],
+) -> None:
+    """Add the numbers of the parameters of each layer.
+
+    Args:
+        sums: the numbers of the layers.
+        dots: dot products, by the names of `DOTS`, of the pieces of parameters.
+        pieces: by layer, by key of a piece, the share of its products that this rank counts.
+        keys: the pieces.
+    """
+    shares, layers = [pieces[path] for path in sums.paths], sums.layers
+    place = {key: i for i, key in enumerate(keys)}
+    at = np.array([place[key] for of in shares for key in of], dtype=np.int64)
+    counted = [share for of in shares for share in of.values()]
+    layer = np.repeat(np.arange(len(shares)), [len(of) for of in shares])
+    # Without an applied update of its own, a = u.
+    like = {"a_a": "w_w", "a_w": "w_w", "a_gamma": "w_gamma", **ONCE}
+    is_first = np.zeros(len(at))
+    is_first[np.unique(at, return_index=True)[1]] = 1
+    for name in OF_PARAMETERS:
+        values = dots.get(name, dots.get(like.get(name, ""), np.zeros(len(keys))))
+        weights = is_first * counted if name in ONCE else counted
+        layers[name] = np.bincount(layer, values[at] * weights, len(shares))
+    layers["terms"] = _terms(sums)
+
+
+def _terms(sums: StepSums) -> Array:
+    """Return `terms` of each layer, by ‖g_r φ_rᵀ‖² = (D G)_r·g_r.
+
+    D is the diagonal of the scales. Without scales ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖ with the Jacobian J_r of
+    a row.
+    """
+    layers, rows = sums.layers, sums.rows
+    groups, gamma_gamma = (layers[name][rows["layer"]] for name in ("groups", "gamma_gamma"))
+    of_gamma = rows["G_G"] * rows["e_e"] / np.where(gamma_gamma == 0, 1.0, gamma_gamma)
+    squares = np.select(
+        [groups > 1, groups == 1], [rows["own_G"], rows["G_G"] * rows["scale"]], of_gamma
+    )
+    length = sums.total(np.sqrt(np.maximum(squares, 0.0)))
+    found: Array = length * layers["total"] / np.maximum(sums.seen, 1)
+    return found

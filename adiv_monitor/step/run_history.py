@@ -7,7 +7,6 @@ import numpy as np
 
 from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.report import LayerReading
-from adiv_monitor.step.earlier_weights import EarlierWeights
 from adiv_monitor.step.gradient_check import tells
 from adiv_monitor.step.masters import Masters
 
@@ -32,8 +31,8 @@ class RunHistory:
     """The run history. What was seen once is expected from then on.
 
     Attributes:
-        gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
-        weights_change: whether the weights change after the step, so a differs from u.
+        changes: whether the optimizer changes `.grad` in its step, so that γ must be copied, or the
+            weights change after the step, so that a differs from u.
         telling: at the coming measured step, only the gradient of this layer is checked: it tells
             the factor of all; None: all are checked.
         checked: measured steps since all gradients were checked.
@@ -44,15 +43,10 @@ class RunHistory:
         masters: the copies of higher precision that the optimizer steps.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
-        cut_off: ids of the parameters that were cut off from the loss when that was last known.
-        weights: some weights of earlier steps.
         state: the state of the optimizer as the last measured step ended, see `state_of`.
-        untrained: by id, the parameters that the optimizer did not step in the last step, as it
-            does not hold them or they had no gradient, with version and norm as it began.
     """
 
-    gradient_changes: bool = False
-    weights_change: bool = False
+    changes: bool = False
     telling: str | None = None
     checked: int = 0
     sound: set[str] = field(default_factory=set)
@@ -61,9 +55,6 @@ class RunHistory:
     masters: Masters = field(default_factory=Masters)
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
-    cut_off: set[int] = field(default_factory=set)
-    weights: EarlierWeights = field(default_factory=EarlierWeights)
-    untrained: dict[int, tuple[int, float]] = field(default_factory=dict)
     state: object = None
 
     def renews(self, began: object, ended: object) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Numbers of steps from the start of a measured one until its cost is read, since a device may lag
-# behind, and until the next one at least.
+# Numbers of steps from the start of a measured one until no more are timed, and until the next one
+# at least. Then its cost is read, since a device may lag behind.
 _READ, _SHORTEST = 8, 20
 _FIRST, _LEAST = (10, 100), 100  # unless an interval was asked for: besides the first step
 
@@ -28,9 +28,9 @@ class Schedule:
     cost: a short run has three reports, from which typical values can be told. Then those whose
     number is a multiple of the interval.
 
-    The cost is known from the second measured step on: the first includes everything that is slow
-    in a new run. Plain steps are timed only in the few steps after a measured one. The interval
-    changes with each report, which has the one of the first rank.
+    The cost is known from the second measured step on, once the next one begins: the first includes
+    everything that is slow in a new run. Plain steps are timed only in the few steps after a
+    measured one. The interval changes with each report, which has the one of the first rank.
 
     Args:
         every_n_steps: the interval; with a bound the least one. None: 100.
@@ -65,7 +65,7 @@ class Schedule:
             parameter: a parameter of the model, on the device that trains it.
         """
         if self._bound is not None:
-            self._begun = self._last = step  # step measured first, and last
+            self._last = step  # measured last
             self._times = step_times(parameter)
             self.reported(step, self.planned)
 
@@ -102,20 +102,19 @@ class Schedule:
     def _is_due(self, coming: int) -> bool:
         if self._times is None or self._bound is None:
             return coming % self.interval == 0 or coming in self._first
-        since, times = coming - self._last, self._times
-        if since <= _READ and self._last > self._begun:
-            times.step_ended(measured=since == 1)
-            if since == _READ:
-                self._costs += times.costs()
+        if 1 < coming - self._last <= _READ:
+            self._times.step_ended()
         if coming < self._next:
             return False
+        self._costs += self._times.costs()
         self._last, self._next = coming, self._after(coming)
-        times.begin()
+        self._times.begin()
         return True
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run, with the costs of measured steps, in plain steps."""
-        return {"costs": [*self._costs], "turns": self.turns}
+        last = [] if self._times is None else self._times.costs()
+        return {"costs": [*self._costs, *last], "turns": self.turns}
 
     def resume(self, costs: Iterable[float] = (), turns: int = 0) -> None:
         """Go on from a saved state; call this before `begin`."""
@@ -145,10 +144,9 @@ def interval(cost: float, bound: float, least: int) -> int:
 
 
 class StepTimes:
-    """Timer of some steps, each from the end of the previous step to its own end.
+    """Timer of a measured step and of some plain ones after it. No device is ever waited for.
 
-    A measured step is timed together with the next one, in which its report is completed. No device
-    is ever waited for.
+    A measured step is timed together with the next one, in which its report is completed.
 
     Args:
         now: sets a mark.
@@ -157,53 +155,42 @@ class StepTimes:
 
     def __init__(self, now: Callable[[], Any], passed: Callable[[Any, Any], float | None]) -> None:
         self._now, self._passed = now, passed
-        self._marks = [now()]  # marks of the current step
-        self._is_open = False  # whether a measured step has ended, and the next one has not
-        self._plain: deque[list[Any]] = deque(maxlen=32)  # marks of plain steps
-        self._measured: deque[list[Any]] = deque(maxlen=32)  # and of measured ones
+        # Where a measured step begins, its forward pass begins, the next step ends, others end.
+        self._marks: list[Any] = []
 
     def begin(self) -> None:
-        """Set a mark at the beginning of a measured step, if those before it were not timed."""
+        """Set a mark at the beginning of a measured step."""
         self._marks = [self._now()]
 
     def forward_begins(self) -> None:
         """Set a mark in a measured step: the time before it may include an evaluation."""
-        self._marks.append(self._now())
+        if len(self._marks) == 1:
+            self._marks.append(self._now())
 
-    def step_ended(self, *, measured: bool) -> None:
-        """Set a mark at the end of a step."""
-        if measured:
-            self._is_open = True
-            return
-        self._marks.append(self._now())
-        (self._measured if self._is_open else self._plain).append(self._marks)
-        self._marks, self._is_open = self._marks[-1:], False
+    def step_ended(self) -> None:
+        """Set a mark at the end of a step after the measured one."""
+        if len(self._marks) > 1:
+            self._marks.append(self._now())
 
     def costs(self) -> list[float]:
-        """Return the extra time of each measured step since the last call, in plain steps.
+        """Return the extra time of the measured step, in plain steps; [] if it is not known.
 
-        A plain step is the median of the last ones, since loading, evaluation and the like fall in
+        A plain step is the median of those after it, since loading, evaluation and the like fall in
         between. Before the forward pass of a measured step they count as one plain step at most.
         """
-        several = (self._plain, self._measured)
-        plain, measured = ([*filter(None, map(self._parts, of))] for of in several)
-        if not plain or len(measured) < len(self._measured):
-            return []
-        self._measured.clear()
-        typical = median(map(sum, plain))
-        return [(min(before, typical) + sum(rest)) / typical - 2 for before, *rest in measured]
-
-    def _parts(self, marks: list[Any]) -> list[float]:
-        """Return the seconds between marks; none until the device has reached all."""
-        parts = [self._passed(*pair) for pair in pairwise(marks)]
+        parts = [self._passed(*pair) for pair in pairwise(self._marks)]
         known = [part for part in parts if part is not None]
-        return known if len(known) == len(parts) else []
+        if len(parts) < _READ or len(known) < len(parts):
+            return []
+        before, measured, *plain = known
+        typical = median(plain)
+        return [(min(before, typical) + measured) / typical - 2]
 
 
 def step_times(parameter: Tensor) -> StepTimes:
     """Return a timer for the steps of a model with this parameter."""
     if not parameter.is_cuda:  # the device has done its work when Python goes on
-        return StepTimes(time.perf_counter, _between)
+        return StepTimes(time.perf_counter, lambda start, end: end - start)
 
     device = parameter.device
 
@@ -217,7 +204,3 @@ def step_times(parameter: Tensor) -> StepTimes:
         return start.elapsed_time(end) / 1000 if happened else None
 
     return StepTimes(now, passed)
-
-
-def _between(start: float, end: float) -> float:
-    return end - start

@@ -3,11 +3,11 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -74,15 +74,12 @@ def learning_rates(optimizer: Optimizer) -> Rates:
     given = [group["lr"] for group in several if isinstance(group.get("lr"), Real | Tensor)]
     rates = [x.detach().clone() if isinstance(x, Tensor) else float(x) for x in given]
     is_uphill = all(group.get("maximize") is True for group in several)
-    told = {"maximize": is_uphill, "settings": _settings(several)}
+    told = {"optimizer": type(optimizer).__name__, "maximize": is_uphill}
+    numbered = enumerate(several if several[1:] else ())
     return Rates(
         rates if len(rates) == len(several) else (),
-        {
-            id(p): i
-            for i, group in enumerate(several if several[1:] else ())
-            for p in group["params"]
-        },
-        {"optimizer": type(optimizer).__name__, **told},
+        {id(p): i for i, group in numbered for p in group["params"]},
+        {**told, "settings": _settings(several)},
         state_of(optimizer),
     )
 
@@ -137,15 +134,9 @@ def is_within_own_step(optimizer: Optimizer) -> bool:
         return False
     code = hooked[0].__code__  # torch's wrapper, the same for every step; may be compiled
     name = (code.co_name, code.co_filename)
-    frames = (f for f in _stack() if (f.f_code.co_name, f.f_code.co_filename) == name)
+    stack = (frame for frame, _ in walk_stack(sys._getframe()))
+    frames = (f for f in stack if (f.f_code.co_name, f.f_code.co_filename) == name)
     return sum(frame.f_locals.get("self") is optimizer for frame in frames) > 1
-
-
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @dataclass(eq=False)

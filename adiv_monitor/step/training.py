@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from adiv_monitor.capture.loss_hook import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure, trainable
 from adiv_monitor.report import Turn
-from adiv_monitor.step.own_measures import OwnMeasure
-from adiv_monitor.step.spectral import SPECTRAL
+from adiv_monitor.step.own_measures import SPECTRAL, OwnMeasure
 
 if TYPE_CHECKING:
     from adiv_monitor.alignment.probe import Probe

@@ -14,6 +14,7 @@ from adiv_monitor.maths.sums import TABLES, About, Array, StepSums, Table, blank
 _Known = Mapping[str, Index | float | str]
 _Columns = tuple[str, Sequence[str], Mapping[str, Tensor], _Known]
 Flags = dict[str, list[Tensor]]  # numbers of the step as a whole, by name; see `Outgoing`
+HostFlags = Mapping[str, Sequence[Array]]  # the same on the host
 
 
 class Outgoing:
@@ -23,8 +24,8 @@ class Outgoing:
         tensors: all tensors of layers.
         flags: numbers of the step as a whole, by name.
 
-            - gradient_changed: nonzero if the optimizer changed `.grad` during its step.
-            - weights_changed: nonzero if the weights changed after the optimizer's step.
+            - wrote: nonzero if the optimizer changed `.grad` during its step; the same of the
+              weights after it.
             - skipped: > 0 if a fused optimizer found inf and did nothing.
             - `DOTS`: dot products of pieces of parameters, by `ParameterSteps`.
             - loss_change: realised change of the loss.

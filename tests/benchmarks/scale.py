@@ -39,10 +39,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # location of the helpers for s
 from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
-from adiv_monitor.step import assembly, unsharded
+from adiv_monitor.step import ranks, unsharded
 from adiv_monitor.step.merge import merge_ranks, prepared
-from adiv_monitor.step.messages import decode, encode
-from adiv_monitor.step.rank_contribution import RankContribution
+from adiv_monitor.step.messages import RankContribution, decode, encode
 
 _aten = torch.ops.aten
 
@@ -265,11 +264,11 @@ def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
     parts: list[RankContribution] = []
     sizes: list[int] = []
 
-    add = assembly.Assembly.add
+    report = ranks.Ranks.report
 
-    def note_part(self: assembly.Assembly, part: RankContribution) -> None:
+    def note_part(self: ranks.Ranks, part: RankContribution, complete: Any) -> Any:
         parts.append(part)
-        add(self, part)
+        return report(self, part, complete)
 
     sharded_as = unsharded.sharded_as
 
@@ -280,7 +279,7 @@ def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
         return sharded_as(part, alike)
 
     with (
-        patch.object(assembly.Assembly, "add", note_part),
+        patch.object(ranks.Ranks, "report", note_part),
         patch.object(unsharded, "sharded_as", note_whole),
     ):
         yield parts, sizes

@@ -26,7 +26,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from adiv_monitor import AlarmError, Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import assembly, schedule
+from adiv_monitor.step import ranks, schedule
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
@@ -178,7 +178,7 @@ def monitor_that_falls_silent(rank: int) -> list[tuple[str, ...]]:
     def fall_silent(step: int, net: nn.Module, monitor: Monitor) -> None:
         if step == 0:
             monitor.complete_report()
-            patch.setattr(assembly, "PATIENCE", 0.5)
+            patch.setattr(ranks, "PATIENCE", 0.5)
             if rank == 1:
                 for hook in monitor._hooks:
                     hook.remove()
@@ -256,7 +256,7 @@ MONITORED = [([1], [[], [*FIRST[:2], (40, 100)]]), ([0], [FIRST, []]), ([0, 1], 
 
 
 def within_a_bound(rank: int) -> list[list[tuple[int, int | None]]]:
-    return [measured_steps(rank if rank in ranks else None) for ranks, _ in MONITORED]
+    return [measured_steps(rank if rank in those else None) for those, _ in MONITORED]
 
 
 def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
@@ -464,7 +464,7 @@ def test_an_evaluation_by_the_first_process_delays_none(found: dict[int, list[Fo
     for own in found[2]:
         notes, seconds = own["evaluation_by_the_first_alone"]
         assert notes == [(), (), ()], "both speak in every report"
-        assert seconds < assembly.PATIENCE / 2
+        assert seconds < ranks.PATIENCE / 2
 
 
 def test_a_monitor_that_leaves_is_not_waited_for(found: dict[int, list[Found]]) -> None:

@@ -132,7 +132,7 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
 def test_an_end_at_which_all_steps_are_skipped_is_said() -> None:
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = r"66 losses have come since step 2 was to be taken, but no step of the monitor's"
+    said = r"no step of the monitor's optimizer, .* was seen since step 2 was to be taken"
     with pytest.warns(UserWarning, match=said), Monitor(model, optimizer) as monitor:
         for step in range(68):
             loss = loss_of(model, batch)

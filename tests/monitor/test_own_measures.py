@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from adiv_monitor import StepReport
 from adiv_monitor.maths.sums import NO_SUMS, About, StepSums, blank
-from adiv_monitor.step.own_measures import OwnRows, values_of
-from adiv_monitor.step.spectral import sigma, stable_rank
+from adiv_monitor.step.own_measures import OwnRows, sigma, stable_rank, values_of
 
 
 def wasted(rows: OwnRows) -> Tensor:

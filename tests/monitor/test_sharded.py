@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
-from adiv_monitor.step import assembly
+from adiv_monitor.step import ranks
 from adiv_monitor.step.unsharded import WHY_NOT
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
@@ -155,7 +155,7 @@ def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
         pytest.MonkeyPatch.context() as patch,
         Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor,
     ):
-        patch.setattr(assembly, "PATIENCE", 1.0)
+        patch.setattr(ranks, "PATIENCE", 1.0)
         for number in range(3):
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -172,7 +172,7 @@ def hooks_that_fail_in_one(rank: int) -> list[StepReport]:
             monitor._controller._armed.guard.broken = True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "PATIENCE", 1.0)
+        patch.setattr(ranks, "PATIENCE", 1.0)
         return list(sgd(rank, steps=4, between=breaks).reports)
 
 
@@ -284,7 +284,7 @@ def test_without_one_of_the_processes_nobody_waits(
     assert last.layers == {}
     assert last.coverage == 0
     assert last.unsupported == dict.fromkeys(("0", "2"), WHY_NOT)
-    assert seconds < assembly.PATIENCE / 2
+    assert seconds < ranks.PATIENCE / 2
 
 
 def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]]) -> None:
@@ -342,7 +342,7 @@ def test_a_layer_in_turn_that_is_off_in_one_process_delays_none(
 ) -> None:
     for own in found[2]:
         reports, seconds = own["layer_in_turn_that_is_off_in_one"]
-        assert seconds < assembly.PATIENCE / 2
+        assert seconds < ranks.PATIENCE / 2
         assert [sorted(report.layers) for report in reports] == [
             *(["embed", "head"], ["middle"], ["embed", "head"], ["middle"])
         ]

@@ -247,4 +247,4 @@ def test_a_weight_of_another_shape_has_changed() -> None:
     loss = lambda model: model(x).square().sum()  # noqa: E731
     report = setups.trained(model, loss, 4, optimizer=own, after=prune)[2]
     assert report.layers[""].projection_cosine is None
-    assert any("changed after the optimizer's step" in note for note in report.notes)
+    assert any("the weights changed after it" in note for note in report.notes)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import assembly
+from adiv_monitor.step import ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 STEPS, LAST = 5, 1  # the step in which a rank is killed
@@ -30,7 +30,7 @@ STEPS, LAST = 5, 1  # the step in which a rank is killed
 
 def work(rank: int, victim: int, folder: str) -> None:
     meet(rank, 2, folder)
-    assembly.PATIENCE, assembly._FAREWELL = 0.5, 0.5
+    ranks.PATIENCE = 0.5
     torch.manual_seed(0)
     shared = DistributedDataParallel(mlp().double())
     found = {"alone": goes_on(rank == victim, shared), "plain": goes_on(False, None)}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
-from adiv_monitor.step import assembly
+from adiv_monitor.step import ranks
 from adiv_monitor.step.ranks import Ranks
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 STEPS, WORLD = 3, 2
-TALKING = ("step/assembly.py", "step/ranks.py")
+TALKING = ("step/ranks.py",)
 # These merge tensors of the ranks of one group, or of all ranks.
 JOINING = ("step/unsharded.py", "capture/weights/shards.py")
 # Functions that only compute fail alike everywhere, so every eighth of them is tried.
@@ -36,7 +36,7 @@ COMPUTING = ("step/merge_ranks.py", "step/merge_sums.py")
 # kinds.
 ONE_IN = 15
 # Always tried: what a rank calls at a point after which the others may count on it.
-AGREEING = ("present", "_clear", "_value")
+AGREEING = ("present", "_value")
 ERRORS: tuple[Callable[[], Exception], ...] = (lambda: Fault(REASON), lambda: RuntimeError(REASON))
 
 
@@ -101,13 +101,13 @@ def whole(parameter: Tensor) -> Tensor:
 def work(rank: int, folder: str, every: bool) -> None:
     """Train with each fault on each rank that may have it, or with a sample of them on one."""
     meet(rank, WORLD, folder)
-    assembly._FAREWELL, assembly._SHORT = 0.2, 0.1
+    ranks._SHORT = 0.1
     torch.set_num_threads(1)
     found: dict[Any, Any] = {}
     for way in WAYS:
         Ranks._attached.clear()
         dist.barrier()
-        assembly.PATIENCE = 20.0  # first uses are slow
+        ranks.PATIENCE = 20.0  # first uses are slow
         plain = train(way, Watched(), monitored=False)
         own = Watched()
         found[way] = plain, train(way, own, monitored=True)
@@ -116,7 +116,7 @@ def work(rank: int, folder: str, every: bool) -> None:
             boundaries += [b for b in own.boundaries if b.file in JOINING]
         boundaries += [b for b in own.boundaries if b.file in TALKING]
         boundaries += [b for b in own.boundaries if b.file in COMPUTING][::8]
-        assembly.PATIENCE = 0.4
+        ranks.PATIENCE = 0.4
         several: list[Any] = [None] * WORLD
         dist.all_gather_object(several, boundaries)
         places = {boundary: i for i, boundary in enumerate(sorted({*several[0], *several[1]}))}
