@@ -177,15 +177,6 @@ def test_the_heat_map_shows_any_measure_by_mouse_and_keyboard(
     assert browser.run("return location.hash") == "#layer-3"
 
 
-def test_names_are_no_markup(browser: Browser, files: Path) -> None:
-    browser.open(files / "hostile.html")
-    shown = [name.replace("\u202e", "\\u202e") for name in example_audits.HOSTILE]
-    assert names(browser) == shown
-    browser.find("#heat-grid").send_keys("\ue012")  # arrow left
-    assert example_audits.HOSTILE[0] in browser.find("#heat-value").text
-    assert browser.run("return document.querySelectorAll('img, iframe, object').length") == 0
-
-
 @pytest.mark.parametrize("name", ["plain", "hostile", "compare", "trainings"])
 def test_nothing_sticks_out_of_a_narrow_screen(browser: Browser, files: Path, name: str) -> None:
     browser.open(files / f"{name}.html", width=400)

@@ -111,30 +111,6 @@ def test_a_custom_function_reads_as_its_formula(made: type[Custom], layer: str) 
     same(found, expected)
 
 
-def test_calls_share_the_rows() -> None:
-    """Rows come from all calls of a module called three times in each of two micro-batches."""
-    torch.manual_seed(3)
-    inputs = [data(4, 4), data(3, 4)]
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Bent()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(self.inner(x).sin())
-
-    model = Twice().double()
-
-    def backward(model: nn.Module) -> None:
-        for x in inputs:
-            total(model(x)).backward()
-
-    for max_rows, seen in ((None, 14), (5, 5)):
-        reading = one_step(copy.deepcopy(model), backward, max_rows=max_rows).layers["inner"]
-        assert (reading.rows_seen, reading.rows_total) == (seen, 14)
-
-
 # --- reasons for modules that cannot be measured -------------------------------------------------
 
 
