@@ -1,5 +1,6 @@
 """`Alignment`: measures a model's alignments on a probe, relative to a reference point."""
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -59,7 +60,8 @@ class Alignment:
         self.refused = uses.refused
         self._shapes = {path: layer.shapes for path, layer in uses.seen.items()}
         self.layers: tuple[AlignedLayer, ...] = with_roles([*uses.aligned()], probe.roles)
-        self._point = _point(uses.seen)
+        # The first is the reference point.
+        self._points: deque[Point] = deque([_point(uses.seen)], maxlen=probe.window or 1)
 
     @property
     def unmeasured(self) -> list[str]:
@@ -86,7 +88,7 @@ class Alignment:
                 f"{self._shapes.get(paths[0])} as at the reference point: z − z₀ has to be of the "
                 "same samples"
             )
-        point, of_layers = self._point, []
+        point, of_layers = self._points[0], []
         for path, layer in seen.items():
             z0, told = point["rows"][path].to(layer.rows.device), point["weights"][path]
             pair = layer.matrices(told), layer.matrices(layer.weight())
@@ -94,6 +96,8 @@ class Alignment:
         sums = torch.stack(of_layers)
         if self._probe.process_group is not None:
             dist.all_reduce(sums, group=self._probe.process_group)
+        if self._probe.window is not None:
+            self._points.append(_point(seen))
         return {
             layer.path: reading_of(layer, of_layer)
             for layer, of_layer in zip(self.layers, sums.tolist(), strict=True)
@@ -101,7 +105,7 @@ class Alignment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference point, for a resumed run."""
-        return {"probe": self._probe.fingerprint, "point": self._point}
+        return {"probe": self._probe.fingerprint, "snapshots": [*self._points]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use the saved reference point from now on.
@@ -115,15 +119,17 @@ class Alignment:
                 "expected the same batch, seed and max_rows: z − z₀ of different samples is no "
                 "change"
             )
-        points = self._point, state["point"]
-        own, saved = ({path: z.shape for path, z in x["rows"].items()} for x in points)
-        if paths := _differing(own, saved):
-            raise ValueError(
-                "Alignment.load_state_dict: the saved reference point has inputs of shape "
-                f"{saved.get(paths[0])} in {paths[0]!r}, expected {own.get(paths[0])}: the layers "
-                "of the same model at the same width"
+        for point in state["snapshots"]:
+            own, saved = (
+                {p: z.shape for p, z in x["rows"].items()} for x in (self._points[0], point)
             )
-        self._point = state["point"]
+            if paths := _differing(own, saved):
+                raise ValueError(
+                    "Alignment.load_state_dict: the saved reference point has inputs of shape "
+                    f"{saved.get(paths[0])} in {paths[0]!r}, expected {own.get(paths[0])}: the "
+                    "layers of the same model at the same width"
+                )
+        self._points = deque(state["snapshots"], self._points.maxlen)
 
 
 def _point(seen: Mapping[str, Seen]) -> Point:

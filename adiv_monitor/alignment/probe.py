@@ -22,6 +22,8 @@ class Probe:
     Attributes:
         batch: the model's arguments: a tensor, a tuple of arguments, or a dict of named arguments.
             32 to 512 rows are enough; the positions of a sequence or an image count as rows.
+        window: the reference point is the reading this many readings ago, and a copy of the weights
+            of each is kept on the host; None: it is the model when it is attached.
         max_rows: number of sampled inputs per layer and call, chosen once; None: all.
         layers: glob patterns over paths of layers, or a predicate (path, module) → bool.
         roles: pattern over paths → role, in place of the inferred role.
@@ -33,10 +35,11 @@ class Probe:
 
     Raises:
         TypeError: the batch holds no tensor.
-        ValueError: max_rows is no integer above 0.
+        ValueError: max_rows or window is no integer above 0.
     """
 
     batch: Any
+    window: int | None = None
     max_rows: int | None = DEFAULT_MAX_ROWS
     layers: LayerChoice = None
     roles: Mapping[str, Role] = field(default_factory=dict)
@@ -54,10 +57,11 @@ class Probe:
                 f"Probe(batch=…): got {type(self.batch).__name__}, expected what the model is "
                 "called with: a tensor, a tuple of arguments or a dict of named arguments"
             )
-        value = self.max_rows
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if value is not None and not whole:
-            raise ValueError(f"Probe(max_rows=…): got {value!r}, expected an integer above 0")
+        for name in ("max_rows", "window"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and not whole:
+                raise ValueError(f"Probe({name}=…): got {value!r}, expected an integer above 0")
         copied = tree_map_only(Tensor, lambda t: t.detach().clone(), self.batch)
         object.__setattr__(self, "batch", copied)
 

@@ -73,7 +73,7 @@ def sharded(rank: int, folder: str) -> None:
     resumed = Alignment(model, Probe(mine, process_group=dist.group.WORLD))
     resumed.load_state_dict(saved)
     assert resumed.read() == readings
-    assert saved["point"]["weights"]["2"].shape == (10, 18)  # this rank's part only
+    assert saved["snapshots"][0]["weights"]["2"].shape == (10, 18)  # this rank's part only
     assert all(hasattr(p, "full_tensor") for p in model.parameters())  # sharded again
     steps(model, x, y)
     torch.save((readings, alignment.read()), Path(folder) / f"sharded{rank}.pt")

@@ -205,6 +205,18 @@ def test_rows_are_chosen_once() -> None:
         assert getattr(reading, name) != value
 
 
+def test_a_sliding_reference_compares_with_some_readings_ago() -> None:
+    model, x = mlp(), torch.randn(6, 20, dtype=torch.float64)
+    models = [copy.deepcopy(model)]
+    alignment = Alignment(model, Probe(x, window=2))
+    for count in range(1, 5):
+        models.append(perturbed(models[-1]))
+        move(model, models[-1])
+        reading = alignment.read()["2"]
+        before, after = models[max(0, count - 2)], models[-1]
+        check(reading, expected(*weights_and_inputs(before, after, 2, x)))
+
+
 def test_a_resumed_run_is_compared_with_the_same_point() -> None:
     model, x = mlp(), torch.randn(6, 20, dtype=torch.float64)
     alignment = Alignment(model, Probe(x))
@@ -382,7 +394,7 @@ def test_what_a_probe_can_not_be() -> None:
     x = torch.randn(4, 20).double()
     for given, error in (
         ({"batch": 3}, TypeError),
-        ({"batch": x, "max_rows": 0}, ValueError),
+        ({"batch": x, "window": 0}, ValueError),
         ({"batch": x, "max_rows": True}, ValueError),
     ):
         with pytest.raises(error, match="Probe"):
