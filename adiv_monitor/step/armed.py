@@ -116,16 +116,10 @@ class Armed:
     def _comes_late(self, parameter: object) -> None:
         self._is_late = True
 
-    def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
-        if (
-            module is not self.capture.watching.first
-            or not more[1:]
-            or reruns()
-            or not trains(args)
-        ):
-            return
-        if module.training and torch.is_grad_enabled():
-            self.guard(self.capture.next_ran, args, more[0])
+    def _ran(self, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+        is_next = module is self.capture.watching.first and not reruns() and trains(args)
+        if is_next and module.training and torch.is_grad_enabled():
+            self.guard(self.capture.next_ran, args, kwargs)
             self.release()
 
     # --- the contribution to the report -----------------------------------------------------------

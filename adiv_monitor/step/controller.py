@@ -219,7 +219,7 @@ class StepController:
             history,
             fail=failures.switch_off,
             probe=probe,
-            unsharded=UnshardedParameters(selection, self._agree),
+            unsharded=UnshardedParameters(selection, partial(self.ranks.agree, self.now())),
             whole=self._whole,
         )
         loss = None if self._loss is None or self._loss.stays else self._loss
@@ -242,10 +242,6 @@ class StepController:
         if self._armed is not None:
             self._armed.release()
             self._armed = None
-
-    def _agree(self, point: str) -> bool:
-        """Whether all ranks, including this one, participate in this point of the step."""
-        return self.ranks.agree(self.now(), point)
 
     # --- the gradient is final --------------------------------------------------------------------
 

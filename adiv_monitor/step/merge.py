@@ -77,7 +77,9 @@ def merge_ranks(
     sums = _without_parts(sums.pick(np.arange(0 if refused else len(sums.paths))), world)
     missing = world > len(several)
     sums = settled(sums, world=world, lost=sums.paths if missing else lost)
-    if missing and not refused and not _make_up_the_gradient(sums):
+    # The rows that are here make up the gradient where others train something else, or have none.
+    is_whole = bool(sums.checked.any()) and not (sums.layers["reason"][sums.checked] != "").any()
+    if missing and not refused and not is_whole:
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"This report has only the rows of rank {here}, of {world} ranks.")
     notes += _first_broken(dict(zip(ranks, several, strict=True)))
@@ -262,11 +264,3 @@ def _trains_with(first: RankContribution, other: RankContribution) -> bool:
     larger = np.maximum(mine, others)
     is_known = larger > first.sums.rounding[both] ** 2
     return not (is_known & (abs(mine - others) > LIKENESS_TOLERANCE * larger)).any()
-
-
-def _make_up_the_gradient(sums: StepSums) -> bool:
-    """Whether the rows of the present ranks make up the gradient.
-
-    The other ranks then train something else, or have no rows in this step.
-    """
-    return bool(sums.checked.any()) and not (sums.layers["reason"][sums.checked] != "").any()
