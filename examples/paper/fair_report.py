@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from figures import COLOURS
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 from slopes import Run, at_the_end, holm, mean_and_error
@@ -69,6 +71,7 @@ LATER = {
     "adam": (),
 }
 Accuracies = dict[Arm, dict[int, float]]  # by seed
+SHOWN = {"test_accuracy": "-", "train_accuracy": "--"}
 
 
 def of(run: Run) -> Arm:
@@ -233,6 +236,8 @@ def _shown(p: float) -> str:
 def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
     """Above, differences from the standard map; below, accuracy against learning rate.
 
+    The former by batch size; of a single one, by epoch.
+
     Args:
         tuning: runs on the training images that are not held out.
         final: runs on all training images.
@@ -246,20 +251,12 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
     figure = Figure(figsize=(4.6 * shape[1] + 2.4, 3.6 * shape[0]), layout="constrained")
     grid = figure.subplots(*shape, squeeze=False)
     for activation, axes in zip(activations, grid[0], strict=True):
-        for place, method in enumerate(methods[1:]):
-            shift = 0.8 * ((place + 1) / len(methods) - 0.5)
-            points = [
-                (x + shift, *mean_and_error(values), values)
-                for x, size in enumerate(sizes)
-                if (values := difference(found, Arm(method, activation, size), "standard"))
-            ]
-            for x, mean, error, values in points:
-                axes.plot([x] * len(values), values, ".", color=COLOURS[method], ms=3, alpha=0.6)
-                style = {"fmt": "o", "ms": 5, "capsize": 3}
-                axes.errorbar([x], [mean], [error], color=COLOURS[method], **style)
+        if sizes[1:]:
+            _at_the_end(axes, found, activation, sizes, methods)
+        else:
+            _over_epochs(axes, final, activation, methods)
         axes.axhline(0, color=COLOURS["standard"], lw=1)
-        axes.set(xticks=range(len(sizes)), xticklabels=sizes, xlabel="batch size")
-        axes.set(title=activation, ylabel="test accuracy less standard's, points ± error")
+        axes.set(title=activation, ylabel="accuracy less standard's, points ± error")
     for size, row in zip(sizes, grid[1:], strict=True):
         for activation, axes in zip(activations, row, strict=True):
             for method in methods:
@@ -275,6 +272,35 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
     figure.legend(handles, labels, loc="outside right upper", title="map; ○ best rate")
     figure.suptitle(final[0]["data"], fontsize=8)
     figure.savefig(file, dpi=110)
+
+
+def _at_the_end(
+    axes: Axes, found: Accuracies, activation: str, sizes: Sequence[int], methods: Sequence[str]
+) -> None:
+    """Draw differences in test accuracy by batch size, and those of single seeds."""
+    for place, method in enumerate(methods[1:]):
+        shift = 0.8 * ((place + 1) / len(methods) - 0.5)
+        for x, size in enumerate(sizes):
+            if values := difference(found, Arm(method, activation, size), "standard"):
+                colour, (mean, error) = COLOURS[method], mean_and_error(values)
+                axes.plot([x + shift] * len(values), values, ".", color=colour, ms=3, alpha=0.6)
+                axes.errorbar([x + shift], [mean], [error], fmt="o", ms=5, capsize=3, color=colour)
+    axes.set(xticks=range(len(sizes)), xticklabels=sizes, xlabel="batch size (test images)")
+
+
+def _over_epochs(axes: Axes, final: Sequence[Run], activation: str, methods: Sequence[str]) -> None:
+    """Draw differences by epoch, of test images in full and of training images dashed."""
+    of_arm = {(run["method"], run["seed"]): run for run in final if run["activation"] == activation}
+    for method, (which, style) in product(methods[1:], SHOWN.items()):
+        seeds = [seed for name, seed in of_arm if name == method]
+        both = [(of_arm[method, seed][which], of_arm["standard", seed][which]) for seed in seeds]
+        each = [[x - y for x, y in zip(*pair, strict=True)] for pair in both]
+        means = [mean_and_error(values) for values in zip(*each, strict=True)]
+        epochs = range(1, 1 + len(means))
+        axes.plot(epochs, [mean for mean, _ in means], style, color=COLOURS[method], lw=1)
+        low, high = ([mean + way * error for mean, error in means] for way in (-1, 1))
+        axes.fill_between(epochs, low, high, color=COLOURS[method], alpha=0.2, lw=0)
+    axes.set(xlabel="epoch (test images; dashed: training images)")
 
 
 def _xy(curve: dict[float, float]) -> tuple[list[float], list[float]]:

@@ -142,6 +142,17 @@ def _early() -> Accuracies:
     return accuracies(runs("fair-tuning"), cut)
 
 
+def of_hundred() -> Iterator[Headline]:
+    """The fair test of a hundred epochs at batch size 128: where the advantage goes."""
+    tuning, ended = runs("fair-epochs100-tuning"), runs("fair-epochs100")
+    for activation, which in product(("tanh", "leaky"), ("test_accuracy", "train_accuracy")):
+        for epochs in (5, 25, 50, 100):
+            cut = [{**run, which: run[which][:epochs]} for run in ended]
+            found = accuracies(tuning, cut, which)
+            shown = signed(difference(found, Arm("affine-like", activation, 128), "standard"))
+            yield f"100 epochs, {activation}: affine-like − standard, {which} at {epochs}", shown
+
+
 def of_depth() -> Iterator[Headline]:
     """The fair test with six hidden layers, at batch size 128."""
     found = tuned("fair-depth6")
@@ -255,7 +266,7 @@ def of_schedules() -> Iterator[Headline]:
 def headlines() -> Iterable[Headline]:
     """All of them."""
     parts = (
-        *(of_table1, of_fair, of_gradient_only, of_depth),
+        *(of_table1, of_fair, of_gradient_only, of_hundred, of_depth),
         *(of_own_setting, of_overtaking, of_readings),
     )
     for part in (*parts, of_optimizers, of_schedules):
