@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.coverage import coverage_of
@@ -72,7 +72,7 @@ class Armed:
     rates: Rates = field(default_factory=lambda: Rates((), {}, {}))
     closure_calls: int | None = None
     told: dict[str, Any] = field(default_factory=dict)
-    _is_late: bool = field(default=False, init=False)  # the backward pass: it follows the step
+    _late: list[Tensor] = field(default_factory=list, init=False)  # got a gradient after the step
     _off: list[Callable[[], object]] = field(default_factory=list, init=False)  # may be repeated
 
     def attach(self) -> None:
@@ -110,11 +110,8 @@ class Armed:
         late = [p for p in self.selection.parameters if p.requires_grad and id(p) in without]
         if late and len(without) == len(self.selection.parameters):
             hooked: Any = late[-1]
-            hook = hooked.register_post_accumulate_grad_hook(self._comes_late)
+            hook = hooked.register_post_accumulate_grad_hook(self._late.append)
             self._off.append(hook.remove)
-
-    def _comes_late(self, parameter: object) -> None:
-        self._is_late = True
 
     def _ran(self, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
         is_next = module is self.capture.watching.first and not reruns() and trains(args)
@@ -228,7 +225,7 @@ class Armed:
     def _facts(self, sums: StepSums, flags: HostFlags, *, is_refused: bool) -> dict[str, Any]:
         """Return for the report what was seen of the whole model, of the loss and of batches."""
         capture = self.capture
-        found = self.step.whole.facts(capture, sums, flags, comes_late=self._is_late)
+        found = self.step.whole.facts(capture, sums, flags, comes_late=bool(self._late))
         if is_refused:
             return found
         given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))

@@ -169,14 +169,13 @@ class MeasuredStep:
             self.noted[_MOVED].append(layer.path)
         change = layer.change(self.steps.gamma(parts))
         e = features.move(*change) if parts else None
-        self.out.begin(
-            layer.path,
-            _about(layer, features, tuple(self._own)),
-            precision=max([call.precision for call in calls]),
-            reason=_why_from_rows(features, shared=rows.is_shared),
-            total=sum([call.rows.total for call in calls]),
-            partial=bool(parts),
-        )
+        self.out.about[layer.path] = _about(layer, features, tuple(self._own))
+        known: dict[str, float | str] = {
+            "precision": max([call.precision for call in calls]),
+            "reason": _why_from_rows(features, shared=rows.is_shared),
+            "total": sum([call.rows.total for call in calls]),
+        }
+        self.out.add("layers", [layer.path], {}, partial=bool(parts), **known)
         if h is not None and not rows.is_shared:
             for of_bias, sides in enumerate(_equations(change, rows, h)):
                 if sides:
@@ -235,7 +234,7 @@ class MeasuredStep:
         self.capture.rows[path].release()
         self._measured.pop(path, None)
         self._all_rows.pop(path, None)
-        self.out.forget(path)
+        self.out.about.pop(path, None)
         if isinstance(error, Refused):
             self.capture.unreached[path] = str(error)
         else:

@@ -21,6 +21,7 @@ class Outgoing:
     """The numbers of a step on their way to the host.
 
     Attributes:
+        about: static properties by path of the layers; one that is lost is taken out.
         tensors: all tensors of layers.
         flags: numbers of the step as a whole, by name.
 
@@ -39,19 +40,8 @@ class Outgoing:
     def __init__(self) -> None:
         self.flags: Flags = {}
         self.tensors: list[Tensor] = []
-        self._layers: dict[str, About] = {}
+        self.about: dict[str, About] = {}
         self._columns: list[_Columns] = []
-
-    def begin(self, path: str, about: About, **known: float | str) -> None:
-        """Add a layer.
-
-        Args:
-            path: the layer.
-            about: its static properties.
-            known: what is known on the host of its line in the table of layers.
-        """
-        self._layers[path] = about
-        self.add("layers", [path], {}, **known)
 
     def add(
         self,
@@ -71,10 +61,6 @@ class Outgoing:
         self._columns.append((table, paths, tensors, known))
         self.tensors += tensors.values()
 
-    def forget(self, path: str) -> None:
-        """Drop a layer: it was lost."""
-        self._layers.pop(path, None)
-
     def sums(self, arrays: Iterator[Array]) -> StepSums:
         """Return the numbers of the layers whose rows are there, in the order of the model.
 
@@ -82,7 +68,7 @@ class Outgoing:
             arrays: `tensors` on the host.
         """
         arrived = {path for name, of, *_ in self._columns if name == "rows" for path in of}
-        number = {path: i for i, path in enumerate(filter(arrived.__contains__, self._layers))}
+        number = {path: i for i, path in enumerate(filter(arrived.__contains__, self.about))}
         layers = blank("layers", len(number))
         parts: dict[str, list[Table]] = {name: [blank(name, 0)] for name in TABLES}
         for table, paths, tensors, known in self._columns:
@@ -100,7 +86,7 @@ class Outgoing:
                 lines[name] = value
             parts[table].append(lines.ravel())
         several = {name: in_order(np.concatenate(of)) for name, of in parts.items()}
-        about = tuple(self._layers[path] for path in number)
+        about = tuple(self.about[path] for path in number)
         return StepSums(tuple(number), about, layers, **several)
 
 
