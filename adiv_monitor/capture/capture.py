@@ -17,16 +17,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from adiv_monitor.capture.batch import sums_of
 from adiv_monitor.capture.catch import Catch
 from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.layer_rows import Chooser, LayerRows
+from adiv_monitor.capture.layer_rows import LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer, Selection, named_modules
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.pieces import Piece, overlap
-from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.shards import world_size
 from adiv_monitor.report.wording import NO_GRADIENT
 
@@ -53,7 +51,6 @@ class Capture:
     Args:
         model: the model.
         selection: the parameters to watch.
-        chooser: chooses rows.
         context: the run around the step.
         plan: the modules with known uses, for which plain hooks suffice; None: there are none.
 
@@ -76,7 +73,6 @@ class Capture:
         self,
         model: nn.Module,
         selection: Selection,
-        chooser: Chooser,
         context: Context,
         plan: Plan | None,
     ) -> None:
@@ -90,8 +86,7 @@ class Capture:
         self._model = model
         self.selection = selection
         self.plan = plan
-        provenance = Provenance(model, selection.parameters)
-        self.layers = Layers(model, selection, Forwards(), provenance, chooser, context)
+        self.layers = Layers(model, selection, context)
         self.rows = self.layers.rows
         self._catch = Catch(self.layers)
         self.watching = Watching(self.layers, self._catch.use, self._catch.maps, plan)
@@ -190,7 +185,7 @@ class Capture:
         without = self.without_gradient or set()
         unseen = set(map(id, self.selection.due_parameters)) - held - without
         watching, is_survey = self.watching, self.plan is None
-        trace.learn(watching.sites, watching.others, unseen, is_survey=is_survey)
+        trace.learn(watching.sites, unseen, is_survey=is_survey)
 
     def notes(self) -> list[str]:
         """Return notes for the report."""

@@ -157,11 +157,13 @@ class Catch:
     def _begins(self, rows: LayerRows, call: Call, running: Pass) -> None:
         """Begin a backward pass at a layer: what earlier passes left may have been zeroed."""
         lead = rows.layer.parameters[0]
-        sharded = self._provenance.sharded if is_shard(lead) else None
-        counts = self._accumulates(lead if sharded is None else sharded.stand_in(lead))
+        is_sharded = is_shard(lead)
+        counts = is_sharded or self._accumulates(lead)
         # A gradient may not have reached its shard yet.
-        if lead.grad is None and not (sharded and sharded.has_gradient(lead)):
-            rows.zeroed(running, self._passes)
+        waits = is_sharded and self._provenance.sharded.has_gradient(lead)
+        if lead.grad is None and not waits:
+            if rows.passes:
+                rows.zeroed(running, self._passes)
             rows.earlier = None
         elif counts and not rows.counted:
             rows.earlier = _earlier(call)

@@ -94,12 +94,12 @@ class Check:
         bias = features.bias if isinstance(features, DenseFeatures) and has_bias else None
         if layer.weight is not None and features.groups == 1:
             v = self._vectors(features.width, like)
+        if v is None:  # a bias that rows use with factors of their own is checked with its weight
+            return None if bias is None or isinstance(bias, Tensor) else Products(None, None, bias)
         with without_autocast(like):
-            if v is None and not isinstance(bias, Tensor):
-                return None if bias is None else Products(None, None, bias)
-            if v is not None and use.times is not None:
+            if use.times is not None:
                 return Products(v, use.times(v), bias)
-            if not isinstance(features, DenseFeatures) or features.groups > 1:
+            if not isinstance(features, DenseFeatures):
                 return None
             return _of_rows(use.features(Rows(rows.shape, None, rows.device)), v, has_bias=has_bias)
 
@@ -116,14 +116,11 @@ class Check:
         return self._drawn[key]
 
 
-def _of_rows(every: Features, v: Tensor | None, *, has_bias: bool) -> Products:
+def _of_rows(every: Features, v: Tensor, *, has_bias: bool) -> Products:
     """Return the products of one group from the features of all rows."""
-    assert isinstance(every, DenseFeatures)
-    of_weight, of_bias = None, every.bias if has_bias else None
-    if v is not None:
-        assert every.phi is not None
-        of_weight = every.phi[:, 0] @ v
-        of_weight = of_weight if every.weight_gain is None else of_weight * every.weight_gain
+    assert isinstance(every, DenseFeatures) and every.phi is not None
+    of_weight, of_bias = every.phi[:, 0] @ v, every.bias if has_bias else None
+    of_weight = of_weight if every.weight_gain is None else of_weight * every.weight_gain
     if of_bias is not None and every.bias_gain is not None:
         of_bias = of_bias * every.bias_gain
     return Products(v, of_weight, of_bias)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from adiv_monitor.capture.check import Check
 from adiv_monitor.capture.guard import Guard
+from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.features.uses import unknown
 
@@ -19,6 +20,7 @@ class Context:
 
     Attributes:
         guard: receives failures that belong to no layer; nothing is watched after the first one.
+        chooser: chooses rows.
         fail: called with a layer's path and the exception that its hook raised; the layer is not
             watched from then on.
         switched_off: paths of the layers that are not watched because one of their hooks raised;
@@ -30,6 +32,7 @@ class Context:
     """
 
     guard: Guard
+    chooser: Chooser
     fail: Callable[[str, Exception], None] = _raised
     switched_off: Collection[str] = ()
     checked: Collection[str] = ()

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -9,7 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Layer, Selection, elements, listed
-from adiv_monitor.capture.weights.pieces import covered
 from adiv_monitor.report.wording import NO_GRADIENT
 
 _UNSEEN = (
@@ -68,7 +68,7 @@ def coverage_of(
             return "the step was not measured, as a note says"
         return off.get(selection.places[id(parameter)][0].path) or _why(parameter, capture)
 
-    names, total = selection.names, sum(map(elements, trained))
+    names, total = selection.names, sum([selection.sizes[id(p)] for p in trained])
     return Coverage(
         elements=total,
         share=(total - sum(missing.values())) / total if total else 0.0,
@@ -88,7 +88,9 @@ def _missing(trained: Iterable[Tensor], layers: Iterable[Layer]) -> dict[int, in
     found = {}
     for p in trained:
         if id(p) not in whole:
-            count = elements(p) - covered(p, [x for x in pieces if x.parameter is p])
+            views = {piece.view for piece in pieces if piece.parameter is p}
+            seen = sum([prod(view.size) for view in views if view is not None])
+            count = max(0, elements(p) - seen)
             if count or is_lazy(p):
                 found[id(p)] = count
     return found

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -142,7 +143,7 @@ class LayerRows:
     @property
     def calls(self) -> list[Call]:
         """The calls with a gradient."""
-        return list(dict.fromkeys(call for of in self.passes.values() for call in of))
+        return [*dict.fromkeys(chain.from_iterable(self.passes.values()))]
 
     def new_call(self, shape: tuple[int, ...], device: torch.device) -> Call:
         """Create a call.
@@ -182,9 +183,13 @@ class LayerRows:
 
     def finish(self) -> list[Call]:
         """Return the calls that are part of the final gradient, reduced to the sampled rows."""
-        reached = self.calls
-        for call in reached:
-            call.add_up([of[call] for of in self.passes.values() if call in of])
+        arrived: dict[Call, list[Arrived]] = {}
+        for of in self.passes.values():
+            for call, found in of.items():
+                arrived.setdefault(call, []).append(found)
+        reached = [*arrived]
+        for call, several in arrived.items():
+            call.add_up(several)
         if reached[1:]:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):

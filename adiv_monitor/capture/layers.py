@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.context import Context
 from adiv_monitor.capture.forwards import Forwards
-from adiv_monitor.capture.layer_rows import Chooser, LayerRows
+from adiv_monitor.capture.layer_rows import LayerRows
 from adiv_monitor.capture.selection import Layer, Place, Selection, inside_wrappers
 from adiv_monitor.capture.weights.pieces import Piece, Source
 from adiv_monitor.capture.weights.provenance import Provenance
@@ -27,14 +27,14 @@ class Layers:
     Args:
         model: the model.
         selection: the parameters to measure.
-        forwards: the running forward calls.
-        provenance: the provenance of tensors.
-        chooser: chooses rows.
         context: the run around the step.
+        follows_all: see `Provenance`.
 
     Attributes:
         found: the layers found so far, by path.
         rows: the rows of the watched layers, by path: those that are due in this step.
+        forwards: the running forward calls.
+        provenance: the provenance of tensors.
         modes: whether the model was in training mode, of all uses.
     """
 
@@ -42,17 +42,16 @@ class Layers:
         self,
         model: nn.Module,
         selection: Selection,
-        forwards: Forwards,
-        provenance: Provenance,
-        chooser: Chooser,
         context: Context,
+        *,
+        follows_all: bool = True,
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.modes = set[bool]()
-        self.selection, self.forwards = selection, forwards
-        self.provenance, self.context = provenance, context
-        self._root, self._chooser = inside_wrappers(model), chooser
+        self.selection, self.context, self.forwards = selection, context, Forwards()
+        self.provenance = Provenance(model, selection.parameters, follows_all=follows_all)
+        self._root = inside_wrappers(model)
 
     # --- finding ---------------------------------------------------------------------------------
 
@@ -78,9 +77,16 @@ class Layers:
         return self._find(names, use, weight, bias)
 
     def of_whole(self, use: Use, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
-        """Return the layer that stands for a module as a whole with respect to these parameters."""
-        names = self._names_of_whole(module, parameters)
-        return self._find(names, use, Source([*map(Piece, parameters)], through=module), None)
+        """Return the layer that stands for a module as a whole with respect to these parameters.
+
+        It is named by its module's path, or as its one parameter is; the model itself after its
+        class.
+        """
+        source = Source([*map(Piece, parameters)], through=module)
+        name = self.selection.modules[module] or type(self._root).__name__
+        several = chain([name, f"{name}@module"], self._with_user(name, "module"))
+        names = several if len(parameters) > 1 else self._names(use, source)
+        return self._find(names, use, source, None)
 
     def _find(
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
@@ -105,7 +111,7 @@ class Layers:
         """Register a layer that was found, and watch it if it is due."""
         self.found[layer.path] = layer
         if layer.path not in self.context.switched_off and self.selection.is_due(layer):
-            self.rows[layer.path] = LayerRows(layer, self._chooser)
+            self.rows[layer.path] = LayerRows(layer, self.context.chooser)
         return layer
 
     # --- places and names ------------------------------------------------------------------------
@@ -130,20 +136,6 @@ class Layers:
         full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
         of_module = [path] if part == "" and name in ("weight", "bias") and not rows else []
         return chain(of_module, [full], self._with_user(full, use.kind))
-
-    def _names_of_whole(
-        self, module: nn.Module, parameters: Collection[nn.Parameter]
-    ) -> Iterable[str]:
-        """Return names for a module measured as a whole: its path, or that of its one parameter.
-
-        The model itself is named after its class.
-        """
-        name = self.selection.modules[module] or type(self._root).__name__
-        for parameter in parameters if len(parameters) == 1 else ():
-            place = self.place(id(parameter))
-            is_whole = place.path and place.name in ("weight", "bias")
-            name = place.path if is_whole else place.full_name
-        return chain([name, f"{name}@module"], self._with_user(name, "module"))
 
     def _with_user(self, name: str, kind: str) -> Iterable[str]:
         """Return names with the running module's, which serve if better ones are in use."""

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import Parts, Piece, Source
 from adiv_monitor.capture.weights.shards import (
-    held_in_place_of,
+    Sharded,
     is_parallel,
     is_shard,
     why_unusable,
@@ -88,11 +88,6 @@ class Layer:
         return weight, None if self.bias is None else self.bias.of(parts)
 
     @cached_property
-    def sizes(self) -> list[int]:
-        """The numbers of entries of the pieces, as far as this rank holds them."""
-        return [piece.value().numel() for piece in self.pieces]
-
-    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the pieces belong to, without duplicates."""
         return list(dict.fromkeys(piece.parameter for piece in self.pieces))
@@ -129,7 +124,7 @@ class Selection:
         places: id → places of every parameter to be measured, in the model's order.
         held: id → the parameter, which may be replaced in the model before the report is made.
         rules: the modules that a rule of their class measures as a whole.
-        paths_of: module → path, for all modules.
+        modules: module → path, for all modules that hold the parameters directly or below.
         below: module → ids of these parameters that it holds at any depth, for modules with any.
         unsupported: module or parameter → the reason why it can't be measured.
         trained: the parameters that the step trains. `requires_grad` is read at selection, because
@@ -142,17 +137,12 @@ class Selection:
     places: dict[int, list[Place]]
     held: dict[int, nn.Parameter]
     rules: dict[nn.Module, Rule]
-    paths_of: dict[nn.Module, str]
+    modules: dict[nn.Module, str]
     below: dict[nn.Module, set[int]]
     unsupported: dict[str, str]
     trained: list[Tensor]
     names: dict[int, str]
     due: Collection[int] | None = None
-
-    @cached_property
-    def modules(self) -> dict[nn.Module, str]:
-        """The paths of all modules that hold the parameters directly or below."""
-        return {module: self.paths_of[module] for module in self.below}
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -184,6 +174,11 @@ class Selection:
         return list(
             dict.fromkeys(place.path for places in self.places.values() for place in places)
         )
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """The numbers of elements of the trained parameters, by id."""
+        return {id(p): elements(p) for p in self.trained}
 
     def is_due(self, layer: Layer) -> bool:
         """Return whether a layer is due in this step, as its first parameter is."""
@@ -229,7 +224,7 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 
 def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Return an iterator over the model's trainable parameters, each once."""
-    held = held_in_place_of(model)
+    held = Sharded(model).replaced()
     every = [p for module in model.modules() for p in module._parameters.values()]
     found = {id(p): p for p in every if p is not None and p.requires_grad}
     return iter((found | {key: held[key] for key in held if key in found}).values())
@@ -237,7 +232,7 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def paths_of_parameters(model: nn.Module) -> dict[int, str]:
     """Return by id of each parameter the path of the first module that holds it."""
-    sharded, found = held_in_place_of(model), dict[int, str]()
+    sharded, found = Sharded(model).replaced(), dict[int, str]()
     for path, module in named_modules(model):
         for name, p in module._parameters.items():
             if p is not None:
@@ -275,7 +270,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
     numbers = count()
-    sharded, parallel = held_in_place_of(model), is_parallel(model)
+    sharded, parallel = Sharded(model).replaced(), is_parallel(model)
     modules = {module: path for path, module in named_modules(model)}
     for module, path in modules.items():
         own = module._parameters.items()
@@ -315,6 +310,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     seen = places.keys() - {id(p) for script in scripts for p in script.parameters()}
     held_in = {m: {id(sharded.get(id(p), p)) for p in m.parameters()} & seen for m in modules}
     below = {module: keys for module, keys in held_in.items() if keys}
+    modules = {module: path for module, path in modules.items() if module in below}
     return Selection(places, kept, rules, modules, below, unsupported, trained, names)
 
 

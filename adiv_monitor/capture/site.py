@@ -21,6 +21,10 @@ _NUMBERS = (bool, int, float, complex)
 _HOOKED = "_is_full_backward_hook"  # torch sets it with a backward hook, which no use depends on
 
 
+# Of a module whose uses a plain hook can't catch: functions are watched in it.
+SPECIAL = "special"
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A module whose use of its parameters a plain hook can catch.

@@ -1,13 +1,13 @@
 """What surveys have learned: in which modules functions need not be watched in later steps."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
 
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.capture.site import Site
+from adiv_monitor.capture.site import SPECIAL, Site
 
 # Surveys that are made to see one parameter: its use may be rare (experts, layer drop).
 _TRIES = 3
@@ -34,7 +34,7 @@ class Trace:
 
     def __init__(self) -> None:
         self._places: list[tuple[int, str]] = []  # of what is measured
-        self._sites: dict[nn.Module, Site | None] = {}  # None: it uses none of its own
+        self._sites: dict[nn.Module, Site | str | None] = {}  # None: it uses none of its own
         self._tried = Counter[int]()  # surveys, by id of an unseen parameter
         self._is_due = True  # a survey
 
@@ -47,14 +47,13 @@ class Trace:
         if self._is_due:
             return None
         without = [module for module in selection.modules if module not in selection.rules]
-        found = [(module, self._sites.get(module, module)) for module in without]
+        found = [(module, self._sites.get(module, SPECIAL)) for module in without]
         known = {id(module): site for module, site in found if isinstance(site, Site)}
-        return Plan(known, [module for module, site in found if site is module])
+        return Plan(known, [module for module, site in found if site is SPECIAL])
 
     def learn(
         self,
-        sites: Mapping[nn.Module, Site | None],
-        others: Collection[nn.Module],
+        sites: Mapping[nn.Module, Site | str | None],
         unseen: set[int],
         *,
         is_survey: bool,
@@ -62,13 +61,11 @@ class Trace:
         """Record the result of a step.
 
         Args:
-            sites: the modules that ran, with their uses; None: a module has none of its own.
-            others: the modules whose uses plain hooks can't catch.
+            sites: the modules that ran, with their uses, or `SPECIAL`; None: a module has none of
+                its own.
             unseen: ids of parameters that have a gradient but no visible use.
             is_survey: whether all functions were watched.
         """
-        if is_survey or sites or others:
-            known = {**({} if is_survey else self._sites), **sites}
-            self._sites = {module: site for module, site in known.items() if module not in others}
+        self._sites = {**({} if is_survey else self._sites), **sites}
         self._is_due = not is_survey and any(self._tried[key] < _TRIES for key in unseen)
         self._tried.update(dict.fromkeys(unseen, _TRIES if is_survey else 1))

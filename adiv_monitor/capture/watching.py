@@ -13,7 +13,7 @@ from adiv_monitor.capture.forwards import Called
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.site import Site, site_of, versions
+from adiv_monitor.capture.site import SPECIAL, Site, site_of, versions
 from adiv_monitor.capture.trace import Plan
 from adiv_monitor.capture.weights.pieces import whole_of
 from adiv_monitor.capture.weights.provenance import CASTS, NotFollowed
@@ -47,8 +47,7 @@ class Watching:
         plan: the modules with known uses; None: none.
 
     Attributes:
-        sites: the uses that were seen, by module; None: a module has none of its own.
-        others: the modules whose uses plain hooks can't catch.
+        sites: the uses that were seen, by module, or `SPECIAL`; None: a module has none of its own.
         runs: the modules that ran, in the order in which they ended, and whether an input required
             a gradient; None: they ran without gradients alone.
         refused: id of a parameter → why the function that uses it can't be measured.
@@ -67,8 +66,7 @@ class Watching:
         take_maps: Callable[[RecurrentCall, tuple[Tensor, ...]], list[Tensor]],
         plan: Plan | None = None,
     ) -> None:
-        self.sites: dict[nn.Module, Site | None] = {}
-        self.others: set[nn.Module] = set()
+        self.sites: dict[nn.Module, Site | str | None] = {}
         self.runs: dict[nn.Module, bool | None] = {}
         self.first: nn.Module | None = None
         self.batch: tuple[Tensor, ...] = ()
@@ -141,7 +139,7 @@ class Watching:
     ) -> None:
         given = site.arguments(args, kwargs)
         if given is None:
-            self.others.add(site.module)
+            self.sites[site.module] = SPECIAL
             return
         inputs = given[2]
 
@@ -153,7 +151,7 @@ class Watching:
 
         found = found_by(site.rule, FunctionCall(output, of_model), *given[:2])
         if len(found) != len(site.layers):
-            self.others.add(site.module)
+            self.sites[site.module] = SPECIAL
             return
         for use, layer in zip(found, site.layers, strict=True):
             is_frozen = False in [p.requires_grad for p in layer.parameters]
@@ -171,9 +169,8 @@ class Watching:
         called, site = self.forwards.forward.called, None
         if len(called) == 1:
             site = site_of(module, called[0], args, kwargs, output)
-        if (called and site is None) or self.sites.get(module, site) != site:
-            self.others.add(module)
-        self.sites[module] = site
+        is_alike = self.sites.get(module, site) == site and (site is not None or not called)
+        self.sites[module] = site if is_alike else SPECIAL
         self._enters(module, args, kwargs)
 
     def _look_at_whole(
@@ -192,7 +189,7 @@ class Watching:
         names = self._without_rule.claim(module, z, inputs)
         if not names:
             return
-        self.others.update(module.modules())
+        self.sites.update(dict.fromkeys(module.modules(), SPECIAL))
         left = [module.get_parameter(name) for name in names]
         try:
             if any(x.is_nested for x in (z, *inputs)):
@@ -280,7 +277,7 @@ class Watching:
 
     def _is_special(self) -> None:
         """Mark the running module as one whose uses a plain hook can't catch."""
-        self.others.add(self.forwards.innermost)
+        self.sites[self.forwards.innermost] = SPECIAL
 
     def _fails(self, error: Exception, trained: Sequence[Tensor], path: str | None = None) -> None:
         """Record that a use can't be measured, or that a layer has failed."""

@@ -11,7 +11,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adiv_monitor.capture.catch import at_gradient
 from adiv_monitor.capture.context import Context
-from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.layer_rows import Call, Chooser
 from adiv_monitor.capture.layers import Layers
@@ -19,7 +18,6 @@ from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.watch import Watch
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.features.rows import joined
 from adiv_monitor.features.uses import Refused, Use
 from adiv_monitor.probe.attention import Attentions
@@ -83,10 +81,8 @@ class Recording:
         attentions: Attentions | None = None,
     ) -> None:
         guard = Guard()  # no training step runs that could be disturbed
-        follows, chooser = self.follows_all, Chooser(None, np.random.default_rng(0))
-        provenance = Provenance(model, selection.parameters, follows_all=follows)
-        given = provenance, chooser, Context(guard)
-        self.layers = Layers(model, selection, Forwards(), *given)
+        context = Context(guard, Chooser(None, np.random.default_rng(0)))
+        self.layers = Layers(model, selection, context, follows_all=self.follows_all)
         self.watching = Watching(self.layers, self.use, self.maps)
         self._watch = Watch(self.watching, guard)
         self.calls: dict[str, list[Call]] = defaultdict(list)

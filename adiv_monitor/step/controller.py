@@ -200,8 +200,10 @@ class StepController:
         guard = Guard(failures.lost)
         others = Others(training.optimizer, selection.parameters, failures)
         plan = self._trace.plan(selection)
+        takes_all = training.attainable and self.ranks.is_alone
         context = Context(
             guard,
+            Chooser(None if takes_all else training.max_rows, self.generator),
             fail=failures.switch_off,
             switched_off=failures.switched_off,
             checked=history.checked_rules,
@@ -209,9 +211,7 @@ class StepController:
             passes=Passes(guard, lambda: others.begun),
             check=Check(partial(history.asks, surveys=plan is None)),
         )
-        takes_all = training.attainable and self.ranks.is_alone
-        chooser = Chooser(None if takes_all else training.max_rows, self.generator)
-        capture = Capture(training.model, selection, chooser, context, plan)
+        capture = Capture(training.model, selection, context, plan)
         probe = None if self._probe is None else self._probe(selection)
         step = MeasuredStep(
             training,

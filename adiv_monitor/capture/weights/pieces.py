@@ -176,13 +176,6 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     return found.detach() if type(found) is Tensor else gradient_part(found, parameter)
 
 
-def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:
-    """Return how many entries of the parameter lie in the pieces; at most all of them."""
-    views = {piece.view for piece in pieces}
-    parts = [prod(view.size) for view in views if view is not None]
-    return parameter.numel() if None in views else min(parameter.numel(), sum(parts))
-
-
 def overlap(pieces: Sequence[Piece]) -> bool:
     """Return whether several layers use the same piece, or all of it, given one for each use.
 

@@ -74,7 +74,9 @@ class Provenance:
             return source and _viewed(source, value, whole)
         if node is not None:
             return None
-        stood_for = self.sharded.of(value) if isinstance(value, nn.Parameter) else None
+        stood_for = (
+            self.sharded.replaced().get(id(value)) if isinstance(value, nn.Parameter) else None
+        )
         constant = self._constants.get(id(value), _gone)()
         if stood_for is None and constant is not value and id(value) not in self._held:
             return None

@@ -102,15 +102,6 @@ def _together() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the sharded parameters by the ids of the unsharded ones that exist now.
-
-    Some modules keep unsharded parameters until the next backward pass, for example after an
-    evaluation.
-    """
-    return {id(getattr(x, "_unsharded_param", None)): x.sharded_param for _, x in _managed(model)}
-
-
 def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield torch's FSDP records of a model's sharded parameters: of the group and of each."""
     if not _together():
@@ -144,19 +135,14 @@ class Sharded:
     def __init__(self, model: nn.Module) -> None:
         self._records = {id(held.sharded_param): (group, held) for group, held in _managed(model)}
 
-    def of(self, tensor: Tensor) -> nn.Parameter | None:
-        """Return the sharded parameter that an unsharded one replaces, or None."""
-        for _, held in self._records.values():
-            if getattr(held, "_unsharded_param", None) is tensor:
-                stood_for: nn.Parameter = held.sharded_param
-                return stood_for
-        return None
+    def replaced(self) -> dict[int, nn.Parameter]:
+        """Return the sharded parameters by the ids of the unsharded ones that exist now.
 
-    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the unsharded parameter that replaces a sharded one; itself, if there is none."""
-        _, held = self._records.get(id(parameter), (None, None))
-        found: nn.Parameter = getattr(held, "_unsharded_param", parameter)
-        return found
+        Some modules keep unsharded parameters until the next backward pass, for example after an
+        evaluation.
+        """
+        every = (held for _, held in self._records.values())
+        return {id(getattr(held, "_unsharded_param", None)): held.sharded_param for held in every}
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether there is a gradient that has not reached a sharded parameter yet.
@@ -167,7 +153,7 @@ class Sharded:
         """
         group, held = self._records.get(id(parameter), (None, None))
         return (
-            self.stand_in(parameter).grad is not None
+            getattr(getattr(held, "_unsharded_param", None), "grad", None) is not None
             or getattr(held, "unsharded_accumulated_grad", None) is not None
             or getattr(group, "_partial_reduce_output", None) is not None
         )
