@@ -74,7 +74,8 @@ class Features:
 
     def pick(self: F, rows: Tensor) -> F:
         """Return the features of some of the rows."""
-        return self._with({name: tensor[rows] for name, tensor in self._tensors.items()})
+        tensors = {name: tensor.index_select(0, rows) for name, tensor in self._tensors.items()}
+        return self._with(tensors)
 
     def joined(self: F, others: Sequence[Any]) -> F:
         """Return the features of these rows and those of other calls of the same layer."""

@@ -45,11 +45,6 @@ class Geometry:
         once = all(n == 1 for n in (*self.kernel, *self.stride, *self.spacing))
         return once and not any(map(any, self.padding))
 
-    @property
-    def patch_size(self) -> int:
-        """Number of entries of a patch: channels of a group × kernel volume."""
-        return self.channels * prod(self.kernel)
-
     def spatial_last(self, tensor: Tensor) -> Tensor:
         """Move the channels of (batch, channels, *spatial) or (channels, *spatial) last."""
         return tensor.movedim(-1 - len(self.kernel), -1)
@@ -188,7 +183,7 @@ def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
 
 def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:
     """Return the patches of the chosen rows, (rows, groups, channels of a group × kernel)."""
-    per_output = geometry.patch_size
+    per_output = geometry.channels * prod(geometry.kernel)
     if geometry.by_position:
         taken = rows.take(geometry.spatial_last(input))
         return taken.reshape(len(taken), geometry.groups, per_output)

@@ -100,10 +100,6 @@ class BagFeatures(Features):
         """Return the weighted sum of the weight's rows for every bag."""
         return self.phi @ weight.to(self.phi)
 
-    def pick(self, rows: Tensor) -> "BagFeatures":
-        """Return the features of some of the rows."""
-        return BagFeatures(self.phi.index_select(0, rows))
-
 
 @uses("embedding_bag")
 def embedding_bag(
