@@ -103,6 +103,11 @@ class Sample:
         """`variance_share` of these rows."""
         return variance_share(self.seen, self.total)
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every row of every layer was sampled, so that nothing is estimated."""
+        return not self.variance_share.any()
+
     def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
         """Return the `variance_share` of a mean over the counted rows alone."""
         return variance_share(self.seen, self.total, counted.sum(1))
@@ -114,8 +119,8 @@ class Sum:
 
     Attributes:
         total: its value; NaN where it is not exact and no active row was sampled.
-        spread: T times every sampled row, minus the mean of these; 0 where the total is given, NaN
-            where there is one active row of several.
+        spread: T times every sampled row, minus the mean of these; 0 where the total is given or
+            every row of every layer was sampled, NaN where there is one active row of several.
         doubt: factor by which every row's contribution to the error exceeds its spread; None: 1.
     """
 
@@ -133,6 +138,9 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
     scaled = rows * sample.total[:, None]
     with np.errstate(invalid="ignore"):
         mean = scaled.sum(1) / sample.seen
+        if sample.is_whole:
+            known = mean if exact is None else np.where(np.isnan(exact), mean, exact)
+            return Sum(known, np.zeros_like(rows))
         spread = scaled - mean[:, None]
     spread[sample.empty] = 0.0
     spread[sample.active_seen < 2] = np.nan
@@ -201,6 +209,8 @@ def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
         sizes: s_r.
         sample: the sampled rows.
     """
+    if sample.is_whole:
+        return of
     found = by_ratio(of, over_rows(sizes.rows, sample), sizes.total, sample)
     with np.errstate(divide="ignore", invalid="ignore"):
         seen, squares = sizes.rows.sum(1), (sizes.rows**2).sum(1)
@@ -231,6 +241,8 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
             unknown = ((factor.total == 0) & (power < 0)) | np.isinf(factor.total)
             rest = rest * np.where(unknown, np.nan, factor.total) ** power
         value = numerator.total * rest
+        if sample.is_whole:
+            return Estimate(value, np.zeros_like(value))
         share = sample.variance_share
         relative, doubted, own = _relative(factors, sample)
         spread = numerator.as_error(numerator.spread)
@@ -337,6 +349,9 @@ def quantiles(
     with np.errstate(invalid="ignore"):
         width = np.sqrt(at * (1 - at) * np.broadcast_to(share, len(values))[:, None])
     width = np.where(np.isfinite(width), width, 1.0)
+    if not width.any():  # every row was sampled
+        found = _interpolated(ordered, counts, at)
+        return found, np.zeros_like(found)
     # One, two and three standard errors of the level to either side.
     apart = [np.clip(at + side * width, 0, 1) for side in (-1, 1, -2, 2, -3, 3)]
     every = _interpolated(ordered, counts, np.concatenate([at, *apart], axis=1))
