@@ -1,13 +1,11 @@
 """Parameters without a rule, and the modules through which they are measured, each as a whole."""
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.features.features import JacobianFeatures
@@ -103,7 +101,7 @@ class ParametersWithoutRule:
                 return [rows.take(x) for x in found]
 
             try:
-                twin = Twin(module, tree_map(_copied, arguments), random)
+                twin = Twin(module, arguments, random)
                 away, length = map(torch.linalg.vector_norm, (run(tried)[0] - expected, expected))
                 precision = max(twin.precision, torch.finfo(z.dtype).eps)
                 if not away <= tolerance(precision) * length:
@@ -157,7 +155,3 @@ def _leaves_of(tensor: Tensor, inputs: Iterable[Tensor]) -> set[int]:
             waiting += [above for above, _ in node.next_functions]
             leaves.add(id(getattr(node, "variable", None)))
     return leaves
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -95,7 +95,6 @@ KINDS = {"layers": LAYERS} | {
     table: np.dtype([*_columns("<i4", "layer"), *_columns("<f8", *names)])
     for table, names in TABLES.items()
 }
-_FLOAT32 = float(np.finfo(np.float32).eps)
 
 
 def blank(table: str, shape: int | tuple[int, ...]) -> Table:
@@ -236,7 +235,8 @@ class StepSums:
         zero in exact arithmetic. Nothing can be concluded from such a gradient.
         """
         # Coarser dtypes than float32 are summed in float32.
-        found: Array = 4 * np.minimum(self.layers["precision"], _FLOAT32) * self.layers["terms"]
+        finest = np.finfo(np.float32).eps
+        found: Array = 4 * np.minimum(self.layers["precision"], finest) * self.layers["terms"]
         return found
 
     @property

@@ -39,7 +39,9 @@ def sums(layers: Mapping[str, Sequence[AllRows]]) -> Iterator[Totals]:
 
 def _sums(paths: Sequence[str], layers: Sequence[Sequence[AllRows]]) -> Totals:
     calls = [call for of_layer in layers for call in of_layer]
-    square = _end_to_end([_trained(norms, whole) for norms, whole in calls]).square_()
+    # ‖g_r‖ is 0 for rows without trained weights.
+    trained = [g if w is None or w.trained is None else g * w.trained for g, w in calls]
+    square = _end_to_end(trained).square_()
     counts = torch.tensor([sum(len(norms) for norms, _ in of_layer) for of_layer in layers])
     lengths = counts.to(square.device, non_blocking=True)
     active = square != 0
@@ -62,11 +64,6 @@ def _sums(paths: Sequence[str], layers: Sequence[Sequence[AllRows]]) -> Totals:
     found |= {"own_G": own_G, "own_own": own_own, "scale_sum": of_scales, "scale_off": off.sqrt()}
     found["scale_max"] = reduced("max", masked, lengths)
     return paths, found, True
-
-
-def _trained(norms: Tensor, whole: Whole | None) -> Tensor:
-    """Return ‖g_r‖ of all rows; 0 for rows without trained weights."""
-    return norms if whole is None or whole.trained is None else norms * whole.trained
 
 
 def _end_to_end(parts: Sequence[Tensor]) -> Float[Tensor, " rows"]:

@@ -30,12 +30,12 @@ class Twin:
 
     Args:
         module: the module, whose forward is running or has just run.
-        arguments: copies of the forward's arguments, to which nobody else writes.
+        arguments: the forward's arguments, of which it keeps copies.
         random: the state of the random numbers when the forward began.
     """
 
     def __init__(self, module: nn.Module, arguments: Arguments, random: Randomness) -> None:
-        self._module, self._arguments = module, arguments
+        self._module, self._arguments = module, tree_map(_copied, arguments)
         self._modules = list(module.modules())
         self._surroundings = Surroundings(random, self._modules)
         trained = (p for p in module.parameters() if p.requires_grad)
@@ -90,7 +90,7 @@ class Twin:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _makes_weights(hook: object) -> bool:

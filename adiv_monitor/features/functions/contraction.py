@@ -78,10 +78,12 @@ def contraction(
     x = data.permute(form.rows + form.groups + form.inner)
 
     def features(rows: Rows) -> Features:
-        phi = rows.take(x).reshape(rows.count, *form.width)
+        sizes = form.volume(form.groups), form.volume(form.inner)
+        phi = rows.take(x).reshape(rows.count, *sizes)
         if form.blocks:
-            block = to_device(form.block_of(rows), rows.device)
-            return BlockFeatures(phi[:, 0], block, form.block_count)
+            places = [rows.positions[form.rows.index(letter)] for letter in form.blocks]
+            block = np.ravel_multi_index(places, [form.sizes[letter] for letter in form.blocks])
+            return BlockFeatures(phi[:, 0], to_device(block, rows.device), form.volume(form.blocks))
         return DenseFeatures(phi, of_bias)
 
     def whole() -> Whole | None:
@@ -159,26 +161,16 @@ class Form:
         """Return the weight as (blocks, outputs, features), or (outputs or groups, features)."""
         operand = Operand(weight, self.weight).squeeze(self.dropped)
         weight = operand.permute(self.blocks + self.channels + self.inner)
-        shape = self._volume(self.channels), self._volume(self.inner)
-        return weight.reshape(self.block_count, *shape) if self.blocks else weight.reshape(shape)
+        shape = self.volume(self.channels), self.volume(self.inner)
+        return (
+            weight.reshape(self.volume(self.blocks), *shape)
+            if self.blocks
+            else weight.reshape(shape)
+        )
 
-    def _volume(self, letters: str) -> int:
+    def volume(self, letters: str) -> int:
+        """Return the number of entries along some letters."""
         return prod(self.sizes[letter] for letter in letters)
-
-    @property
-    def width(self) -> tuple[int, int]:
-        """Numbers of groups, and of features of each."""
-        return self._volume(self.groups), self._volume(self.inner)
-
-    @property
-    def block_count(self) -> int:
-        """Number of blocks."""
-        return self._volume(self.blocks)
-
-    def block_of(self, rows: Rows) -> np.ndarray:
-        """Return the index of the block that every row uses."""
-        places = [rows.positions[self.rows.index(letter)] for letter in self.blocks]
-        return np.ravel_multi_index(places, [self.sizes[letter] for letter in self.blocks])
 
 
 def _without(letters: str, others: str) -> str:

@@ -30,8 +30,6 @@ from adiv_monitor.features.rows import (
 )
 from adiv_monitor.features.uses import Found, FunctionCall, Use, channels_second, uses
 
-REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
-
 
 def own_dims(parameter: Tensor, shape: Sequence[int]) -> list[int]:
     """Return the dimensions of the broadcast shape along which the parameter is not broadcast."""
@@ -151,7 +149,7 @@ def prelu(call: FunctionCall, input: Tensor, weight: Tensor) -> Use | None:
 # --- offsets in a part of the result -------------------------------------------------------------
 
 
-@uses(*REPEATING)
+@uses("expand", "expand_as", "broadcast_to", "repeat", "tile")
 def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
     """Z = p, repeated for every sample.
 
