@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import count
@@ -194,6 +194,12 @@ class Selection:
     def knows(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether every parameter trained now was also trained when it was selected."""
         return {*map(id, self.trained)}.issuperset(map(id, filter(_IS_TRAINED, parameters)))
+
+    def stepped(self, parameters: Iterable[Tensor]) -> "Selection":
+        """Return the selection with the parameters that are trained as a step ends."""
+        trained = [*filter(_IS_TRAINED, parameters)]
+        is_same = [*map(id, trained)] == [*map(id, self.trained)]
+        return self if is_same else replace(self, trained=trained)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

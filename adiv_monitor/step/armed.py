@@ -51,7 +51,7 @@ class Armed:
         number: its number.
         capture: captures its rows.
         step: computes its sums.
-        selection: the parameters to measure.
+        selection: the parameters to measure; after the step, as it left them.
         turn: the turn, if layers are measured in turn.
         guard: records whether watching it has failed.
         others: follows the steps of other optimizers.

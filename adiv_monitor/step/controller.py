@@ -330,11 +330,13 @@ class StepController:
             armed.told["new_state"] = is_new
         if self._alignment is not None:
             armed.told["alignment"] = self.failures.safely(self._alignment.read) or {}
-        if not armed.selection.knows(self.training.trained()):
+        held = self.training.trained()
+        if not armed.selection.knows(held):
             notes.append(
                 "Parameters became trainable after the step was prepared: they are not in this "
                 "report."
             )
+        armed.selection = armed.selection.stepped(held)
         self._taken = armed
         if optimizer is None:
             self.read()
