@@ -52,11 +52,14 @@ def as_launched(rank: int, world: int) -> None:
     os.environ |= {name: str(value) for name, value in (names | where).items()}
 
 
+WAIT = 60.0  # seconds
+
+
 @contextmanager
 def patient() -> Iterator[None]:
     """Make monitors wait up to a minute for each other, so that a slow machine fails no test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "PATIENCE", 60.0)
+        patch.setattr(ranks, "PATIENCE", WAIT)
         yield
 
 
