@@ -98,7 +98,7 @@ class Layers:
         assert lead is not None
         place = self.place(id(lead.pieces[0].parameter))
         of_use = use.shaped, place.position, use.form
-        made = Layer("", lead.through or place.module, use.kind, weight, bias, *of_use)
+        made = Layer("", lead.through or self._owner(place), use.kind, weight, bias, *of_use)
         for path in names:
             known = self.found.get(path)
             if known is None:
@@ -126,6 +126,13 @@ class Layers:
         places = self.selection.places[parameter]
         running = self.forwards.innermost
         return next((place for place in places if place.module is running), places[0])
+
+    def _owner(self, place: Place) -> nn.Module:
+        """Return the module that held the parameter before torch moved it; see `Place.home`."""
+        path, modules = place.home[0], self.selection.modules
+        if path == place.path:
+            return place.module
+        return next((module for module, its in modules.items() if its == path), place.module)
 
     def _names(self, use: Use, lead: Source) -> Iterable[str]:
         """Return names for a layer: of its module, of its parameter, and with its user."""

@@ -113,10 +113,11 @@ class Armed:
             hook = hooked.register_post_accumulate_grad_hook(self._late.append)
             self._off.append(hook.remove)
 
-    def _ran(self, module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
-        is_next = module is self.capture.watching.first and not reruns() and trains(args)
-        if is_next and module.training and torch.is_grad_enabled():
-            self.guard(self.capture.next_ran, args, kwargs)
+    def _ran(self, module: nn.Module, args: Any, *more: Any) -> None:
+        # In another thread, torch calls a hook that is just being removed without `kwargs`.
+        is_next = module is self.capture.watching.first and more[1:] and not reruns()
+        if is_next and trains(args) and module.training and torch.is_grad_enabled():
+            self.guard(self.capture.next_ran, args, more[0])
             self.release()
 
     # --- the contribution to the report -----------------------------------------------------------

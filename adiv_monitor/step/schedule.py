@@ -190,7 +190,7 @@ class StepTimes:
 def step_times(parameter: Tensor) -> StepTimes:
     """Return a timer for the steps of a model with this parameter."""
     if not parameter.is_cuda:  # the device has done its work when Python goes on
-        return StepTimes(time.perf_counter, lambda start, end: end - start)
+        return StepTimes(time.perf_counter, _between)
 
     device = parameter.device
 
@@ -204,3 +204,7 @@ def step_times(parameter: Tensor) -> StepTimes:
         return start.elapsed_time(end) / 1000 if happened else None
 
     return StepTimes(now, passed)
+
+
+def _between(start: float, end: float) -> float:
+    return end - start

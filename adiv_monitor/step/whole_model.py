@@ -76,7 +76,8 @@ class WholeModel:
             flags: the numbers of the step on the host.
             comes_late: whether a gradient came after the step, which had none.
         """
-        if capture is not self._capture:
+        last, self._capture = self._capture, None  # it is not kept until the next step
+        if capture is not last:
             return {}
         found = capture.layers.found
         zeroed = [found[sums.paths[i]] for i in np.flatnonzero(sums.was_zeroed)]

@@ -200,9 +200,7 @@ def test_layers_that_are_frozen_are_not_trained() -> None:
                 model[0].requires_grad_(False)
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    _, _, changed, *later = monitor.reports
-    assert changed.unmeasured == {"0.weight": 16, "0.bias": 4}  # it was due when it was frozen
-    for report in later:
+    for report in monitor.reports[2:]:
         assert (report.layers.keys(), report.coverage) == ({"1"}, 1)
 
 

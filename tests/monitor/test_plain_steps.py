@@ -13,7 +13,7 @@ from operations import Operations
 from torch import nn
 
 from adiv_monitor import Monitor
-from adiv_monitor.step.stepping import _stack
+from adiv_monitor.step import stepping
 
 
 def calls_of_a_plain_step(
@@ -44,7 +44,8 @@ def calls_of_a_plain_step(
         code = frame.f_code
         is_ours = "/adiv_monitor/" in code.co_filename
         # One walk goes up the callers' stack, whose depth is theirs.
-        calls += event == "call" and is_ours and code.co_name != _stack.__name__
+        walks = code.co_name == "<genexpr>" and code.co_filename == stepping.__file__
+        calls += event == "call" and is_ours and not walks
 
     own = {"every_n_steps": 99, **given}
     with Monitor(model, optimizer, **own) if monitored else nullcontext() as monitor:
