@@ -117,31 +117,23 @@ class Catch:
 
         The last argument is None where the loss does not depend on this output of a function.
         """
-        if not self._active or args[-1] is None:
-            return
-        running = self._passes.running()
-        if not running.trains:
-            return
-        if running.has_graph:
-            torch._C._set_grad_enabled(False)
-        try:
-            self._guard(self._run, paths, function, running, *args)
-        finally:
-            torch._C._set_grad_enabled(running.has_graph)
+        if self._active and args[-1] is not None:
+            self._guard(self._run, paths, function, *args)
 
-    def _run(
-        self, paths: Sequence[str], function: Callable[..., None], running: Pass, *args: Any
-    ) -> None:
+    def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Call a function for layers. If it fails, they are not watched any more."""
-        watched = self._rows.keys() & paths
-        if not watched or not has_data(args[-1]):
+        running, watched = self._passes.running(), self._rows.keys() & paths
+        if not (running.trains and watched and has_data(args[-1])):
             return
+        torch._C._set_grad_enabled(False)
         try:
             with without_autocast(self._rows[min(watched)].layer.parameters[0]):
                 function(running, *args)
         except Exception as error:
             for path in watched:
                 self._layers.failed(path, error)
+        finally:
+            torch._C._set_grad_enabled(running.has_graph)
 
     def _arrives(self, running: Pass, call: Call, layout: Layout, gradient: Tensor) -> None:
         """Take the gradient of a call's output."""
