@@ -76,6 +76,8 @@ class Watch:
         self._open = set(map(id, open_now)) - self._known.keys()
         both = (self._before, self._after) if self._open else (None, self._take)
         self._hooks = GlobalHooks(*both)
+        # One for all: what restores the modes of before may bring it back.
+        self._mode = _Mode(watching, guard)
 
     def put_on(self) -> None:
         """Register the hooks; call `remove` afterwards, even if this raises."""
@@ -170,7 +172,7 @@ class Watch:
             return
         others = [mode for mode in function_modes() if mode is not forwards.mode]
         if is_on:
-            forwards.mode = _Mode(self._watching, self._guard)
+            forwards.mode = self._mode
             set_function_modes([*others, forwards.mode])
         else:
             set_function_modes(others)

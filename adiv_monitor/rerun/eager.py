@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils as operators
 
+from adiv_monitor.rerun.thread import function_modes, set_function_modes
+
 # Monitors may live in several threads, and may be dropped without being closed.
+_OURS = "adiv_monitor"
 _holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance before the first holder; None while there is no holder
 
@@ -61,15 +64,18 @@ def _compiling() -> Iterator[None]:
     """Prepare torch to compile an operator such as `torch.cond`, with the stance of before.
 
     These operators lift what their branches close over by an inner `torch.compile`. Run eagerly,
-    they would lose the gradients of parameters.
+    they would lose the gradients of parameters. A monitor's mode, into which it would look, is off.
     """
     from torch._dynamo import eval_frame
 
+    modes = function_modes()
     with _prepared():
         eager = eval_frame._set_stance(eval_frame._stance if _outside is None else _outside)
+        set_function_modes([mode for mode in modes if _OURS not in type(mode).__module__])
         try:
             yield
         finally:
+            set_function_modes(modes)
             eval_frame._set_stance(eager)
 
 
