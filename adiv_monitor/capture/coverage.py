@@ -50,7 +50,7 @@ def coverage_of(
 
     Args:
         measured: paths of the measured layers.
-        selection: the parameters to measure.
+        selection: the parameters to measure, as the step left them.
         capture: the capture of the step.
         told: by path, why layers have no result.
         off: by path, why layers, or parameters, are not watched any more.

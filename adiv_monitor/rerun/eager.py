@@ -13,8 +13,8 @@ from torch._higher_order_ops import utils as operators
 
 from adiv_monitor.rerun.thread import function_modes, set_function_modes
 
+_OURS = "adiv_monitor."
 # Monitors may live in several threads, and may be dropped without being closed.
-_OURS = "adiv_monitor"
 _holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance before the first holder; None while there is no holder
 
@@ -71,7 +71,7 @@ def _compiling() -> Iterator[None]:
     modes = function_modes()
     with _prepared():
         eager = eval_frame._set_stance(eval_frame._stance if _outside is None else _outside)
-        set_function_modes([mode for mode in modes if _OURS not in type(mode).__module__])
+        set_function_modes([mode for mode in modes if not type(mode).__module__.startswith(_OURS)])
         try:
             yield
         finally:

@@ -252,9 +252,9 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
     grid = figure.subplots(*shape, squeeze=False)
     for activation, axes in zip(activations, grid[0], strict=True):
         if sizes[1:]:
-            _at_the_end(axes, found, activation, sizes, methods)
+            _draw_by_size(axes, found, activation, sizes, methods)
         else:
-            _over_epochs(axes, final, activation, methods)
+            _draw_by_epoch(axes, final, activation, methods)
         axes.axhline(0, color=COLOURS["standard"], lw=1)
         axes.set(title=activation, ylabel="accuracy less standard's, points ± error")
     for size, row in zip(sizes, grid[1:], strict=True):
@@ -274,7 +274,7 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def _at_the_end(
+def _draw_by_size(
     axes: Axes, found: Accuracies, activation: str, sizes: Sequence[int], methods: Sequence[str]
 ) -> None:
     """Draw differences in test accuracy by batch size, and those of single seeds."""
@@ -288,7 +288,9 @@ def _at_the_end(
     axes.set(xticks=range(len(sizes)), xticklabels=sizes, xlabel="batch size (test images)")
 
 
-def _over_epochs(axes: Axes, final: Sequence[Run], activation: str, methods: Sequence[str]) -> None:
+def _draw_by_epoch(
+    axes: Axes, final: Sequence[Run], activation: str, methods: Sequence[str]
+) -> None:
     """Draw differences by epoch, of test images in full and of training images dashed."""
     of_arm = {(run["method"], run["seed"]): run for run in final if run["activation"] == activation}
     for method, (which, style) in product(methods[1:], SHOWN.items()):
