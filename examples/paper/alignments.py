@@ -21,12 +21,14 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import cifar
 import torch
 from commandline import count, parsed
 from experiment import arguments, load
 from fair import HELD_OUT
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 from slopes import mean_and_error
@@ -111,12 +113,18 @@ def carried(narrow: Sequence[Run], setting: str, width: int) -> dict[str, float]
         width: of the network that is to be trained.
     """
     name, optimizer = setting.split()
-    found: dict[str, list[float | None]] = {}
+    ratios: list[list[float | None]] = []
     for measure in MEASURES:
         layers = zip(*(late(run, measure) for run in narrow), strict=True)
-        found[measure] = [None, *(min(1.0, statistics.fmean(runs)) for runs in layers)]
+        ratios.append([None, *(min(1.0, statistics.fmean(runs)) for runs in layers)])
+    alpha, omega, u = ratios
     solution = solve_max_lr(
-        parametrization=name, optimizer=optimizer, objective="sum", layers=3, **found
+        parametrization=name,
+        optimizer=optimizer,
+        objective="sum",
+        alpha=alpha,
+        omega=omega,
+        u=u,
     )
     return {str(2 * i): width**gain for i, gain in enumerate(solution.gains)}
 
@@ -149,7 +157,7 @@ def train(trial: Trial, task: Task, runs: Sequence[Run]) -> Run:
             *(chosen, model, probe),
             mode="dynamic",
             parametrization=name,
-            objective=arm,
+            objective="sum" if arm == "sum" else "pareto",
             every_n_steps=max(task.steps // 50, 1),
             warm_up=task.steps // 10,
         )
@@ -162,7 +170,7 @@ def train(trial: Trial, task: Task, runs: Sequence[Run]) -> Run:
         chosen.zero_grad()
         inputs, labels = (each.index_select(0, rows) for each in task.train)
         loss = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         chosen.step()
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
@@ -283,8 +291,8 @@ def trades(found: Best) -> Iterator[tuple[str, float, float]]:
 
 def _traded(found: Best) -> Verdict:
     _, slow, change = zip(*trades(found), strict=True)
-    if len(set(slow)) < 3:
-        return None, "hardly any layer is slowed"
+    if min(len(set(slow)), len(set(change))) < 3:
+        return None, "too few runs differ"
     r, p = map(float, stats.spearmanr(slow, change))
     said = f"rank correlation {r:+.2f} over {len(change)} runs, p = {p:.1g}".replace("-", "−")
     return None if p > 0.05 else r > 0, said
@@ -337,52 +345,63 @@ def text(runs: Sequence[Run]) -> str:
     )
 
 
-def plot(runs: Sequence[Run], file: Path) -> None:
-    """Draw changes of the loss, what they cost in slowed layers, factors and alignments."""
-    found = best(runs)
+def _losses(changed: Axes, traded: Axes, found: Best) -> None:
+    """Changes of the loss; and those of the dynamic schedule by how far it slows layers."""
     shown = settings(found)
-    figure = Figure(figsize=(15, 11), layout="constrained")
-    rows = figure.subfigures(3, 1)
-    changed, traded = rows[0].subplots(1, 2, width_ratios=[2.2, 1])
     for place, arm in enumerate(ARMS[1:]):
+        style: dict[str, Any] = {"fmt": "o", "capsize": 3, "color": f"C{place}", "label": arm}
         for x, setting in enumerate(shown):
             if values := [v for v in changes(found, setting, arm) if math.isfinite(v)]:
                 at = x + 0.22 * (place - 1)
-                label = arm if setting == shown[-1] else None
-                style = {"fmt": "o", "capsize": 3, "color": f"C{place}", "label": label}
-                changed.errorbar(at, *([v] for v in mean_and_error(values)), **style)
+                mean, error = mean_and_error(values)
+                changed.errorbar([at], [mean], [error], **style)
                 changed.plot([at] * len(values), values, ".", ms=4, color=f"C{place}", alpha=0.5)
+                style["label"] = None
     changed.set_xticks(range(len(shown)), [s.replace(" ", "\n") for s in shown], fontsize=8)
-    changed.axhline(0, color="grey", lw=0.8)
     changed.set_title("training loss × 100, less that of full alignment; dots: seeds", fontsize=9)
-    changed.legend(fontsize=8)
-    for x, setting in enumerate(RATES):
-        points = [(slow, change) for s, slow, change in trades(found) if s.startswith(setting)]
-        traded.plot(*zip(*points, strict=True), "osD^"[x], ms=4, label=setting)
-    traded.axhline(0, color="grey", lw=0.8)
+    for name, marker in zip(RATES, "osD^", strict=True):
+        points = [(slow, change) for s, slow, change in trades(found) if s.startswith(name)]
+        traded.plot([x for x, _ in points], [y for _, y in points], marker, ms=4, label=name)
     traded.set_title("the same of sum, over how far layers are slowed", fontsize=9)
     traded.set_xlabel("mean factor of those slowed (1: none)")
-    traded.legend(fontsize=8)
-    width = shown[-1].split()[-1]
-    factors = rows[1].subplots(1, 4, sharey=True)
-    aligned = rows[2].subplots(1, 4, sharey=True)
-    for setting, above, below in zip(RATES, factors, aligned, strict=True):
-        for arm, dash in (("sum", "-"), ("carried", ":"), ("full", "--")):
-            for run in found.get(f"{setting} {width}, {arm}", [])[:1]:
-                for layer in range(3):
-                    label = f"{arm}, layer {layer + 1}"
-                    style = {"ls": dash, "color": f"C{layer}", "label": label, "lw": 1.2}
-                    if arm != "full":
-                        above.plot(run["step"], run["factor"][layer], **style)
-                    if arm != "carried":
-                        below.plot(
-                            run["step"], [v or math.nan for v in run["alpha"][layer]], **style
-                        )
-        above.set(title=f"{setting} {width}: factors", yscale="log")
-        below.set(title=f"{setting} {width}: alpha", xlabel="step")
-        below.axhline(1, color="grey", lw=0.8)
-    factors[0].legend(fontsize=7)
-    aligned[0].legend(fontsize=7)
+    for axes in (changed, traded):
+        axes.axhline(0, color="grey", lw=0.8)
+        axes.legend(fontsize=8)
+
+
+def _courses(factors: Axes, aligned: Axes, found: Best, setting: str) -> None:
+    """Factors of the layers and their alpha over the steps of seed 0."""
+    for arm, dash in (("sum", "-"), ("carried", ":"), ("full", "--")):
+        for run in found.get(f"{setting}, {arm}", [])[:1]:
+            for layer in range(3):
+                label = f"{arm}, layer {layer + 1}"
+                style: dict[str, Any] = {"ls": dash, "color": f"C{layer}", "label": label}
+                if arm != "full":
+                    factors.plot(run["step"], run["factor"][layer], **style)
+                if arm != "carried":
+                    values = [v or math.nan for v in run["alpha"][layer]]
+                    aligned.plot(run["step"], values, **style)
+    factors.set(yscale="log", ylim=(0.1, 10))
+    factors.set_title(f"{setting}: factors of the learning rate", fontsize=9)
+    aligned.set(xlabel="step", ylim=(0.4, 1.05))
+    aligned.set_title(f"{setting}: alpha", fontsize=9)
+    for axes in (factors, aligned):
+        axes.axhline(1, color="grey", lw=0.8)
+
+
+def plot(runs: Sequence[Run], file: Path) -> None:
+    """Draw changes of the loss, and factors and alignments of the widest networks."""
+    found = best(runs)
+    figure = Figure(figsize=(15, 11), layout="constrained")
+    grid = figure.add_gridspec(3, 4)
+    _losses(figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3]), found)
+    width = settings(found)[-1].split()[-1]
+    for column, setting in enumerate(RATES):
+        factors, aligned = (figure.add_subplot(grid[row, column]) for row in (1, 2))
+        _courses(factors, aligned, found, f"{setting} {width}")
+        if column == 0:
+            factors.legend(fontsize=7)
+            aligned.legend(fontsize=7)
     figure.suptitle(runs[0]["data"], fontsize=8)
     figure.savefig(file, dpi=90)
 

@@ -246,7 +246,7 @@ def _rank(x: Sequence[float], y: Sequence[float]) -> str:
 def of_optimizers() -> Iterator[Headline]:
     """What affine-like layers add to an optimizer."""
     found = best(runs("optimizers"))
-    for optimizer in ("sgd", "adam"):
+    for optimizer in ("sgd", "adam", "muon"):
         shown = plus(*more(found, f"{optimizer}, affine-like", optimizer), sign=True)
         yield f"{optimizer}: affine-like layers − none", shown
 

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
+import alignments
 import depth
 import fair
 import optimizers
@@ -45,6 +46,9 @@ COMMANDS = {
     "depth": Command(DATA, 2 * len(depth.KINDS)),
     "transformer": Command(("--steps", "2"), len(transformer.GRIDS)),
     "patches": Command(DATA, len(patches.GRIDS)),
+    "alignments": Command(
+        (*DATA, "--steps", "2", "--widths", "16", "32"), len(alignments.grids((16, 32)))
+    ),
 }
 
 
