@@ -1,246 +1,291 @@
-"""Mutation testing with mutmut, a file at a time: which changes of the core does no test notice?
+"""Mutation testing: which changes of the core does no test notice?
 
-Every operator, number, argument and condition inside the file's functions is changed, one change at
-a time, and the tests listed for the file below run until one fails. Surviving mutants are printed
-as diffs. Survivors with a known reason are listed in `mutants.md`, word for word as printed here,
-and are then only counted. mutmut skips code outside functions and decorated functions; this script
-also skips lines that hold only the words of a message.
+Each operator, number, argument, string and condition in the functions of the core can be changed,
+one at a time (mutmut's changes; the words of messages stay as they are). For each change, the tests
+listed below for the file run until one fails, in a copy of the project. Mutants that survive are
+printed: function, code before and after. Those with a known reason are listed in `mutants.md`, word
+for word as printed here, and are then only counted.
 
-The mutants live in a copy, `.mutants/<file>`. An interrupted run continues where it stopped, unless
-the package or its tests have changed since. A mutant takes one to ten seconds, survivors up to a
-minute, and a large file has 1,300 mutants. About a tenth of them, chosen by the last digit of their
-numbers in each function, is a good estimate; these are tested anew each time. To compare two states
-of the tests, use a sample over all files: it stays the same as long as the files do.
+A mutant takes five seconds to half a minute, a survivor some minutes. The core has twenty
+thousand, so draw a sample: it stays the same as long as the files do. An interrupted run continues
+where it stopped, unless the package or its tests have changed since.
 
-    make mutants FILE=adiv_monitor/maths/measures.py
-    python tests/mutants.py adiv_monitor/maths/{measures,dots}.py --processes 2
-    python tests/mutants.py --digits 3            # all files below, every tenth mutant
-    python tests/mutants.py --sample 200 --seed 0 # all files below, 200 mutants in all
+    python tests/mutants.py --sample 200                 # of all files together
+    python tests/mutants.py adiv_monitor/maths/totals.py # every mutant of one file
 """
 
 import argparse
+import ast
+import contextlib
+import difflib
+import gc
 import hashlib
 import json
 import os
 import random
 import re
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import cache_from_source
 from pathlib import Path
+from typing import Any
+
+import libcst as cst
+import pytest
+import torch.distributed.tensor  # noqa: F401  # once: tests run in forks of this process
+from libcst import matchers
+from libcst.metadata import MetadataWrapper
+from mutmut.mutation.file_mutation import Mutation, MutationVisitor, deep_replace
+from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / ".mutants"
 KNOWN = ROOT / "tests" / "mutants.md"
+COPIED = ("adiv_monitor", "layers", "tests", "examples", "docs", "README.md", "pyproject.toml")
+LONGEST = 600  # seconds: a test that takes longer has noticed a mutant that never ends
 
-# Settings: the tests that should kill a file's mutants. Of these, mutmut runs those that reach the
-# changed function, quick ones first.
-_MEASURED = ["test_against_reference", "test_invariants", "test_models"]
-_COURSE = [*_MEASURED, "test_gradients", "test_optimizers", "test_robustness"]
-_RULES = ["test_functions", "test_features", "test_corrected_layers", *_MEASURED]
-_FAMILIES = ["contraction", "gains", "products"]
-_FORMULAS = ["test_functional", "test_modules", "test_convolutions", "test_attention"]
-_BOOKS = ["test_bookkeeping", "test_sampling", *_COURSE]
-_MONITOR_TESTS = {
-    "maths/estimates.py": ["test_measures", "test_standard_errors", *_MEASURED],
-    "maths/measures.py": ["test_measures", "test_standard_errors", "test_realised", *_MEASURED],
-    "maths/readings.py": ["test_measures", "test_attention_measures", "test_realised", *_COURSE],
-    "step/vectors.py": ["test_measures", "test_uneven_rows", *_MEASURED],
-    "maths/totals.py": ["test_uneven_rows", *_MEASURED],
-    "capture/sampling.py": ["test_sampling"],
-    "step/parameter_steps.py": ["test_distributed", "test_sharded", *_COURSE],
-    "capture/check.py": ["test_contributions", *_COURSE],
-    "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules", "test_trace"],
-    "capture/layer_rows.py": [*_BOOKS, "test_recurrent", "test_realised"],
-    "step/gradient_check.py": ["test_contributions", *_BOOKS],
-    "step/measured_step.py": ["test_several_uses", "test_whole_modules", *_BOOKS],
-    "step/outcome.py": [
-        *("test_measures", "test_realised", "test_sampled_readings", "test_contributions"),
-        *_BOOKS,
-    ],
-    "step/transfer.py": ["test_measures", *_MEASURED],
-    "maths/ceiling.py": ["test_bookkeeping", "test_gradients", "test_functions", *_MEASURED],
-    "probe/attention.py": ["test_attention_measures", "test_attention_scores"],
-    "probe/batch.py": ["test_realised", "test_attention_measures"],
-    "probe/recording.py": ["test_realised", "test_several_uses"],
-    "probe/run.py": ["test_realised", "test_bit_identical"],
-    "probe/scales.py": ["test_attention_measures", "test_attention_scores"],
-    "step/probing.py": ["test_realised", "test_attention_measures"],
-    "features/rows.py": [*_RULES, "test_attention_measures", *_COURSE],
-    "features/features.py": _RULES,
-    "features/functions/linear.py": _RULES,
-    "features/functions/conv.py": _RULES,
-    "features/functions/embedding.py": ["test_bookkeeping", *_RULES],
-    "features/corrected.py": _RULES,
-    **{f"features/functions/{name}.py": ["test_functions"] for name in _FAMILIES},
-}
-_LAYER_TESTS = {"functional.py": _FORMULAS, "forms.py": _FORMULAS}
+# The tests that meet the mutants of a file: those of its path, then those of its folders. Names are
+# of files in tests/monitor, or in the folder that they begin with.
+_ATTENTION = "attention_scores attention_measures"
+_RANKS = "messages distributed sharded"
+_LAYERS = "layers/functional layers/modules layers/convolutions layers/attention"
 TESTS = {
-    **{
-        f"adiv_monitor/{file}": [f"tests/monitor/{test}.py" for test in tests]
-        for file, tests in _MONITOR_TESTS.items()
-    },
-    **{
-        f"layers/adiv_layers/{file}": [f"tests/layers/{test}.py" for test in tests]
-        for file, tests in _LAYER_TESTS.items()
-    },
+    "adiv_monitor/alignment/": "alignment/ratio alignment/uses alignment/models "
+    "alignment/instrument alignment/logits alignment/monitor alignment/width",
+    "adiv_monitor/capture/": "several_uses bookkeeping whole_modules contributions models "
+    "gradients robustness derived",
+    "adiv_monitor/capture/batch.py": "loop_facts",
+    "adiv_monitor/capture/capture.py": "trace sampling",
+    "adiv_monitor/capture/catch.py": "uneven_rows checkpointing",
+    "adiv_monitor/capture/check.py": "sampled_readings uneven_rows",
+    "adiv_monitor/capture/coverage.py": "report whole_model",
+    "adiv_monitor/capture/forwards.py": "bystanders torch_paths",
+    "adiv_monitor/capture/hook.py": "bystanders",
+    "adiv_monitor/capture/layer_rows.py": "uneven_rows sampling",
+    "adiv_monitor/capture/loss_hook.py": "losses",
+    "adiv_monitor/capture/passes.py": "losses loop_facts",
+    "adiv_monitor/capture/sampling.py": "sampling",
+    "adiv_monitor/capture/selection.py": "turns whole_model",
+    "adiv_monitor/capture/site.py": "trace deep_models",
+    "adiv_monitor/capture/trace.py": "trace",
+    "adiv_monitor/capture/watch.py": "deep_models bystanders",
+    "adiv_monitor/capture/watching.py": "jagged trace bystanders functions",
+    "adiv_monitor/capture/weights/": "derived shared_weights",
+    "adiv_monitor/capture/weights/shards.py": "sharded",
+    "adiv_monitor/features/": "features corrected_layers functions models",
+    "adiv_monitor/features/recurrent.py": "recurrent",
+    "adiv_monitor/features/registry.py": "whole_modules jagged",
+    "adiv_monitor/features/rows.py": "sampled_readings uneven_rows",
+    "adiv_monitor/maths/": "measures standard_errors invariants against_reference uneven_rows",
+    "adiv_monitor/maths/attention.py": _ATTENTION,
+    "adiv_monitor/maths/readings.py": "sizes shared_weights sampled_readings realised "
+    "attention_measures",
+    "adiv_monitor/maths/scores.py": _ATTENTION,
+    "adiv_monitor/maths/sums.py": "own_measures messages",
+    "adiv_monitor/maths/totals.py": "dots",
+    "adiv_monitor/probe/": "realised bit_identical alignment/instrument alignment/uses",
+    "adiv_monitor/probe/attention.py": _ATTENTION,
+    "adiv_monitor/rerun/": "derived whole_modules torch_paths models realised bit_identical",
+    "adiv_monitor/rerun/surroundings.py": "bystanders",
+    "adiv_monitor/rerun/thread.py": "bystanders",
+    "adiv_monitor/step/": "measures sizes models gradients against_reference",
+    "adiv_monitor/step/armed.py": "plain_steps losses optimizers robustness",
+    "adiv_monitor/step/controller.py": "plain_steps losses optimizers robustness",
+    "adiv_monitor/step/every_norm.py": "spikes",
+    "adiv_monitor/step/failures.py": "robustness",
+    "adiv_monitor/step/gradient_check.py": "contributions sampled_readings shared_weights",
+    "adiv_monitor/step/loss_log.py": "losses spikes",
+    "adiv_monitor/step/loss_watch.py": "spikes",
+    "adiv_monitor/step/masters.py": "optimizer_table whole_model",
+    "adiv_monitor/step/measured_step.py": "several_uses own_measures contributions whole_modules",
+    "adiv_monitor/step/merge.py": _RANKS,
+    "adiv_monitor/step/messages.py": _RANKS,
+    "adiv_monitor/step/outcome.py": "own_measures contributions sampled_readings whole_model "
+    "realised",
+    "adiv_monitor/step/own_measures.py": "own_measures",
+    "adiv_monitor/step/parameter_steps.py": "dots optimizers optimizer_table sharded",
+    "adiv_monitor/step/probing.py": "realised attention_measures",
+    "adiv_monitor/step/ranks.py": _RANKS,
+    "adiv_monitor/step/run_history.py": "turns trace",
+    "adiv_monitor/step/schedule.py": "schedule",
+    "adiv_monitor/step/stepping.py": "plain_steps losses optimizers",
+    "adiv_monitor/step/training.py": "turns whole_model",
+    "adiv_monitor/step/transfer.py": "own_measures",
+    "adiv_monitor/step/unattached.py": "robustness",
+    "adiv_monitor/step/unsharded.py": "sharded",
+    "adiv_monitor/step/vectors.py": "dots uneven_rows",
+    "adiv_monitor/step/whole_model.py": "whole_model",
+    "layers/adiv_layers/forms.py": _LAYERS,
+    "layers/adiv_layers/functional.py": _LAYERS,
 }
-# Tests that fail under the trampolines through which mutmut calls functions.
-NOT_RUN = ("compil", "jit", "script", "pickl")
-# The slowest tests: only the files of features need them.
-ONLY_FOR_FEATURES = ("cnn", "vit")
-WORDS = r'^ +f?"[^"]* [^"]*"$'
-_COPIED = ("adiv_monitor", "layers", "tests", "examples", "README.md", "pyproject.toml")
 
 
-def prepared(file: str) -> Path:
-    """Return a copy of the project to mutate; reuse the last run's if nothing has changed since."""
-    place = PLACE / re.sub(r"\W+", "-", file.removesuffix(".py"))
-    stamp, state = place / "state", fingerprint(file)
-    if stamp.exists() and stamp.read_text() == state:
-        return place
-    shutil.rmtree(place, ignore_errors=True)
-    # The folder must exist before Python starts: it caches a missing path as holding no modules.
-    (place / "mutants").mkdir(parents=True)
-    (PLACE / ".gitignore").write_text("*\n")
-    leave = shutil.ignore_patterns("__pycache__", "results", "mutants.*")
-    for name in _COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, place / name, ignore=leave)
-        else:
-            shutil.copy2(source, place / name)
-    # mutmut derives a module's name from its file's path.
-    (place / "layers" / "adiv_layers").rename(place / "adiv_layers")
-    with (place / "pyproject.toml").open("a") as settings:
-        settings.write(mutmut_settings(file))
-    stamp.write_text(state)
-    return place
+def tests_of(file: str) -> list[str]:
+    fitting = sorted((path for path in TESTS if file.startswith(path)), key=len, reverse=True)
+    names = dict.fromkeys(name for path in fitting for name in TESTS[path].split())
+    places = (name.rpartition("/") for name in names)
+    return [f"tests/{folder or 'monitor'}/test_{test}.py" for folder, _, test in places]
 
 
-def fingerprint(file: str) -> str:
-    """Return a hash of everything that decides which mutants survive: sources, tests, settings."""
-    found = hashlib.sha256(json.dumps([file, TESTS[file], left_out(file), WORDS]).encode())
+def core() -> list[str]:
+    """Return all files that tests are listed for."""
+    roots = [ROOT / path for path in TESTS]
+    paths = {file for root in roots for file in (root.rglob("*.py") if root.is_dir() else [root])}
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
+
+
+class Changes(MutationVisitor):
+    """mutmut's changes of a file, also of decorated functions, which mutmut itself can't run."""
+
+    def __init__(self) -> None:
+        super().__init__(mutation_operators, IgnoredCode(set(), set(), set()))
+
+    def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
+        return not isinstance(node, cst.FunctionDef) and super()._skip_node_and_children(node)
+
+
+def words(node: cst.CSTNode) -> list[str]:
+    """Return the words of messages in a piece of code."""
+    found: Any = matchers.findall(node, matchers.SimpleString() | matchers.FormattedStringText())
+    return [text.value for text in found if " " in text.value]
+
+
+@cache
+def changes_of(file: str) -> tuple[cst.Module, list[Mutation]]:
+    visitor = Changes()
+    module = MetadataWrapper(cst.parse_module((ROOT / file).read_text())).visit(visitor)
+    return module, [
+        change
+        for change in visitor.mutations
+        if isinstance(change.contained_by_top_level_function, cst.FunctionDef)
+        and words(change.original_node) == words(change.mutated_node)
+    ]
+
+
+def sampled(files: Sequence[str], count: int | None, seed: int) -> list[tuple[str, int]]:
+    """Draw mutants uniformly from all files together: file, and number in the file."""
+    every = [(file, number) for file in files for number in range(len(changes_of(file)[1]))]
+    return random.Random(seed).sample(every, len(every) if count is None else count)
+
+
+def described(file: str, before: str, after: str) -> str:
+    """Return one line on a mutant: its function, the code before and after."""
+    lines = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+    old, new = (" ".join(x[2:].strip() for x in lines if x[0] == sign) for sign in "-+")
+    line = 1 + next(number for number, x in enumerate(lines) if x[0] in "-+")
+    functions = (ast.ClassDef, ast.FunctionDef)
+    inside = [node for node in ast.walk(ast.parse(before)) if isinstance(node, functions)]
+    names = [x.name for x in inside if x.lineno <= line <= (x.end_lineno or 0)]  # outermost first
+    return f"`{file}:{'.'.join(names)}` `{old}` → `{new}`"
+
+
+def prepared() -> tuple[Path, Path]:
+    """Return a copy of the project as it is now, and the file of its mutants' results."""
+    found = hashlib.sha256(json.dumps(TESTS).encode())
     for top in ("adiv_monitor", "layers", "tests"):
         for path in sorted((ROOT / top).rglob("*.py")):
             if "benchmarks" not in path.parts and path != Path(__file__):
                 found.update(path.read_bytes())
-    return found.hexdigest()
+    place = PLACE / found.hexdigest()[:12]
+    if not place.exists():
+        new = place.with_suffix(".new")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        (PLACE / ".gitignore").write_text("*\n")
+        for name in COPIED:
+            copy: Any = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            copy(ROOT / name, new / name)
+        new.rename(place)
+    return place, place.with_suffix(".jsonl")
 
 
-def left_out(file: str) -> tuple[str, ...]:
-    """Return words in the names of tests that are not run."""
-    return NOT_RUN + (() if file.startswith("adiv_monitor/features/") else ONLY_FOR_FEATURES)
+def put(file: Path, source: str) -> None:
+    file.write_text(source)
+    # Python tells versions of a file by size and second.
+    Path(cache_from_source(str(file))).unlink(missing_ok=True)
 
 
-def mutmut_settings(file: str) -> str:
-    settings = {
-        "source_paths": ["adiv_monitor", "adiv_layers"],
-        "only_mutate": [file.removeprefix("layers/")],
-        "also_copy": ["layers", "examples", "README.md"],
-        "pytest_add_cli_args_test_selection": TESTS[file],
-        "pytest_add_cli_args": ["-k", " and ".join(f"not {word}" for word in left_out(file))],
-        "do_not_mutate_patterns": [WORDS],
-        "process_isolation": "forkserver",  # torch's threads do not survive a plain fork
-        "timeout_multiplier": 30.0,
-        "timeout_constant": 20.0,
-    }
-    lines = (f"{name} = {json.dumps(value)}" for name, value in settings.items())
-    return "\n[tool.mutmut]\n" + "\n".join(lines) + "\n"
+class Alarm:
+    """Ends the process if a test takes too long."""
+
+    def pytest_runtest_logstart(self) -> None:
+        signal.alarm(LONGEST)
 
 
-def mutmut(place: Path, *arguments: str, quiet: bool = True) -> str:
-    path = str(place / "mutants")  # also for processes started by tests
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    # Not "-m mutmut", which would put the unchanged sources onto the path.
-    command = [str(Path(sys.executable).with_name("mutmut")), *arguments]
-    output = subprocess.PIPE if quiet else None
-    done = subprocess.run(command, cwd=place, env=environment, stdout=output, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed in {place}: see above")
-    return done.stdout or ""
-
-
-# Run in the folder of the settings, by which mutmut decides what it mutates.
-_NAMES = """
-import sys
-from pathlib import Path
-from mutmut.mutation.file_mutation import mutate_file_contents
-from mutmut.utils.format_utils import get_mutant_name
-file = Path(sys.argv[1])
-for name in mutate_file_contents(str(file), file.read_text()).mutant_names:
-    print(get_mutant_name(file, name))
-"""
-
-
-def sampled(files: Sequence[str], count: int, seed: int) -> dict[str, list[str]]:
-    """Draw this many mutants uniformly from all files together, and return them by file."""
-    names = [(file, name) for file in files for name in mutants_of(file)]
-    chosen: dict[str, list[str]] = {}
-    for file, name in sorted(random.Random(seed).sample(names, min(count, len(names)))):
-        chosen.setdefault(file, []).append(name)
-    return chosen
-
-
-def mutants_of(file: str) -> list[str]:
-    command = [sys.executable, "-c", _NAMES, file.removeprefix("layers/")]
-    done = subprocess.run(
-        command, cwd=prepared(file), stdout=subprocess.PIPE, text=True, check=True
+def killer(place: Path, *tests: str) -> str | None:
+    """Run tests in the copy until one fails; return which, or else how the process ended."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(place)
+        log = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        paths = [str(place), str(place / "layers")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of processes that tests start
+        sys.path[:] = paths + [path for path in sys.path if path != str(ROOT / "tests")]
+        signal.alarm(LONGEST)  # for the imports
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:anyio"]
+        os._exit(pytest.main([*options, *tests], plugins=[Alarm()]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what the tests have left behind
+    output = (place / "output.txt").read_text()
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    return (
+        None
+        if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+        else failed[1]
+        if failed
+        else f"exit code {code}"
     )
-    return done.stdout.split()
-
-
-def survivors(place: Path, file: str) -> list[str]:
-    """Return one line per surviving mutant: its function, the code before and after."""
-    named = re.findall(r"^\s*(\S+): (survived|no tests)$", mutmut(place, "results"), re.MULTILINE)
-    lines = []
-    for name, _ in named:
-        changed = re.findall(r"^([-+])(?![-+]{2} )(.*)$", mutmut(place, "show", name), re.MULTILINE)
-        before, after = (" ".join(t.strip() for s, t in changed if s == sign) for sign in "-+")
-        function = re.sub(r"__mutmut_\d+$", "", name).rpartition(".")[2]
-        spoken = function.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
-        lines.append(f"`{file}:{spoken}` `{before}` → `{after}`")
-    return lines
-
-
-def report(place: Path, file: str) -> None:
-    mutmut(place, "export-cicd-stats")
-    counts = json.loads((place / "mutants" / "mutmut-cicd-stats.json").read_text())
-    counts["total"] -= mutmut(place, "results").count(": not checked")
-    known = KNOWN.read_text() if KNOWN.exists() else ""
-    found = survivors(place, file)
-    fresh = [line for line in found if line not in known]
-    killed, total = counts["killed"] + counts["timeout"] + counts["segfault"], counts["total"]
-    print(
-        f"\n| {file} | {total} mutants | {killed} killed ({killed / max(total, 1):.1%}) | ", end=""
-    )
-    print(f"{len(found)} survived | {len(found) - len(fresh)} with a known reason |\n")
-    for line in fresh:
-        print(f"- {line}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", choices=[*TESTS, []], help="of the core; default: all")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--digits", help="only mutants whose numbers end with one of these")
+    parser.add_argument("files", nargs="*", choices=[*core(), []], help="of the core; default: all")
     parser.add_argument("--sample", type=int, help="only so many mutants, of all files together")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     arguments = parser.parse_args()
-    files = arguments.files or list(TESTS)
-    sample = sampled(files, arguments.sample, arguments.seed) if arguments.sample else {}
-    for file in sample or files:
-        place = prepared(file)
-        chosen = [f"*[{arguments.digits}]"] if arguments.digits else sample.get(file, [])
-        try:
-            mutmut(place, "run", "--max-children", str(arguments.processes), *chosen, quiet=False)
-        except SystemExit as failure:
-            if not chosen:
-                raise
-            print(f"{file}: perhaps no mutant has such a number. {failure}")
+    place, results = prepared()
+    lines = results.read_text().splitlines() if results.exists() else []
+    ended = {(file, number): (by, line) for file, number, by, line in map(json.loads, lines)}
+    sound = {by for by, _ in ended.values()}  # tests that pass without a mutant
+    chosen = sampled(arguments.files or core(), arguments.sample, arguments.seed)
+    gc.freeze()  # forks need not look through what they share
+    for file in core():  # an interrupted run may have left a mutant
+        put(place / file, (ROOT / file).read_text())
+    for file, number in chosen:
+        if (file, number) in ended:
             continue
-        report(place, file)
+        module, changes = changes_of(file)
+        change = changes[number]
+        mutated = deep_replace(module, change.original_node, change.mutated_node)
+        assert isinstance(mutated, cst.Module)
+        line = described(file, module.code, mutated.code)
+        put(place / file, mutated.code)
+        try:
+            found = (killer(place, test) for test in tests_of(file))
+            by = next((test for test in found if test), None)
+        finally:
+            put(place / file, module.code)
+        if by and "::" in by and by not in sound and killer(place, by, "--whole"):
+            sys.exit(f"{by} fails without a mutant, too: see {place / 'output.txt'}")
+        ended[file, number] = by, line
+        sound.add(by)
+        with results.open("a") as log:
+            print(json.dumps([file, number, by, line]), file=log)
+        print(f"{by or 'survived'}: {line}", flush=True)
+    survivors = [ended[mutant][1] for mutant in chosen if ended[mutant][0] is None]
+    fresh = [line for line in survivors if line not in KNOWN.read_text()]
+    killed = len(chosen) - len(survivors)
+    print(f"\n{len(chosen)} mutants, {killed} killed ({killed / len(chosen):.1%}),", end=" ")
+    print(f"{len(survivors) - len(fresh)} survived with a known reason, {len(fresh)} without:")
+    print(*(f"- {line}" for line in sorted(fresh)), sep="\n")
 
 
 if __name__ == "__main__":
