@@ -12,6 +12,7 @@ called several times and checkpointing therefore all work:
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -104,8 +105,9 @@ class Catch:
         call.features = features.restrict(**layer.trained)
         call.z = rows.copied(z)
         if layer.weight is not None:
-            whole = use.whole()
-            call.whole = whole.of_weight() if whole is not None and layer.bias is None else whole
+            call.whole = use.whole(rows)
+            if call.whole is not None and layer.bias is None:
+                call.whole = replace(call.whole, bias_square=0.0)
         if rows.total and check is not None and check.only in (None, layer.path):
             call.products = check.products(layer, use, features, rows)
         return features

@@ -129,8 +129,7 @@ def trains(value: object) -> bool:
 
 def has_data(value: Any) -> bool:
     """Return whether a value is not a stand-in for a tensor."""
-    if type(value) in _PLAIN:
-        return torch._C._has_storage(value) and not value.is_meta
     if not isinstance(value, Tensor):
         return not isinstance(value, Proxy)
-    return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
+    is_real = type(value) in _PLAIN or not is_fake(value)
+    return is_real and torch._C._has_storage(value) and not value.is_meta

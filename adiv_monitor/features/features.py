@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -90,7 +91,8 @@ class Features:
     @property
     def _tensors(self) -> dict[str, Any]:
         """The fields that have one entry per row."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        own = ((name, getattr(self, name)) for name in getattr(self, "__dataclass_fields__", ()))
+        return {name: value for name, value in own if isinstance(value, Tensor)}
 
     @property
     def size(self) -> int:
@@ -105,7 +107,7 @@ class Features:
         return self._with({name: torch.stack([p[name] for p in parts]) for name in self._tensors})
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
-        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row; None if they are not known."""
+        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖² of every row; None if they are not known."""
         return None
 
 
@@ -194,8 +196,8 @@ class DenseFeatures(Features):
             return None
         parts: list[Any] = []
         if self.phi is not None:
-            squares = row_squares(self.phi)
-            parts.append(squares if self.weight_gain is None else squares * self.weight_gain)
+            own = self._squares
+            parts.append(own if self.weight_gain is None else own * self.weight_gain)
         if self.bias is not None:
             square: Tensor | float = self.bias**2
             parts.append(square if self.bias_gain is None else square * self.bias_gain)
@@ -227,14 +229,14 @@ class DenseFeatures(Features):
         self, weight: Tensor | None, bias: Tensor | None, out: Tensor | None = None
     ) -> Float[Tensor, "rows n_total"]:
         """Return Φ_W Wᵀ + φ_b ⊗ b; see `Features.move`."""
-        phi = self.phi
-        is_one = not isinstance(self.bias, Tensor) and self.bias == 1
-        if phi is None or weight is None or bias is None or not is_one or phi.dim() == 3:
+        phi, is_one = self.phi, not isinstance(self.bias, Tensor) and self.bias == 1
+        if phi is None or weight is None or phi.dim() == 3 or (bias is not None and not is_one):
             return super().move(weight, bias, out)
-        row = bias.reshape(len(phi), 1, -1).to(phi.dtype)
+        row = None if bias is None else bias.reshape(len(phi), 1, -1).to(phi.dtype)
         if phi.shape[2] == 1:
-            return torch.baddbmm(row, phi.squeeze(2), self.matrix(weight), out=out)
-        if phi.shape[3] == 1 and weight.numel() == bias.numel():  # a gain
+            product = torch.bmm if row is None else partial(torch.baddbmm, row)
+            return product(phi.squeeze(2), self.matrix(weight), out=out)
+        if row is not None and phi.shape[3] == 1 and weight.numel() == row.numel():  # a gain
             of_weight = weight.reshape(row.shape).to(phi.dtype)
             return torch.addcmul(row, phi.squeeze(3), of_weight, out=out)
         return super().move(weight, bias, out)
@@ -272,12 +274,18 @@ class DenseFeatures(Features):
         return 0 if self.phi is None else self.phi.shape[-1]
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
-        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖ of every row, over all groups."""
+        """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖² of every row, over all groups."""
         if self.phi is None:
             return None
-        rows = self.phi.flatten(-2)
+        rows, own = self.phi.flatten(-2), self._squares
         summed = active[..., None, :] @ rows
-        return (rows @ summed.mT).squeeze(-1), torch.linalg.vector_norm(rows, dim=-1)
+        return (rows @ summed.mT).squeeze(-1), own[..., 0] if own.shape[-1] == 1 else own.sum(-1)
+
+    @cached_property
+    def _squares(self) -> Float[Tensor, "rows groups"]:
+        """‖φ_W‖² of every row and group."""
+        assert self.phi is not None
+        return row_squares(self.phi)
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Return Φ with the bias's feature as its last column."""
@@ -352,9 +360,7 @@ class BlockFeatures(Features):
         return moved
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor]:
-        """Return x_r·Σ_k a_k x_k over the rows of the same block, and ‖x_r‖."""
+        """Return x_r·Σ_k a_k x_k over the rows of the same block, and ‖x_r‖²."""
         sums = self.phi.new_zeros(self.count + 1, self.phi.shape[1])  # last: no block
         sums.index_add_(0, self.block, self.phi * active[:, None])
-        return torch.linalg.vecdot(self.phi, sums[self.block]), torch.linalg.vector_norm(
-            self.phi, dim=1
-        )
+        return torch.linalg.vecdot(self.phi, sums[self.block]), row_squares(self.phi)

@@ -5,7 +5,9 @@ one cheap pass over each yields.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any
 
@@ -41,6 +43,10 @@ class Rows:
     device: torch.device = HOST
     keys: Keys = field(default_factory=lambda: np.empty(0))
     bound: float = math.inf
+    # By what is made of a tensor: the last tensor, its version, and the result.
+    _made: dict[str, tuple[Callable[[], Tensor | None], int, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def total(self) -> int:
@@ -50,9 +56,22 @@ class Rows:
     def take(self, tensor: Tensor) -> Tensor:
         """Gather the rows of a tensor shaped (*shape, channels...) into (rows, channels...).
 
-        The result is float32, or float64 if the tensor is.
+        The result is float32, or float64 if the tensor is. It must not be written to: layers with
+        the same input share it.
         """
-        return to_compute_dtype(self.copied(tensor))
+        return self._once("rows", tensor, lambda: to_compute_dtype(self.copied(tensor)))
+
+    def lengths(self, tensor: Tensor) -> Float[Tensor, " rows"]:
+        """Return √Σ x² of all rows of a tensor shaped (*shape, channels)."""
+        return self._once("lengths", tensor, lambda: norms(tensor).flatten())
+
+    def _once(self, what: str, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """Make something of a tensor once: queries, keys and values have the same input."""
+        version = -1 if tensor.is_inference() else tensor._version
+        last = self._made.get(what)
+        if last is None or last[0]() is not tensor or last[1] != version:
+            self._made[what] = last = weakref.ref(tensor), version, make()
+        return last[2]
 
     def copied(self, tensor: Tensor) -> Tensor:
         """Gather the rows of a tensor as `take` does, in its own precision.
@@ -104,10 +123,6 @@ class Whole:
     bias_square: float = 0.0
     trained: Float[Tensor, " rows"] | None = None
     loads: Int[Tensor, " experts"] | None = None
-
-    def of_weight(self) -> "Whole":
-        """Return the lengths for the weight alone."""
-        return replace(self, bias_square=0.0)
 
 
 def contracted(

@@ -65,7 +65,7 @@ class Use:
     bias: Tensor | None
     features: Callable[[Rows], Features]
     layout: Callable[[Tensor], Tensor] = as_it_is
-    whole: Callable[[], Whole | None] = unknown
+    whole: Callable[[Rows], Whole | None] = unknown
     shaped: Callable[[Tensor], Tensor] = as_it_is
     part: str = ""
     form: object = None

@@ -362,7 +362,7 @@ def _scale_quantiles(x: _Layers) -> tuple[Array, Array]:
 def _common_share(x: _Layers) -> Estimate:
     estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
     count = np.where(np.isnan(x.layers["active"]), estimated, x.layers["active"])
-    products, squares = x.rows["common"], x.rows["length"] ** 2
+    products, squares = x.rows["common"], x.rows["square"]
     return measures.common_share(products, squares, count, x.sample)
 
 

@@ -76,15 +76,7 @@ _ROWS, _MOVES = names_of(PAIRS), names_of(REALISED)
 TABLES = {
     "rows": [
         *_ROWS,
-        "scale",
-        "mean",
-        "off",
-        "common",
-        "length",
-        "largest",
-        "fourth",
-        "zeros",
-        "key",
+        *("scale", "mean", "off", "common", "square", "largest", "fourth", "zeros", "key"),
     ],
     "equations": ["of_bias", "number", "now", "h", "before"],
     "moves": [*_MOVES],
@@ -176,8 +168,8 @@ class StepSums:
         rows: the sampled rows. The dot products `a_b` of their vectors; a vector that a layer lacks
             counts as zero. scale: ‖φ_r‖², the largest of several; mean, off: of several, their mean
             m and √Σ (s − m)². common: φ_r·Σ_k φ_k, with the sum over the sampled active rows.
-            length: ‖φ_W‖. largest, fourth, zeros: of the entries, max |z_n|, Σ z_n⁴, and the number
-            of g_n = 0. key: see `capture/sampling.py`.
+            square: ‖φ_W‖². largest, fourth, zeros: of the entries, max |z_n|, Σ z_n⁴, and the
+            number of g_n = 0. key: see `capture/sampling.py`.
         equations: γv, h of the rows, and γv of the gradient that was there before them, for the
             weight or the bias, whose equations are numbered; see `capture/check.py`.
         moves: dot products of rows on the probe, NaN with G if the loss is not known.

@@ -24,7 +24,7 @@ from adiv_monitor.maths.sums import OF_PARAMETERS, ONCE, Array, StepSums
 from adiv_monitor.maths.totals import reduced
 
 _LINE = 128  # entries; every tensor in a buffer begins at a multiple of it
-_CHUNK = 2**22  # entries that are multiplied at once
+_CHUNK = 2**24  # entries that are multiplied at once
 
 
 class ParameterSteps:

@@ -128,7 +128,7 @@ class Family:
         of_rows = active if self._is_stacked else active[0]
         found, rows = self._features.common(of_rows), dict(products)
         if found:
-            rows["common"], rows["length"] = found
+            rows["common"], rows["square"] = found
         if self._scale is not None:
             rows |= _of_scales(self._scale)
         out.add("rows", paths, rows)
@@ -263,9 +263,8 @@ def _of_scales(scale: Float[Tensor, "layers rows groups"]) -> dict[str, Tensor]:
     """Return the sums over each row's scales."""
     if scale.shape[2] == 1:
         return {"scale": scale[..., 0]}
-    mean = scale.mean(2, keepdim=True)
-    off = torch.linalg.vector_norm(scale - mean, dim=2)
-    return {"scale": scale.amax(2), "mean": mean[..., 0], "off": off}
+    deviation, mean = torch.std_mean(scale, 2, correction=0)
+    return {"scale": scale.amax(2), "mean": mean, "off": deviation * scale.shape[2] ** 0.5}
 
 
 @contextmanager

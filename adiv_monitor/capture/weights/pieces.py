@@ -116,10 +116,6 @@ class Piece:
             return self.parameter.detach()
         return self.own(part_of(self.parameter))
 
-    def gradient(self) -> Tensor:
-        """Return ∂L/∂θ of the piece from `.grad`, or zeros if there is none. See `value`."""
-        return self.own(gradient(self.parameter))
-
 
 Step = Strides | torch.Size | torch.dtype  # done to a tensor: a view, another shape or dtype
 

@@ -86,7 +86,7 @@ def contraction(
             return BlockFeatures(phi[:, 0], to_device(block, rows.device), form.volume(form.blocks))
         return DenseFeatures(phi, of_bias)
 
-    def whole() -> Whole | None:
+    def whole(rows: Rows) -> Whole | None:
         if form.groups:
             return None
         norm = norms(x.flatten(len(form.rows)) if form.inner else x[..., None])

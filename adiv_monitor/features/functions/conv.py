@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, Whole, squares, to_compute_dtype
+from adiv_monitor.features.rows import Rows, Whole, norms, squares, to_compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
@@ -91,10 +91,12 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
     def features(rows: Rows) -> DenseFeatures:
         return DenseFeatures(patches(geometry, input, rows), of_bias)
 
-    def whole() -> Whole | None:
+    def whole(rows: Rows) -> Whole | None:
         if geometry.groups > 1:
             return None
-        return Whole(patch_squares(geometry, input).flatten().sqrt_(), of_bias or 0.0)
+        once, x = geometry.by_position, geometry.batched(input)
+        lengths = norms(x, 1) if once else patch_squares(geometry, x).sqrt_()
+        return Whole(lengths.flatten(), of_bias or 0.0)
 
     def times(v: Tensor) -> Tensor:
         return patch_products(geometry, geometry.batched(input), v)
@@ -155,18 +157,10 @@ def _sides(
     return tuple((side, side) for side in each)
 
 
-def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
+def patch_squares(geometry: Geometry, x: Tensor) -> Tensor:
     """Return ‖patch‖², (batch, *positions), of one group: sums of Σ x² over windows."""
-    sums = _padded(geometry, squares(geometry.batched(input), 1)[:, None])
-    if not geometry.by_position:
-        sums = _windows(geometry, sums).sum(tuple(range(-len(geometry.kernel), 0)))
-    return sums.squeeze(1)
-
-
-def _convolved(geometry: Geometry, x: Tensor, kernels: Tensor) -> Tensor:
-    """Return the convolution of x, (batch, channels, *spatial), with other kernels."""
-    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(geometry.kernel) - 1]
-    return convolve(_padded(geometry, x), kernels, None, geometry.stride, 0, geometry.dilation)
+    sums = _padded(geometry, squares(x, 1)[:, None])
+    return _windows(geometry, sums).sum(tuple(range(-len(geometry.kernel), 0))).squeeze(1)
 
 
 def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
@@ -177,8 +171,10 @@ def patch_products(geometry: Geometry, input: Tensor, v: Tensor) -> Tensor:
         input: the input, (batch, channels, *spatial).
         v: (patch size, m).
     """
-    kernels = v.mT.reshape(-1, geometry.channels, *geometry.kernel)
-    return _convolved(geometry, to_compute_dtype(input), kernels).movedim(1, -1)
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(geometry.kernel) - 1]
+    x, kernels = to_compute_dtype(input), v.mT.reshape(-1, geometry.channels, *geometry.kernel)
+    made = convolve(_padded(geometry, x), kernels, None, geometry.stride, 0, geometry.dilation)
+    return made.movedim(1, -1)
 
 
 def patches(geometry: Geometry, input: Tensor, rows: Rows) -> Tensor:

@@ -51,7 +51,7 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
         tokens = tokens.clone() if rows.chosen is None else tokens[rows.flat]
         return OneHotFeatures(tokens.long(), trained(tokens, table, padding), len(table))
 
-    def whole() -> Whole:
+    def whole(rows: Rows) -> Whole:
         tokens = token.reshape(-1)
         are_trained = trained(tokens, table, padding)
         return Whole(are_trained, trained=None if padding is None else are_trained)
@@ -142,7 +142,7 @@ def embedding_bag(
     def features(rows: Rows) -> BagFeatures:
         return bags() if rows.chosen is None else bags().pick(rows.flat)
 
-    def whole() -> Whole:
+    def whole(rows: Rows) -> Whole:
         return Whole(bags().scale()[:, 0].sqrt())
 
     return Use("embedding", weight, None, features, whole=whole)

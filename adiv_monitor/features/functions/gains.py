@@ -85,7 +85,7 @@ def offset(parameter: Tensor, shape: Sequence[int]) -> Use:
         index = np.ravel_multi_index([rows.positions[d] for d in places], sizes)
         return OneHotFeatures(to_device(index, rows.device), ones(rows.count), prod(sizes))
 
-    def whole() -> Whole:
+    def whole(rows: Rows) -> Whole:
         return Whole(ones(prod(shape) // shape[own[-1]]))
 
     def table(tensor: Tensor) -> Tensor:
@@ -248,7 +248,6 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    cudnn_enable: bool = True,
 ) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) over the normalised dimensions."""
 
@@ -284,7 +283,6 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,
 ) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) over each sample's groups of channels."""
 
@@ -306,7 +304,6 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,
 ) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) per sample and channel, or with the running statistics."""
     if use_input_stats:
@@ -325,7 +322,6 @@ def batch_norm(
     training: bool = False,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,
 ) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) per channel, of the batch; running ones in evaluation."""
 

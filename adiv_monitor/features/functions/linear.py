@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, Whole, norms, to_compute_dtype
+from adiv_monitor.features.rows import Rows, Whole, to_compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
@@ -38,8 +38,8 @@ def affine(
     def features(rows: Rows) -> DenseFeatures:
         return DenseFeatures(rows.take(x)[:, None], of_bias)
 
-    def whole() -> Whole:
-        return Whole(norms(x).flatten(), of_bias or 0.0)
+    def whole(rows: Rows) -> Whole:
+        return Whole(rows.lengths(x), of_bias or 0.0)
 
     def times(v: Tensor) -> Tensor:
         return to_compute_dtype(x) @ v

@@ -97,10 +97,10 @@ def grouped_product(
 
     def features(rows: Rows) -> BlockFeatures:
         block = every if rows.chosen is None else every[rows.flat]
-        phi = rows.take(input).masked_fill_((block == count)[:, None], 0)
+        phi = rows.take(input).masked_fill((block == count)[:, None], 0)
         return BlockFeatures(phi, block, count)
 
-    def whole() -> Whole:
+    def whole(rows: Rows) -> Whole:
         loads = offs.diff(prepend=offs.new_zeros(1))
         return Whole(norms(input.masked_fill(nobody, 0)), loads=loads)
 
