@@ -139,7 +139,7 @@ class ParameterSteps:
             gamma = w
         reached = gamma.nonzero()
         self.products["reached"] = gamma.counts(reached)
-        self.products["changed"] = gamma.counts(map(torch.logical_and, reached, moved))
+        self.products["changed"] = gamma.counts(map(torch.bitwise_and, reached, moved))
         self._given = {}
         return changed
 
@@ -215,12 +215,13 @@ class Flat:
         )
 
     def nonzero(self) -> list[Tensor]:
-        """Return which entries are not zero, for each buffer."""
-        return [buffer != 0 for buffer in self.buffers]
+        """Return which entries are not zero, as bytes in lines, for each buffer."""
+        # On a CPU `.bool()` takes half as long as `!= 0`, a sum of bytes a fortieth of other sums.
+        return [buffer.bool().view(torch.uint8).view(-1, _LINE) for buffer in self.buffers]
 
     def counts(self, which: Iterable[Tensor]) -> tuple[Float[Tensor, " tensors"], ...]:
-        """Return the number of each tensor's entries that a mask of each buffer chooses."""
-        return self._by_tensor(mask.view(-1, _LINE).sum(1, dtype=torch.float32) for mask in which)
+        """Return the number of each tensor's entries that `nonzero` of each buffer chooses."""
+        return self._by_tensor(lines.sum(1, dtype=torch.uint8) for lines in which)
 
     def differs(self, others: Parts) -> Tensor:
         """Return whether any part differs from its tensor; NaN equals itself."""

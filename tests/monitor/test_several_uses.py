@@ -50,6 +50,26 @@ def test_a_matrix_and_its_transpose_are_two_layers() -> None:
         )
 
 
+class SameInput(nn.Module):
+    """Two layers with the same input, which is written to between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x.mul_(2))
+
+
+def test_an_input_that_layers_share_is_taken_anew_after_a_write() -> None:
+    model, x = SameInput(), X.float()
+    with torch.autocast("cpu", torch.bfloat16):  # autograd saves copies, so that writes are allowed
+        layers = one_step(model, lambda m: m(x.clone()).sum().backward(), max_rows=3).layers
+    for measure in ("scale_mean", "scale_p50"):  # of all rows, of the sampled ones
+        a, b = (getattr(layers[path], measure) for path in "ab")
+        assert b == pytest.approx(4 * a)
+
+
 class Bends(nn.Module):
     """A module that uses a weight in a function without a rule."""
 
