@@ -58,7 +58,7 @@ NARROW = {
     ),
     "vit-b": Task(
         "ViT-B/16, bfloat16",
-        lambda: ViT(side=224, patch=16, channels=3, width=192, depth=12, heads=12),
+        lambda: ViT(side=224, patch=16, channels=3, width=192, depth=12, heads=12, packed=True),
         lambda: images(2, 3, 224, 224),
         is_half=True,
     ),

@@ -20,21 +20,26 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, made of plain linear layers."""
+    """Pre-norm attention and MLP, made of plain linear layers; q, k and v from one if packed."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, causal: bool, packed: bool = False) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        if packed:
+            self.query_key_value, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        else:
+            self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
-        heads = (
-            part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
+        normed, packed = self.norm1(x), getattr(self, "query_key_value", None)
+        parts = (
+            (self.query(normed), self.key(normed), self.value(normed))
+            if packed is None
+            else packed(normed).chunk(3, -1)
         )
+        heads = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         attended = functional.scaled_dot_product_attention(*heads, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.narrow(functional.gelu(self.wide(self.norm2(x))))
@@ -59,12 +64,19 @@ class ViT(nn.Module):
     """A vision transformer that classifies the mean over tokens."""
 
     def __init__(
-        self, side: int, patch: int, channels: int, width: int, depth: int, heads: int = 4
+        self,
+        side: int,
+        patch: int,
+        channels: int,
+        width: int,
+        depth: int,
+        heads: int = 4,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.position = nn.Embedding((side // patch) ** 2, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, heads, False, packed) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
 
