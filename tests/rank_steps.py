@@ -78,10 +78,7 @@ def take(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     options["layers_per_step"] = None if case.turn is None else 3
     monitor = Monitor(net, optimizer, **options)
     monitor.load_state_dict({**monitor.state_dict(), "turns": case.turn or 0})
-    if monitored:
-        monitor.attach()
-    else:
-        monitor.close()
+    monitor.attach() if monitored else monitor.close()
     for process in range(world) if rank is None else (rank,):
         first = sum(map(sum, case.parts[:process]))
         for i, size in enumerate(case.parts[process]):

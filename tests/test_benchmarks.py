@@ -1,7 +1,5 @@
 """The benchmarks run, and their counts are right."""
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,11 +12,10 @@ import peers
 import pictures
 import pytest
 import rows
-import scale
 import spikes
 import torch
 import transfer
-from models import TASKS, Task, Trainer, mlp
+from models import TASKS, Trainer
 
 
 @pytest.mark.parametrize(
@@ -60,17 +57,6 @@ def test_bugs_in_larger_networks_are_audited_from_the_command_line(tmp_path: Pat
     assert "| `gru_not_batch_first` | 0.99 M | `sequences` | samples-mixed |" in result.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("job", scale.SIZES[-2:])
-def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
-    small = replace(job, layers=tuple((n // 2, m // 2, k) for n, m, k in job.layers), rows=64)
-    plain, measured = (scale.counted(small, monitored=on) for on in (False, True))
-    model = scale.cost(small)
-    for name, tolerance in (("flops", 0.05), ("moved", 0.25), ("held", 0.25)):
-        extra = getattr(measured, name) - getattr(plain, name)
-        assert getattr(model, name) == pytest.approx(extra, rel=tolerance), name
-
-
 def test_one_copy_to_the_host_per_report() -> None:
     task = launches.TASKS["mlp"]
     plain, none = launches.count_task(task)
@@ -79,20 +65,6 @@ def test_one_copy_to_the_host_per_report() -> None:
     assert plain.copies == {}
     assert measured.copies.total() == 1
     assert measured.places[""] == plain.kernels
-
-
-def test_outputs_and_gradients_in_half_precision_are_cast_together() -> None:
-    casts = []
-    for depth in (4, 8):
-        task = Task(
-            "equal layers",
-            partial(mlp, *[32] * (depth + 1)),
-            lambda: (torch.randn(256, 32), torch.randint(10, (256,))),
-            is_half=True,
-        )
-        measured, _ = launches.count_task(task, {"every_n_steps": 1}, after=launches.UNCHECKED)
-        casts.append(measured.places["features/rows.py:to_compute_dtype"])
-    assert casts[1] - casts[0] == 4, "of each further layer, its inputs alone"
 
 
 def test_says_what_is_covered_and_what_is_not(tmp_path: Path) -> None:

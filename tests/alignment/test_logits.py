@@ -47,14 +47,6 @@ def test_logits_are_products_times_their_scale(how: str, power: float) -> None:
     torch.testing.assert_close(found.values, (q @ k.mT).detach() * 16**-power)
 
 
-def test_attention_of_torch_is_seen_and_a_softmax_of_outputs_is_not() -> None:
-    model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
-    (name,) = read_logits(model, Probe(torch.randn(2, 5, 32)))
-    assert name == "self_attn logits"
-    plain = nn.Sequential(nn.Linear(12, 16), nn.Softmax(-1))
-    assert read_logits(plain, Probe(X)) == {}
-
-
 def test_the_coordinate_check_has_a_row_of_logits() -> None:
     """With heads that grow, 1/√d lets the change of logits grow where 1/d does not."""
 

@@ -10,8 +10,8 @@ from torch import nn, optim
 
 pytest.importorskip("scipy")
 
-from width import Experiment, main, measure_widths
-from width_slopes import layer_widths, slope
+from width import Experiment, main
+from width_slopes import slope
 
 from adiv_monitor import Monitor
 from adiv_monitor.alignment import Probe
@@ -57,19 +57,6 @@ def test_a_power_has_its_exponent() -> None:
     assert (two.value, two.half, two.verdict) == (pytest.approx(1), math.inf, "unclear")
     assert slope([(10, 1.0), (10, 2.0)]) is None
     assert slope([(10, 0.0), (20, 2.0)]) is None
-
-
-def test_standard_grows_and_mup_stays() -> None:
-    widths = (32, 64, 128, 256)
-    standard = {x.path: x for x in layer_widths(measure_widths(experiment, widths, steps=2))}
-    kept = {x.path: x for x in layer_widths(measure_widths(mup, widths, steps=2))}
-    assert [standard[p].verdict for p in ("2", "4")] == ["grows", "grows"]
-    assert {x.verdict for x in kept.values()} == {"stays"}
-    assert kept["4"].size.points[0][0] == 32
-    # Residual alignment is full: an offset at each width is a constant factor.
-    assert kept["2"].exponents["alpha"].value == pytest.approx(1, abs=0.1)
-    assert kept["2"].exponents["omega"].value == pytest.approx(0.5, abs=0.1)
-    assert 0.1 < kept["2"].kappas["alpha"] < 1
 
 
 def test_the_command_by_a_function_and_by_files(

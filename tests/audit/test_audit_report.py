@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import finding_texts
 import pytest
@@ -19,7 +18,6 @@ from torch import nn
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
-from adiv_monitor.audit import report as report_module
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 
@@ -124,33 +122,6 @@ def test_what_was_written_as_schema_2_can_be_read() -> None:
     new = report.to_dict()
     assert new["schema"] == 3 and "what_if" not in new
     assert equal(AuditReport.from_dict(new), report)
-
-
-def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "page", lambda report: f"<p>{report.verdict}</p>")
-    monkeypatch.setattr(report_module, "digest", lambda report: report.verdict)
-    report = audited()
-    report.write(tmp_path / "new" / "folder")
-    folder = tmp_path / "new" / "folder"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "report.html",
-        "report.json",
-        "report.md",
-    ]
-    assert equal(AuditReport.from_json((folder / "report.json").read_text()), report)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    opened = Path.open
-
-    def full(path: Path, *how: str) -> Any:
-        if len(list(folder.iterdir())) == 3:
-            raise OSError("no space left")
-        return opened(path, *how)
-
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(OSError, match="no space"):
-        replace(report, findings=()).write(folder)
-    monkeypatch.undo()
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_the_page_says_of_findings_what_the_docs_do() -> None:

@@ -23,10 +23,9 @@ from trial_setups import (
     told,
 )
 
-from adiv_monitor.audit.experiments.questions import ASKS, Untold
 from adiv_monitor.audit.training.batches import taken
 from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.diagnosis.record import Fact, Probed
+from adiv_monitor.diagnosis.record import Fact
 
 Of = Callable[[nn.Module, Any], Tensor]
 
@@ -644,12 +643,3 @@ def test_numbers_are_those_of_the_data() -> None:
 def test_a_state_that_is_kept_on_purpose_is_a_note_where_the_loss_falls() -> None:
     (sentence,) = said("state-carried", Fact("", {"outputs": 1.0}, {"of": "batch"}))
     assert sentence.startswith("note: ")
-
-
-def test_what_was_found_before_a_question_failed_is_kept(monkeypatch: Any) -> None:
-    def half(*_: Any) -> Any:
-        yield Fact("here")
-        raise Untold("no more")
-
-    monkeypatch.setitem(ASKS, "half", half)
-    assert told("half", setup()) == Probed((Fact("here"),), "no more")

@@ -1,7 +1,6 @@
 """Trials: short runs of forks, compared with the run as it is."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -327,27 +326,6 @@ def test_what_does_not_fit_into_the_steps_for_trials_says_so() -> None:
     assert advice["rate*10"].trial == NO_GAIN[10]  # it was run already
     assert rate_trials(of, dear) == {}
     assert overfit(of, dear) is None
-
-
-def interrupting(at: int) -> Any:
-    """A loss that raises KeyboardInterrupt in its n-th call."""
-    calls: Iterator[int] = iter(range(10**6))
-
-    def pressed(model: nn.Module, batch: Any) -> Tensor:
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return loss(model, batch)
-
-    return pressed
-
-
-def test_the_keyboard_stops_all_trials() -> None:
-    seen = ran(healthy())
-    with pytest.raises(KeyboardInterrupt):
-        tried([finding("clip")], healthy(loss=interrupting(3)), seen)
-    for trial in (rate_trials, overfit):
-        with pytest.raises(KeyboardInterrupt):
-            trial(healthy(loss=interrupting(3)), seen)
 
 
 def test_a_fix_that_the_model_cannot_be_run_with_is_not_tried() -> None:

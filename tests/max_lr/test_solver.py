@@ -241,27 +241,6 @@ def test_less_alignment_never_costs(objective: str, whole: bool) -> None:
             assert sum(after.c) <= sum(before.c) + 1e-8
 
 
-@pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 2), ("adam", 1), ("adafactor", 0)])
-def test_shift_rule(optimizer: str, factor: int) -> None:
-    """The shift (a, b) → (a + t, b − t) moves a layer's c by −2t, −t and 0."""
-    a, b = exponents("sp", 4)
-    t = (0.3, -0.2, 0.15, 0.4)
-    alignments = {
-        "alpha": (H, 0.8, 0.7, 0.75),
-        "omega": (H, 0.55, 0.5, 0.6),
-        "u": (H, 0.9, 0.7, 0.7),
-    }
-    plain = solve_max_lr(a=a, b=b, optimizer=optimizer, objective="sum", **alignments)
-    moved = solve_max_lr(
-        a=tuple(x + s for x, s in zip(a, t, strict=True)),
-        b=tuple(x - s for x, s in zip(b, t, strict=True)),
-        optimizer=optimizer,
-        objective="sum",
-        **alignments,
-    )
-    assert close(moved.c, [c - factor * s for c, s in zip(plain.c, t, strict=True)])
-
-
 def test_updates_of_a_users_own_size() -> None:
     """Muon's hidden updates have an RMS of n^(-½) by themselves."""
     muon = solve_max_lr(parametrization="sp", optimizer="muon", layers=4)

@@ -2,11 +2,9 @@
 
 import copy
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from zoo.runs import run
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.maths import scores
 from adiv_monitor.report import ATTENTION_MEASURES
-from adiv_monitor.sinks import JsonlSink
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by jvp
 
@@ -443,17 +440,6 @@ def test_the_run_is_the_unmonitored_one(name: str) -> None:
 
 
 # Output to sinks
-
-
-def test_readings_are_plain_data(tmp_path: Path) -> None:
-    report = monitored(built("torch"), sinks=[JsonlSink(tmp_path / "run.jsonl")])
-    record = json.loads((tmp_path / "run.jsonl").read_text())["attention"]["attention"]
-    assert record["attention_cosine"] == report.attention["attention"].attention_cosine
-    assert len(record["heads"]["attention_scale_cv"]) == 3
-    rows = report.attention_rows()
-    assert [row["head"] for row in rows] == [0, 1, 2]
-    assert [row["attention_cosine"] for row in rows] == record["heads"]["attention_cosine"]
-    assert report.summary()["attention_scale_mean"].median == record["attention_scale_mean"]
 
 
 def unseen(x: Tensor) -> nn.Module:

@@ -3,12 +3,11 @@
 import copy
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
 from cases import CASES, loss_of
-from setups import EXACT, mlp, one_step, plain_step, same
+from setups import EXACT, one_step, same
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -100,27 +99,6 @@ def test_the_same_rows_are_drawn_after_a_resume() -> None:
     same(*found)
     assert found[0].layers["0"].update_ratio == 0
     assert first.reports[0].layers["0"].row_cosine_quantiles is not None
-
-
-def test_several_passes_through_one_graph_have_the_ceiling_of_one() -> None:
-    def passes(model: nn.Module, batch: tuple[Tensor, Tensor], zeroed: bool, more: bool) -> None:
-        loss = loss_of(model, batch)
-        loss.backward(retain_graph=True)
-        if zeroed:
-            model.zero_grad()
-        loss.backward()
-        if more:
-            loss_of(model, batch).backward()
-
-    expected = plain_step(attainable=True)
-    for zeroed, more in ((False, False), (True, False), (True, True)):
-        model, batch = mlp()
-        found = one_step(
-            model, partial(passes, batch=batch, zeroed=zeroed, more=more), attainable=True
-        )
-        for path, reading in found.layers.items():
-            ceiling = expected.layers[path].attainable_cosine
-            assert reading.attainable_cosine == pytest.approx(ceiling, rel=1e-9)
 
 
 @pytest.mark.parametrize(

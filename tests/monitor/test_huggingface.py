@@ -201,28 +201,6 @@ def test_an_alarm_may_stop_the_training(make: Make, caplog: pytest.LogCaptureFix
     assert no_hooks(trainer.model, trainer.optimizer.optimizer)
 
 
-def test_what_a_step_really_did(make: Make) -> None:
-    """Every layer and the model's own loss are read, and training is unchanged."""
-    losses = []
-    memory = MemorySink()
-    options = {"realised": lambda output: output["loss"], "sinks": [memory], "on_error": "raise"}
-    callback = DivergenceTrainerCallback(2, **options)
-    for callbacks in ([], [callback]):
-        trainer = make(*callbacks, logging_steps=1)
-        trainer.train()
-        losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
-    assert losses[0] == losses[1]
-    assert callback.state()["attributes"]["_lost"] == ["realised", "sinks"]
-    for report in memory.reports:
-        assert report.realised_loss_change is not None and report.notes == ()
-        assert all(reading.single_layer_share is not None for reading in report.layers.values())
-    logs = logged(trainer)
-    changes = [log.get("adiv.summary/realised_loss_change") for log in logs.values()]
-    assert [x for x in changes if x is not None] == pytest.approx(
-        [report.realised_loss_change for report in memory.reports]
-    )
-
-
 # Outputs of the reports
 
 
@@ -263,30 +241,6 @@ def test_tensorboard_gets_layers_and_pictures(make: Make, tmp_path: Path) -> Non
     assert "adiv/overview" in found.Tags()["images"]
     assert found.Images("adiv/overview")[-1].step == 7, "the last one before the file is closed"
     assert [event.step for event in found.Scalars("adiv.scale_mean/net.0")] == [0, 7]
-
-
-def test_a_trainers_own_means_go_on(make: Make) -> None:
-    """Trainers that average values until they log, as those for fine-tuning, do so as before."""
-
-    class Gathering(Trainer):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.gathered: list[float] = []
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-            self.gathered.append(1.0)
-            return super().training_step(*args, **kwargs)
-
-        def log(self, logs: dict[str, float], *args: Any) -> None:
-            super().log({**logs, "gathered": sum(self.gathered)}, *args)
-            self.gathered.clear()
-
-    callback = DivergenceTrainerCallback(1, on_error="raise")
-    trainer = make(callback, kind=Gathering, logging_steps=4)
-    trainer.train()
-    means = [r["gathered"] for r in trainer.state.log_history if "loss" in r]
-    assert means == [4, 4]
-    assert len(logged(trainer)) == STEPS
 
 
 def test_only_the_first_process_writes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.batch import are_probabilities
 
 
 class Net(nn.Module):
@@ -369,15 +368,6 @@ def test_what_the_loss_gets(last: nn.Module) -> None:
     assert report.loss_module == "CrossEntropyLoss"
     assert report.loss_shapes == ((6, 3), (6,))
     assert report.probabilities is isinstance(last, nn.Softmax)
-
-
-def test_only_few_outputs_of_classes_are_looked_at() -> None:
-    """Those of a language model are as large as its largest activation."""
-    targets = torch.zeros(3, dtype=torch.int64)
-    for classes, known in ((100, 1), (101, 0), (0, 0)):
-        assert len(are_probabilities((torch.zeros(3, classes), targets))) == known
-    assert not are_probabilities((torch.zeros(3, 4), torch.zeros(3, 4)))
-    assert not are_probabilities((torch.zeros(3, 4, 5), targets))
 
 
 def test_only_a_loss_of_torchs_own_has_a_name() -> None:

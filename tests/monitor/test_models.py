@@ -72,10 +72,7 @@ def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: 
         loss = COMPILED[way](model, batch, backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         monitor = Monitor(model, optimizer, every_n_steps=4, on_error="raise")
-        if monitored:
-            monitor.attach()
-        else:
-            monitor.close()
+        monitor.attach() if monitored else monitor.close()
         waits = []
         for step in range(10):
             if step in (0, 4) and way not in ("itself", "blocks"):

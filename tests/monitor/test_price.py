@@ -153,21 +153,3 @@ def test_layers_cost_their_number(kind: str, whole: bool) -> None:
     some = 60 if whole else 20
     few, many = life(some), life(2 * some)
     assert many <= 2.2 * few
-
-
-def test_attaching_to_many_parameters_takes_a_few_calls_for_each() -> None:
-    def attaching(count: int) -> int:
-        model = tree(count)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def attach() -> None:
-            monitor = Monitor(model, optimizer)
-            monitor.attach()
-            monitor.close()
-
-        return counted(attach)
-
-    attaching(10)
-    few, many = attaching(500), attaching(1000)
-    assert many <= 2.2 * few
-    assert many <= 450 * 1000  # layers, each of two parameters

@@ -1,9 +1,7 @@
 """A report's summary of its layers: extremes, worst layers, unmeasured parameters."""
 
-import json
 import math
 import random
-from pathlib import Path
 from statistics import fmean, pstdev
 
 import pytest
@@ -14,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from adiv_monitor import LayerReading, Monitor, StepReport
 from adiv_monitor.report import ATTENTION_MEASURES, smallest
-from adiv_monitor.sinks import JsonlSink
 from adiv_monitor.sinks.scalars import summary_scalars
 
 
@@ -172,20 +169,3 @@ def test_attention_as_rows_has_one_per_head() -> None:
 
 
 # The loss, learning rates and classes of modules
-
-
-def test_losses_and_learning_rates_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """JSON has only strings as keys, and no non-finite numbers; reading restores both."""
-    losses = {5: 2.5, 6: math.nan, 7: math.inf}
-    sink = JsonlSink(tmp_path / "run.jsonl")
-    sink.write(report(7, losses=losses, learning_rates=(0.1, 1e-3)))
-    sink.close()
-    found = StepReport.from_dict(json.loads((tmp_path / "run.jsonl").read_text()))
-    assert found.losses == pytest.approx(losses, nan_ok=True)
-    assert list(found.losses) == [5, 6, 7]
-    assert found.loss == math.inf
-    assert found.learning_rates == (0.1, 1e-3)
-    record = report(7, losses=losses).to_dict()
-    for name in ("loss", "losses", "learning_rates"):  # absent in records of earlier versions
-        del record[name]
-    assert StepReport.from_dict(record).losses == {}

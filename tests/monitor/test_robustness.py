@@ -35,10 +35,7 @@ def train(
     """Train on the given steps with or without a monitor; assert that no hook remains."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(model, optimizer, every_n_steps=1, **options)
-    if monitored:
-        monitor.attach()
-    else:
-        monitor.close()
+    monitor.attach() if monitored else monitor.close()
     try:
         for batch in steps:
             optimizer.zero_grad()

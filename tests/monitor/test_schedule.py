@@ -32,23 +32,6 @@ class Clock:
         return end - start if end in reached else None
 
 
-def test_a_device_that_lags_behind_is_not_waited_for() -> None:
-    clock = Clock(late=3)
-    steps = StepTimes(clock.now, clock.passed)
-    steps.begin()
-    steps.forward_begins()
-    clock.time += 5
-    for number in range(7):
-        clock.time += 5 if number == 0 else 1
-        steps.step_ended()
-    assert steps.costs() == []
-    for _ in range(3):
-        clock.now()  # the device goes on
-    assert steps.costs() == [8]
-    steps.begin()
-    assert steps.costs() == []
-
-
 class Run:
     """A run whose plain steps take `plain` seconds, and measured ones `cost` more."""
 
@@ -134,19 +117,6 @@ def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.intervals()[-1] == 100
     run.steps(8000, cost=60.0)
     assert run._bounded.interval == 10_000
-
-
-def test_a_resumed_run_knows_what_measuring_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, Schedule(50, 0.01))
-    run.steps(700)
-    costs = run._bounded.state()["costs"]
-    assert costs == pytest.approx([3, 3, 3])
-    resumed = Schedule(50, 0.01)
-    resumed.resume(costs)
-    run = Run(monkeypatch, resumed, start=700)
-    assert resumed.interval == 500
-    run.steps(1400)
-    assert run.measured == [700, 1000, 1500, 2000]
 
 
 class Slow(MemorySink):

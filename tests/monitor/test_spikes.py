@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.step import loss_watch
 from adiv_monitor.step.every_norm import EveryNorm
-from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.loss_watch import LossWatch
 
 
@@ -67,20 +65,6 @@ def test_what_undoes_next_to_nothing_is_none() -> None:
     losses = [*noisy(300, to=1e-5), 2e-3]
     assert spikes(losses) == []
     assert spikes([*losses, 0.5]) == [301]
-
-
-def test_a_loss_on_its_way_is_judged_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived: set[float] = set()
-
-    def arriving(losses: Any) -> Callable[[], float | None]:
-        return lambda: losses[0] if losses[0] in arrived else None
-
-    monkeypatch.setattr(loss_watch, "_arriving", arriving)
-    watch, losses = LossWatch(), [*noisy(60), 50.0]
-    arrived |= {*losses[:-1]}
-    assert not any(watch.spikes({step: [loss]}) for step, loss in enumerate(losses))
-    arrived.add(50.0)
-    assert watch.spikes({})
 
 
 Plant = Callable[[int, nn.Sequential, torch.optim.Optimizer], None]
@@ -183,15 +167,6 @@ def test_monitored_runs_are_those_of_plain_ones() -> None:
         trained(bad_batch, watch=watch)._training.model.state_dict() for watch in ("loss", None)
     ]
     assert all(torch.equal(every[0][name], every[1][name]) for name in every[0])
-
-
-def test_losses_are_looked_at_once_and_stay_in_the_log() -> None:
-    log = LossLog()
-    for step, loss in ((0, 3.0), (1, 2.0), (1, 4.0), (2, 1.0)):
-        log.add(step, loss, is_said=True)
-    assert log.looked_at(1) == {0: [3.0], 1: [2.0, 4.0]}
-    assert log.looked_at(2) == {2: [1.0]}
-    assert log.take(2)[0] == {0: 3.0, 1: 3.0, 2: 1.0}
 
 
 LIMIT = 0.3

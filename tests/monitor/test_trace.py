@@ -20,14 +20,6 @@ from adiv_monitor.report import LayerReading, StepReport
 Step = Callable[[int, nn.Module], None]
 
 
-def images() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)),
-        *(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, groups=4, padding=1), nn.GroupNorm(2, 4)),
-        *(nn.Flatten(), nn.Linear(48, 4)),
-    )
-
-
 def run(
     build: Callable[[], nn.Module], steps: int, before: Step = lambda number, model: None
 ) -> list[StepReport]:
@@ -61,43 +53,6 @@ def assert_same(expected: Mapping[str, LayerReading], report: StepReport) -> Non
 @pytest.fixture
 def always_whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(trace.Trace, "plan", lambda *_: None)
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
-    """Return the watched classes of modules of each step; None for all."""
-    found: list[list[str] | None] = []
-    original = trace.Trace.plan
-
-    def plan(self: trace.Trace, *args: Any) -> trace.Plan | None:
-        made = original(self, *args)
-        found.append(None if made is None else [type(module).__name__ for module in made.watched])
-        return made
-
-    monkeypatch.setattr(trace.Trace, "plan", plan)
-    return found
-
-
-def test_functions_of_plain_modules_are_not_watched(watched: list[list[str] | None]) -> None:
-    run(images, 20)
-    assert watched == [None] + [[]] * 20  # the last one is armed
-
-
-def test_surveys_that_change_nothing_end(watched: list[list[str] | None]) -> None:
-    """A parameter is used outside of every forward pass, in every other step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise", seed=3) as monitor:
-        for number in range(12):
-            y = model[0](torch.randn(7, 12).double())
-            if number % 2:
-                y = functional.linear(y, *model[1].parameters())
-            y.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        monitor.complete_report()
-    assert [step for step, modules in enumerate(watched) if modules is None] == [0, 2, 4, 6]
 
 
 class Changing(nn.Module):

@@ -12,14 +12,19 @@ import torch
 
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
 
 import alignments
+import clouds
 import depth
 import fair
 import optimizers
 import patches
+import resnet
+import sweep
 import transformer
 import widths
+from case_report import verdict
 from cifar import synthetic
 
 
@@ -93,3 +98,46 @@ def test_runs_a_page_and_a_picture(
         assert command("--resume") == found
         with pytest.raises(SystemExit):
             command()
+
+
+def test_the_picture_of_a_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["clouds.py", "--out", str(tmp_path)])
+    clouds.main()
+    assert (tmp_path / "fig1.png").stat().st_size > 10_000
+
+
+def test_a_verdict_needs_two_standard_errors() -> None:
+    assert verdict([1.0, 3.0, 2.0], higher=True) == "2.000 ± 0.577, p = 0.074: better"
+    assert verdict([1.0, 3.0, 2.0], higher=False).endswith(": worse")
+    assert verdict([1.0, 3.0, -1.0], higher=True).endswith(
+        ": no difference beyond two standard errors"
+    )
+    assert verdict([-9.0], higher=False) == "−9.000, of one seed, which says nothing about chance"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sweep.CASES)
+def test_a_case_goes_on(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=60, test=10))
+    monkeypatch.setattr(resnet, "ROWS", 8)
+
+    def command(*more: str) -> list[dict[str, Any]]:
+        argv = ["sweep.py", case, "--quick", "--out", str(tmp_path), *more]
+        monkeypatch.setattr(sys, "argv", argv)
+        sweep.main()
+        written = (tmp_path / f"{case}.jsonl").read_text()
+        return [json.loads(line) for line in written.splitlines()]
+
+    found = command()
+    assert [run["arm"] for run in found[:2]] == ["baseline"] * 2
+    page = (tmp_path / f"{case}.md").read_text()
+    assert "**Stated before the run.**" in page and "## The audit" in page
+    pictures = {file: file.read_bytes() for file in tmp_path.glob("*.png")}
+    assert len(pictures) in (2, 3) and all(len(drawn) > 10_000 for drawn in pictures.values())
+    monkeypatch.setattr(sweep, "train", None)  # nothing is trained again
+    assert command("--resume") == found
+    assert (tmp_path / f"{case}.md").read_text() == page
+    with pytest.raises(SystemExit):
+        command()
+    with pytest.raises(SystemExit):
+        command("--resume", "--steps", "1")

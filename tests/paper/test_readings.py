@@ -51,21 +51,6 @@ def test_what_is_read_is_what_the_monitor_reports(
     assert run["scale_cv"][1] == pytest.approx([0] * 3, abs=1e-6)
 
 
-def test_monitored_networks_train_as_those_of_an_ensemble(data: Data) -> None:
-    chosen = tuple(Network(m, "leaky", 1, 1e-3) for m in ("batchnorm", "constant-scale"))
-    setting = Setting(16, 8, 1, "unit", chosen)
-    course = Course(setting, data)
-    alone = [readings.train(network, setting, course, 3) for network in chosen]
-    expected = [course.epoch(number) for number in (1, 2, 3)]
-    for i, run in enumerate(alone):
-        place = course.ensemble.networks.index(chosen[i])
-        for name in ("train_accuracy", "test_accuracy"):
-            theirs = [found[name][place] for found in expected]
-            assert run[name] == pytest.approx(theirs, abs=5)  # rounding: two images of 40
-        assert all(len(run[measure]) == 2 for measure in MEASURES)  # layers
-        assert all(len(run[m][0]) == len(run["step"]) == 18 for m in MEASURES)
-
-
 def test_a_rank_correlation() -> None:
     drawn = random.Random(0)
     x = [drawn.random() for _ in range(40)]

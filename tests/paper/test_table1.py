@@ -1,24 +1,14 @@
 """Lines through accuracies, claims of pairs, and what table1.py does not train again."""
 
-import json
 import math
-import shutil
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-import experiment
 import fair_report
-import table1
-import training
 from slopes import Arm, holm
-from training import Setting
 
 
 def test_a_line_and_its_errors() -> None:
@@ -58,56 +48,3 @@ def test_a_claim_is_judged_by_the_mean_over_batch_sizes_of_every_seed() -> None:
     assert fair_report.together(found, claim, "leaky") == []
     assert fair_report.chance([1.5, 2.0]) == pytest.approx(1 - 2 * math.atan(7) / math.pi)
     assert math.isnan(fair_report.chance([]))
-
-
-class Command:
-    """table1.py --quick on synthetic images, and the networks that it trains."""
-
-    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.out = out
-        self.monkeypatch = monkeypatch
-        self.trained: list[tuple[int, list[int]]] = []
-        for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
-            monkeypatch.setattr(torch, name, lambda setting: None)
-
-        def train(setting: Setting, *arguments: Any) -> None:
-            seeds = sorted({network.seed for network in setting.networks})
-            self.trained.append((setting.batch_size, seeds))
-            training.train(setting, *arguments)
-
-        monkeypatch.setattr(experiment, "train", train)
-
-    def __call__(self, *more: str) -> list[dict[str, Any]]:
-        """The runs in table1.json."""
-        few = ["--epochs", "1", "--activations", "tanh", "--methods", "affine-like", "batchnorm"]
-        where = ["--data", "synthetic", "--out", str(self.out)]
-        self.monkeypatch.setattr(sys, "argv", ["table1.py", *few, *where, *more])
-        self.trained.clear()
-        table1.main()
-        found: list[dict[str, Any]] = json.loads((self.out / "table1.json").read_text())
-        return found
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    return Command(tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_the_command_goes_on_from_its_results_alone(command: Command) -> None:
-    sizes = ["--resume", "--batch-sizes", "64", "128"]
-    command(*sizes, "--seeds", "1")
-    assert command.trained == [(64, [0]), (128, [0])]
-    shutil.rmtree(command.out / "runs")
-    first = command(*sizes, "--seeds", "1")
-    assert command.trained == [] and not (command.out / "runs").exists()
-    two = command(*sizes[:-1], "--seeds", "2")
-    assert command.trained == [(64, [1])]
-    shutil.rmtree(command.out / "runs")
-    whole = command(*sizes, "--seeds", "3")
-    assert command.trained == [(64, [2]), (128, [1, 2])]
-    assert [run for run in whole if run in first] == first
-    assert [run for run in whole if run in two] == two
-    assert len(whole) == 2 * 2 * 3  # methods, batch sizes, seeds
-    at_once = Command(command.out / "at-once", command.monkeypatch)
-    assert [run["seed"] for run in at_once(*sizes, "--seeds", "3")] == [r["seed"] for r in whole]

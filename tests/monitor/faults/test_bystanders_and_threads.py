@@ -118,10 +118,7 @@ def trains(seed: int, monitored: bool, threads: threading.Barrier | None = None)
         model = mlp().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise")
-    if monitored:
-        monitor.attach()
-    else:
-        monitor.close()
+    monitor.attach() if monitored else monitor.close()
     found = []
     for _ in range(12):
         if threads is not None:

@@ -45,10 +45,7 @@ def goes_on(is_victim: bool, shared: nn.Module | None) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = surroundings(model, optimizer)
     monitor = Monitor(model, optimizer, every_n_steps=1, sinks=[MemorySink()])
-    if shared is not None:
-        monitor.attach()
-    else:
-        monitor.close()
+    monitor.attach() if shared is not None else monitor.close()
     losses, found = [], {}
     begun = time.monotonic()
     with warnings.catch_warnings(record=True) as warned:

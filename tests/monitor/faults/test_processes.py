@@ -72,10 +72,7 @@ def train(way: str, fault: Any, *, monitored: bool) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             with fault:
-                if monitored:
-                    monitor.attach()
-                else:
-                    monitor.close()
+                monitor.attach() if monitored else monitor.close()
                 for _ in range(STEPS):
                     optimizer.zero_grad()
                     dense_loss(model).backward()
