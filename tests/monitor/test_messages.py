@@ -1,65 +1,23 @@
 """Messages between ranks contain only data; the store keeps few of them, and in the end none."""
 
 import pickle
-from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from processes import loss_of, make
-from setups import equal
 
-from adiv_monitor import Monitor
-from adiv_monitor.report import StepReport
 from adiv_monitor.step import ranks
-from adiv_monitor.step.merge import prepared
 from adiv_monitor.step.messages import (
-    RankContribution,
     decode,
-    decode_report,
-    encode,
-    encode_report,
 )
 from adiv_monitor.step.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
-@pytest.fixture(scope="module")
-def known() -> tuple[RankContribution, StepReport]:
-    """Return a step's contribution as it is sent, and its report, with many kinds of entries."""
-    model, tokens, targets = make()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    asked: dict[str, Any] = {"attention": True, "attainable": True}
-    asked["realised"] = lambda output: output.square().sum()
-    parts = []
-    with pytest.MonkeyPatch.context() as patch:
-        report = Ranks.report
-        patch.setattr(
-            *(Ranks, "report"),
-            lambda self, part, complete: parts.append(part) or report(self, part, complete),
-        )
-        with Monitor(model, optimizer, layers_per_step=None, **asked) as monitor:
-            loss_of(model(tokens), targets).backward()
-            optimizer.step()
-    chance = np.random.default_rng(0)
-    return replace(parts[0], sums=prepared(parts[0].sums, 16, 2, chance)), monitor.latest
-
-
-def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport]) -> None:
-    part, report = known
-    assert len(part.sums.rows) and part.attention
-    assert equal(part, decode(encode(part)))
-    come, covered = decode_report(encode_report(report, [0, 3]))
-    assert equal(report, come) and covered == [0, 3]
-
-
-def test_what_is_no_message_is_not_executed_and_not_read(
-    known: tuple[RankContribution, StepReport],
-) -> None:
+def test_what_is_no_message_is_not_executed_and_not_read() -> None:
     """A message may come from anyone who reaches the store: no object in it is unpickled."""
     np.savez(objects := BytesIO(), np.array([print], dtype=object))
     for message in (pickle.dumps(print), objects.getvalue()):

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import deque
 
 import pytest
 import torch
@@ -16,20 +15,15 @@ from adiv_monitor.step.schedule import Schedule, StepTimes, Unasked
 
 
 class Clock:
-    """A clock that the test advances; the device is `late` marks behind."""
+    """A clock that the test advances."""
 
-    def __init__(self, late: int = 0) -> None:
-        self.time = 0.0
-        self._marks: deque[float] = deque()
-        self._late = late
+    time = 0.0
 
     def now(self) -> float:
-        self._marks.append(self.time)
         return self.time
 
-    def passed(self, start: float, end: float) -> float | None:
-        reached = list(self._marks)[: len(self._marks) - self._late]
-        return end - start if end in reached else None
+    def passed(self, start: float, end: float) -> float:
+        return end - start
 
 
 class Run:

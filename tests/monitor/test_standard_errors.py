@@ -1,4 +1,6 @@
-"""Standard errors of measures from sampled rows agree with many draws from known rows."""
+"""Measures as functions of known rows: zero vectors, and errors against many draws of some."""
+
+import math
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from adiv_monitor.maths.estimates import (
     Sizes,
     Sum,
     by_size,
+    mean_of_active,
     over_rows,
     product,
     quantiles,
+    share_error,
 )
 
 ROWS, SEEN, DRAWS = 400, 120, 3000
@@ -83,6 +87,39 @@ def test_the_share_of_idle_rows() -> None:
 
 def of_certain(total: PerLayer) -> Sum:
     return Sum(total, np.zeros((DRAWS, SEEN)))
+
+
+def population(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Return heavy-tailed rows: a numerator of either sign, and two correlated positive sums."""
+    random = np.random.default_rng(seed)
+    size = np.exp(random.normal(scale=0.7, size=rows))
+    return {
+        "n": random.normal(size=rows) + 0.3 * size,
+        "a": size * random.exponential(size=rows),
+        "b": size,
+    }
+
+
+FORMS = {
+    "a mean": (True, ()),
+    "cosine, exact numerator": (False, (("a", -0.5),)),
+    "cosine of rows": (True, (("a", -0.5), ("b", -0.5))),
+    "ratio of norms": (False, (("a", 0.5), ("b", -0.5))),
+    "rate of rows": (True, (("b", -1.0),)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_sums_are_unbiased_and_know_their_error(form: str) -> None:
+    sampled, factors = FORMS[form]
+    whole = population(ROWS)
+    index, sample = draws(np.ones(ROWS, dtype=bool))
+    sums = {name: over_rows(rows[index], sample) for name, rows in whole.items()}
+    exact = whole["n"].sum() if sampled else 1.0
+    for name, power in factors:
+        exact *= whole[name].sum() ** power
+    numerator = sums["n"] if sampled else of_certain(np.ones(DRAWS))
+    agrees(product(numerator, [(sums[name], power) for name, power in factors], sample), exact)
 
 
 def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
@@ -202,3 +239,78 @@ def test_quantiles_of_few_rows_know_that_the_tail_lies_beyond_them(seen: int) ->
     value, error = quantiles(cosines[index], levels, share, Ends(-1.0, 1.0))
     outside = np.abs(value - np.quantile(cosines, levels)) > 3 * error
     assert (outside.mean(0) < (0.08 if seen == 4 else 0.02)).all()
+
+
+# --- values at the limits ------------------------------------------------------------------------
+
+
+def test_one_row_of_several_knows_no_error() -> None:
+    sample = Sample(np.array([9.0]), np.ones((1, 1), dtype=bool))
+    value, error = product(over_rows(np.ones((1, 1)), sample), [], sample)
+    assert value[0] == 9
+    assert math.isnan(error[0])
+    value, error = mean_of_active(np.full((1, 1), 3.0), sample.active, sample)
+    assert value[0] == 3
+    assert math.isnan(error[0])
+    exact = over_rows(np.ones((1, 1)), sample, np.array([5.0]))
+    assert product(exact, [], sample) == (5, 0)
+
+
+def test_a_share_of_none_among_few_is_not_certain() -> None:
+    sample = Sample(np.array([1000.0]), np.ones((1, 20), dtype=bool))
+    error = share_error(np.array([0]), np.array([20]), sample)[0]
+    assert 0.03 < error < 0.06
+    everything = Sample(np.array([20.0]), np.ones((1, 20), dtype=bool))
+    assert share_error(np.array([0]), np.array([20]), everything)[0] == 0
+
+
+def test_the_cosine_of_equal_vectors_is_one() -> None:
+    squares = np.geomspace(1e-180, 1e180, 999)
+    assert set(measures.projection_cosine(squares, squares, squares)) == {1.0}
+    assert set(measures.projection_cosine(-squares, squares, squares)) == {-1.0}
+
+
+def test_a_vector_of_zeros_has_no_direction() -> None:
+    sample = Sample(np.array([2.0]), np.ones((1, 2), dtype=bool))
+    zero, one = (Sum(np.array([value]), np.zeros((1, 2))) for value in (0.0, 1.0))
+    assert np.isnan(measures.update_cosine(zero, zero, one, sample).value)
+    assert np.isnan(measures.update_cosine(zero, one, zero, sample).value)
+    assert np.isnan(measures.harmed_fraction(np.zeros((1, 2)), sample, zero).value)
+    assert np.isnan(measures.bias_share(zero, zero, sample).value)
+    assert measures.effective_lr(zero, one, sample).value == 0
+    assert measures.update_ratio(zero, one, sample).value == 0
+    assert measures.bias_share(one, zero, sample).value == 0
+    assert measures.bias_share(zero, one, sample).value == 1
+    rows = np.array([[0.0, 1.0]])
+    np.testing.assert_array_equal(measures.row_cosines(rows, rows, rows), [[math.nan, 1]])
+    tiny = np.array([1e-180])
+    assert measures.parameter_cosine(-tiny, tiny, tiny) == 1
+    idle = Sample(np.array([2.0]), np.zeros((1, 2), dtype=bool))
+    assert measures.idle_share(idle, np.array([math.nan])).value == 1
+    assert np.isnan(measures.scale_max_of_rows(np.ones((1, 2)), idle).value)
+
+
+# --- quantiles -----------------------------------------------------------------------------------
+
+
+def test_quantiles_of_numbers_leave_out_what_is_none() -> None:
+    values = np.array([[3, math.nan, 1, 2], [math.nan] * 4, [math.inf, math.inf, 1, math.nan]])
+    found, _ = quantiles(values, (0, 0.5))
+    np.testing.assert_array_equal(found, [[1, 2], [math.nan] * 2, [1, math.inf]])
+    assert np.isnan(quantiles(np.empty((2, 0)), (0, 1))[0]).all()
+
+
+def test_quantiles_know_their_error() -> None:
+    """Errors of the quantiles of 100 out of 5,000 normal numbers agree with their spread."""
+    random = np.random.default_rng(0)
+    whole = random.normal(size=5000)
+    rows = np.stack([random.choice(whole, 100, replace=False) for _ in range(2000)])
+    sample = Sample(np.full(2000, 5000.0), np.ones(rows.shape, dtype=bool))
+    found, errors = quantiles(rows, (0.05, 0.5, 0.95), sample.variance_share)
+    spread = found.std(axis=0)
+    # Near the ends the errors exceed the spread, as few entries determine them.
+    assert (errors.mean(axis=0) > 0.9 * spread).all()
+    assert (errors.mean(axis=0) < 1.35 * spread).all()
+    beyond = np.abs(found - np.quantile(whole, (0.05, 0.5, 0.95))) / errors
+    assert ((beyond > 2).mean(axis=0) < 0.08).all()
+    assert ((beyond > 3).mean(axis=0) < 0.02).all()
