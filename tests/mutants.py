@@ -80,7 +80,7 @@ TESTS = {
     "adiv_monitor/features/recurrent.py": "recurrent",
     "adiv_monitor/features/registry.py": "whole_modules jagged",
     "adiv_monitor/features/rows.py": "sampled_readings uneven_rows",
-    "adiv_monitor/maths/": "measures standard_errors invariants against_reference uneven_rows",
+    "adiv_monitor/maths/": "standard_errors invariants against_reference uneven_rows",
     "adiv_monitor/maths/attention.py": _ATTENTION,
     "adiv_monitor/maths/readings.py": "sizes shared_weights sampled_readings realised "
     "attention_measures",
@@ -92,7 +92,7 @@ TESTS = {
     "adiv_monitor/rerun/": "derived whole_modules torch_paths models realised bit_identical",
     "adiv_monitor/rerun/surroundings.py": "bystanders",
     "adiv_monitor/rerun/thread.py": "bystanders",
-    "adiv_monitor/step/": "measures sizes models gradients against_reference",
+    "adiv_monitor/step/": "standard_errors sizes models gradients against_reference",
     "adiv_monitor/step/armed.py": "plain_steps losses optimizers robustness",
     "adiv_monitor/step/controller.py": "plain_steps losses optimizers robustness",
     "adiv_monitor/step/every_norm.py": "spikes",
