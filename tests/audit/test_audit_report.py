@@ -13,10 +13,10 @@ import report_schema
 import torch
 from audited import mlp, seen
 from example_reports import report as example_report
-from setups import equal
+from setups import equal, trained
 from torch import nn
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 from adiv_monitor.audit import AuditReport
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
@@ -28,13 +28,8 @@ HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf,
 def step_reports() -> list[StepReport]:
     """Of a run with attention and what really happened, and one with all that is awkward."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    everything = {"attainable": True, "attention": True, "realised": True}
-    with Monitor(layer, optimizer, every_n_steps=1, max_rows=4, **everything) as monitor:
-        for _ in range(2):
-            optimizer.zero_grad()
-            layer(torch.randn(3, 5, 8)).square().sum().backward()
-            optimizer.step()
+    everything = {"attainable": True, "attention": True, "realised": True, "max_rows": 4}
+    seen = trained(layer, lambda of: of(torch.randn(3, 5, 8)).square().sum(), 2, **everything)
     made = example_report()
     path = "head"
     hard = replace(
@@ -44,7 +39,7 @@ def step_reports() -> list[StepReport]:
         realised_loss_change=math.nan,
         realised_loss_changes=(1.0, math.nan, math.inf),
     )
-    return [*monitor.reports, made, hard]
+    return [*seen, made, hard]
 
 
 @cache

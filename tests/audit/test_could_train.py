@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from loop_runs import (
@@ -60,21 +59,79 @@ def test_an_audit_asks_by_its_own_probes(name: str) -> None:
     assert not (CERTAIN - of_both) & found(audited).keys()
 
 
-@pytest.mark.parametrize("name", ["not-held", "unreached", "zeroed-early", "left-in-eval"])
-def test_it_is_to_be_watched_while_the_loss_falls(name: str) -> None:
-    assert found(HITS[name])[name].strength == "watch"
-    assert found(replace(HITS[name], losses=STILL))[name].strength == "act"
-    assert found(replace(HITS[name], losses=()))[name].strength == "watch"
+CLIPPED, SOFT = HITS["clipping-always"], HITS["double-softmax"]
+NO_RATE = HITS["rate-zero of one group"]
+ROUNDED = {"losses": STILL, "layers": dict.fromkeys("abc", reading(unchanged_share=0.9))}
+GONE = run(**ROUNDED, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6))
+BELOW_ZERO = HITS["settings-off by a rate below zero"]
+BROADCAST = "MSELoss broadcasts the shapes (64, 1) and (64,)"
+ADVERSARIAL = "no fault of generative adversarial networks"
+STUCK = run(losses=STILL)
 
 
-def test_nothing_is_said_of_a_learning_rate_that_is_too_low_if_clipping_takes_the_step() -> None:
-    clipped = HITS["clipping-always"]
-    assert "rate-too-low" not in found(clipped)
-    without = replace(
-        clipped, reports=tuple(replace(r, loss_gradients=()) for r in clipped.reports)
-    )
-    assert "rate-too-low" in found(without)
-    assert found(clipped)["loss-stuck"].advice[0].fix is None
+def after_a_batch(before: float) -> Record:
+    """Return a run with a batch of a large loss, which is not what the loss was before it."""
+    losses = (*(before,) * 14, 9.0, 9.0, *(4.0,) * 24)
+    return run(losses=losses, layers=[LAYERS, LAYERS, FAR, *[LAYERS] * 3])
+
+
+# Name and strength, or "no" where nothing is found; what is said; a run.
+SAID: list[tuple[str, str, Record]] = [
+    *((f"{name} {strength}", "", replace(HITS[name], losses=losses))
+      for name in ("not-held", "unreached", "zeroed-early", "left-in-eval")
+      for losses, strength in ((HITS[name].losses, "watch"), (STILL, "act"), ((), "watch"))),
+    ("rate-too-low no", "", CLIPPED),
+    ("rate-too-low watch", "",
+     replace(CLIPPED, reports=tuple(replace(r, loss_gradients=()) for r in CLIPPED.reports))),
+    ("gradients-summed note", "4 times as long", run(loss_gradients=ONES, layers=LONG)),
+    ("gradients-summed note", "4 times as long", run(loss_gradients=ONES, losses=RISING)),
+    ("rate-gone no", "", BELOW_ZERO),
+    ("settings-off act", "lr is -0.1; such steps climb the loss. It was 0.1 at first.", BELOW_ZERO),
+    ("rate-zero watch", "of layer 'c' is zero", NO_RATE),
+    ("rate-zero act", "", replace(NO_RATE, losses=STILL)),
+    ("broadcast-loss act", BROADCAST, HITS["broadcast-loss"]),
+    ("double-softmax watch", "", SOFT),
+    ("double-softmax act", "", replace(SOFT, losses=STILL)),
+    ("rounded-away act", "", run(**ROUNDED)),
+    ("rounded-away no", "", GONE),
+    ("rate-too-high act", "", after_a_batch(2.3)),
+    ("rate-too-high no", "", after_a_batch(40.0)),
+    ("loss-stuck watch", "", STUCK),
+    ("loss-stuck note", ADVERSARIAL, run(losses=STILL, other_optimizers=("Adam",))),
+    ("loss-stuck note", ADVERSARIAL, run(losses=tuple(-x for x in STILL))),
+    ("loss-stuck note", ADVERSARIAL, replace(STUCK, reports=STUCK.reports[1:])),  # resumed
+    ("loss-stuck note", "The loss falls by less than 5%: 552 at first, 536 at the end.",
+     run(losses=CREEPING)),
+    ("loss-stuck watch", "",
+     run(losses=tuple(x - 20 * (-1) ** step for step, x in enumerate(CREEPING)))),
+    ("loss-stuck watch", "", run(losses=(
+        *CREEPING[:10], *(x + 6 for x in CREEPING[10:20]), *(537.0, 535.0) * 10))),
+    ("loss-stuck watch", "", record(losses=CREEPING, chance=552.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words", "of"), SAID)
+def test_what_is_said_and_how_strongly(name: str, words: str, of: Record) -> None:
+    name, _, strength = name.partition(" ")
+    finding = found(of).get(name)
+    assert (finding.strength if finding else "no") == strength
+    assert finding is None or words in finding.summary
+
+
+def test_what_one_finding_says_the_others_do_not() -> None:
+    assert diagnose(GONE)[0].name == "rate-gone", "which is why steps are lost to rounding"
+    assert found(CLIPPED)["loss-stuck"].advice[0].fix is None
+    assert found(NO_RATE)["rate-zero"].layers == ("c",)
+    assert "adversarial" not in found(STUCK)["loss-stuck"].summary
+
+
+def test_what_the_monitor_sees_of_the_loss_takes_three_steps() -> None:
+    two = Running()
+    for report in HITS["broadcast-loss"].reports[:2]:
+        two.add(report)
+    assert not two.record().probed, "two steps tell nothing"
+    two.add(HITS["broadcast-loss"].reports[2])
+    assert [*two.record().probed] == ["broadcast-loss"]
 
 
 def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:
@@ -83,12 +140,6 @@ def test_a_rate_that_is_too_high_explains_what_follows_from_it() -> None:
     first, *others = diagnose(replace(broken, first_non_finite="the loss", non_finite_since=20))
     assert (first.name, first.strength) == ("rate-too-high", "act")
     assert {f.name: f.strength for f in others}["non-finite"] == "watch"
-
-
-@pytest.mark.parametrize("given", [{"layers": LONG}, {"losses": RISING}])
-def test_a_sum_of_micro_batches_is_a_note_unless_it_harms(given: dict[str, Any]) -> None:
-    finding = found(run(loss_gradients=ONES, **given))["gradients-summed"]
-    assert finding.strength == "note" and "4 times as long" in finding.summary
 
 
 def test_the_group_whose_rate_is_gone_is_named() -> None:
@@ -104,45 +155,6 @@ def test_groups_whose_rates_jump_are_named_together() -> None:
     (jump,) = (f for f in diagnose(run(learning_rates=jumps, groups=groups)) if f.since == 28)
     assert (jump.name, jump.layers) == ("rate-rises", ("b", "c"))
     assert "param_groups[1], param_groups[2] jumps by a factor of up to 30" in jump.summary
-
-
-def test_a_rate_below_zero_is_not_gone() -> None:
-    finding, *others = diagnose(HITS["settings-off by a rate below zero"])
-    assert "lr is -0.1; such steps climb the loss. It was 0.1 at first." in finding.summary
-    assert finding.strength == "act" and "rate-gone" not in {f.name for f in others}
-
-
-def test_a_group_without_a_rate_is_named_and_to_be_watched() -> None:
-    finding = found(HITS["rate-zero of one group"])["rate-zero"]
-    assert (finding.strength, finding.layers) == ("watch", ("c",))
-    assert "of layer 'c' is zero" in finding.summary
-    assert (
-        found(replace(HITS["rate-zero of one group"], losses=STILL))["rate-zero"].strength == "act"
-    )
-
-
-def test_what_the_monitor_sees_of_the_loss_is_said_as_in_an_audit() -> None:
-    assert (
-        "MSELoss broadcasts the shapes (64, 1) and (64,)"
-        in found(HITS["broadcast-loss"])["broadcast-loss"].summary
-    )
-    assert found(HITS["double-softmax"])["double-softmax"].strength == "watch"
-    still = replace(HITS["double-softmax"], losses=STILL)
-    assert found(still)["double-softmax"].strength == "act"
-    two = Running()
-    for report in HITS["broadcast-loss"].reports[:2]:
-        two.add(report)
-    assert not two.record().probed, "two steps tell nothing"
-    two.add(HITS["broadcast-loss"].reports[2])
-    assert [*two.record().probed] == ["broadcast-loss"]
-
-
-def test_steps_are_lost_to_rounding_because_the_rate_is_gone() -> None:
-    layers = dict.fromkeys("abc", reading(unchanged_share=0.9))
-    gone = run(losses=STILL, layers=layers, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6))
-    assert diagnose(gone)[0].name == "rate-gone"
-    assert "rounded-away" not in found(gone)
-    assert "rounded-away" in found(replace(gone, reports=run(losses=STILL, layers=layers).reports))
 
 
 PEAK = (2.3, *(2.3 + 0.4 * step for step in range(10)), *(2.31,) * 29)
@@ -165,14 +177,6 @@ def test_a_step_that_kills_a_layer_is_too_long(
     after = {"a": reading(update_ratio=1e-3, idle_share=idle)} | dict.fromkeys("bc", reading())
     of = run(losses=losses, layers=[layers, *[after] * 5])
     assert next(iter(found(of))) == first
-
-
-@pytest.mark.parametrize(("before", "named"), [(2.3, True), (40.0, False)])
-def test_a_loss_rose_after_a_batch_of_a_large_loss(before: float, named: bool) -> None:
-    """The loss of the batch itself is not what the loss was before it."""
-    losses = (*(before,) * 14, 9.0, 9.0, *(4.0,) * 24)
-    of = run(losses=losses, layers=[LAYERS, LAYERS, FAR, *[LAYERS] * 3])
-    assert ("rate-too-high" in found(of)) == named
 
 
 @pytest.mark.parametrize(("losses", "first"), [(RISING, "rate-too-high"), (STILL, "input-scale")])
@@ -218,34 +222,6 @@ def test_nothing_to_fix_never_stands_above_a_loss_that_does_not_fall(
 def test_steps_that_lower_the_loss_of_their_own_batch_alone(descent: float, said: bool) -> None:
     of = run(losses=STILL, layers={name: reading(descent=descent) for name in "abc"})
     assert ("which does not last" in running_headline(diagnose(of), of)) == said
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        run(losses=STILL, other_optimizers=("Adam",)),
-        run(losses=tuple(-x for x in STILL)),
-        replace(run(losses=STILL), reports=run(losses=STILL).reports[1:]),
-    ],
-    ids=["two players", "a policy", "a resumed run"],
-)
-def test_a_loss_that_may_be_no_measure_is_a_note(of: Record) -> None:
-    finding = found(of)["loss-stuck"]
-    assert finding.strength == "note"
-    assert "no fault of generative adversarial networks" in finding.summary
-    alone = found(run(losses=STILL))["loss-stuck"]
-    assert alone.strength == "watch" and "adversarial" not in alone.summary
-
-
-def test_a_loss_that_falls_slowly_is_a_note() -> None:
-    finding = found(run(losses=CREEPING))["loss-stuck"]
-    assert finding.strength == "note"
-    assert finding.summary == "The loss falls by less than 5%: 552 at first, 536 at the end."
-    by_noise = tuple(x - 20 * (-1) ** step for step, x in enumerate(CREEPING))
-    assert found(run(losses=by_noise))["loss-stuck"].strength == "watch"
-    stays = (*CREEPING[:10], *(x + 6 for x in CREEPING[10:20]), *(537.0, 535.0) * 10)
-    assert found(run(losses=stays))["loss-stuck"].strength == "watch"
-    assert found(record(losses=CREEPING, chance=552.0))["loss-stuck"].strength == "watch"
 
 
 def test_an_optimizer_that_maximizes_goes_uphill_on_purpose() -> None:

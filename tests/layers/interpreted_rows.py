@@ -1,6 +1,7 @@
 """Kernels over rows agree with float64 autograd: unit rows, and three ways to a linear map."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -201,40 +202,23 @@ FEWER_ROWS_THAN_INPUTS = [(5, 50, 7), (13, 257, 65)]
 MORE_ROWS_THAN_INPUTS = [(40, 16, 9), (33, 31, 20)]
 
 
-@pytest.mark.slow(one_in=97)
+FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)]
+LINEAR = [
+    *product((by_input, by_output), FEWER_ROWS_THAN_INPUTS + MORE_ROWS_THAN_INPUTS, DTYPES, [3]),
+    *product([in_one_kernel], FEW_ROWS, DTYPES[1:], [2, 3]),  # a small weight, with a bias or none
+]
+
+
+@pytest.mark.slow(one_in=107)
 @pytest.mark.parametrize("form", EXTREMES)
-@pytest.mark.parametrize("way", [by_input, by_output])
-@pytest.mark.parametrize("shape", FEWER_ROWS_THAN_INPUTS + MORE_ROWS_THAN_INPUTS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_maps(way, form, shape, dtype, monkeypatch):
+@pytest.mark.parametrize(("way", "shape", "dtype", "given"), LINEAR)
+def test_linear_maps(way, form, shape, dtype, given, monkeypatch):
     """Of short and of long rows."""
     (m, k, n), form = shape, EXTREMES[form]
     x = torch.randn(m, k) * torch.logspace(-3, 1, m)[:, None]
     inputs = [x, torch.randn(n, k) / k**0.5, torch.randn(n)]
     with poisoned(monkeypatch):
-        check(way(form), linear_reference(form), inputs, [torch.randn(m, n)], dtype)
-
-
-FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)]
-
-
-@pytest.mark.slow(one_in=113)
-@pytest.mark.parametrize("form", EXTREMES)
-@pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_few_rows_by_a_small_weight(form, shape, dtype, bias, monkeypatch):
-    form, (m, k, n) = EXTREMES[form], shape
-    x = torch.randn(m, k) * torch.logspace(-3, 1, m)[:, None]
-    inputs = [x, torch.randn(n, k) / k**0.5, torch.randn(n)]
-    with poisoned(monkeypatch):
-        check(
-            in_one_kernel(form),
-            linear_reference(form),
-            inputs if bias else inputs[:2],
-            [torch.randn(m, n)],
-            dtype,
-        )
+        check(way(form), linear_reference(form), inputs[:given], [torch.randn(m, n)], dtype)
 
 
 @pytest.mark.slow

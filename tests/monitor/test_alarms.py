@@ -1,4 +1,4 @@
-"""Alarms: rules of the user's and the preset, their report by every sink, and runs that they stop."""
+"""Alarms: the user's rules and the preset's, their report by every sink, runs that they stop."""
 
 import io
 import json

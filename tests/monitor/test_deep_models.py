@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -79,19 +80,15 @@ def train(name: str, depth: int, every: int | None) -> tuple[list[Tensor], Monit
     torch.manual_seed(0)
     model = MODELS[name](depth)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = None
-    if every is not None:
-        monitor = Monitor(model, optimizer, every_n_steps=every, on_error="raise")
-        monitor.attach()
+    monitor = every and Monitor(model, optimizer, every_n_steps=every, on_error="raise")
     found = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = model(torch.randn(2, 3)).square().sum()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.detach())
-    if monitor is not None:
-        monitor.close()
+    with monitor or nullcontext():
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(2, 3)).square().sum()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
     return found + [p.detach() for p in model.parameters()], monitor
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from processes import FoundBy, assert_same, make, meet, patient, written
 from rank_steps import Case, alone, small, take, train
+from setups import trained
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.module import _global_forward_hooks
@@ -115,12 +116,9 @@ def on_its_probe(rank: int | None) -> StepReport | None:
     """Take a step with what is measured on a probe; the ranks' probes together are the batch."""
     model, tokens, _ = make()
     net = model if rank is None else DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: Any = {"realised": mean_sine, "attention": True, "max_rows": None}
-    with Monitor(net, optimizer, on_error="raise", **given) as monitor:
-        mean_sine(net(tokens if rank is None else tokens[4 * rank :][:4])).mean().backward()
-        optimizer.step()
-    return monitor.latest
+    own = tokens if rank is None else tokens[4 * rank :][:4]
+    return trained(net, lambda net: mean_sine(net(own)).mean(), **given)[0]
 
 
 def mean_sine(output: Tensor) -> Tensor:
@@ -133,11 +131,8 @@ def module_as_a_whole(rank: int | None) -> StepReport | None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), weight_norm(nn.Linear(6, 3))).double()
     x = torch.randn(8, 5, dtype=torch.float64)
     net = model if rank is None else DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Monitor(net, optimizer, max_rows=None, on_error="raise") as monitor:
-        net(x if rank is None else x[4 * rank :][:4]).square().mean().backward()
-        optimizer.step()
-    return monitor.latest
+    own = x if rank is None else x[4 * rank :][:4]
+    return trained(net, lambda net: net(own).square().mean(), max_rows=None)[0]
 
 
 def all_rows_in_one(rank: int) -> StepReport | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_records import reading
+from setups import trained
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -72,12 +73,7 @@ def test_the_line_at_the_end_needs_reports_and_no_set_up_logging(
     def printed() -> str:
         torch.manual_seed(0)
         model, x = nn.Linear(3, 2), torch.randn(32, 3)
-        optimizer = SGD(model.parameters(), lr=0.01)
-        with Monitor(model, optimizer, every_n_steps=1):
-            for _ in range(steps):
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
+        trained(model, lambda model: model(x).square().mean(), steps)
         return capsys.readouterr().err
 
     assert printed() == ""  # pytest has set up logging

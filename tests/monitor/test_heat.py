@@ -18,7 +18,7 @@ from pixels import share
 
 from adiv_monitor.pictures.grid import Grid, grid
 from adiv_monitor.pictures.heat import heat_picture, overview_picture
-from adiv_monitor.pictures.picture import Font, Picture
+from adiv_monitor.pictures.picture import Picture
 
 PATHS = {
     "short": "{}",
@@ -53,11 +53,6 @@ def assert_readable(picture: Picture) -> None:
     for (box, words), (other, others) in combinations(picture.texts, 2):
         apart = any(box[i + 2] <= other[i] or other[i + 2] <= box[i] for i in (0, 1))
         assert apart, (words, others)
-
-
-def test_a_word_is_broken_at_its_hyphen() -> None:
-    lines = Font(22).wrapped("Zero-gradient rows", Font(22).width("Zero-gradient") - 1)
-    assert lines == ["Zero-", "gradient rows"]
 
 
 @pytest.mark.slow(one_in=31)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from setups import trained
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
@@ -139,15 +140,8 @@ def test_layers_cost_their_number(kind: str, whole: bool) -> None:
         """Run a monitor's whole life with two measured steps."""
         model = SIZED[kind](count)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-        def run() -> None:
-            with Monitor(model, optimizer, every_n_steps=1, on_error="raise"):
-                for _ in range(2):
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-        return counted(run)
+        loss = lambda model: model(x).square().mean()  # noqa: E731
+        return counted(lambda: trained(model, loss, 2, optimizer=optimizer))
 
     life(10)  # creates what is made once per process
     some = 60 if whole else 20

@@ -22,6 +22,7 @@ from processes import (
     written,
 )
 from rank_steps import Case, sharded, small, take, train
+from setups import trained
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
@@ -124,10 +125,7 @@ def evaluation_before(rank: int) -> StepReport | None:
     with torch.no_grad():
         model(x)
     assert not any(hasattr(p, "full_tensor") for p in model.parameters())
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        model(x).square().mean().backward()
-        optimizer.step()
-    return monitor.latest
+    return trained(model, lambda model: model(x).square().mean(), optimizer=optimizer)[0]
 
 
 def half_precision(rank: int) -> list[StepReport]:
@@ -223,10 +221,7 @@ def corrected(rank: int | None) -> StepReport | None:
         fully_shard(model[0])
         sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        model(x).square().mean().backward()
-        optimizer.step()
-    return monitor.latest
+    return trained(model, lambda model: model(x).square().mean(), optimizer=optimizer)[0]
 
 
 TASKS: tuple[Callable[[int], Any], ...] = (

@@ -15,18 +15,10 @@ from example_reports import LAYERS, reading, report
 
 from adiv_monitor.report import MEASURES, REALISED_MEASURES, StepReport
 from adiv_monitor.report.wording import not_measured
-from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
+from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import FRONT_MEASURES, board_scalars, summary_scalars
 
 GOLDEN = Path(__file__).parent / "golden" / "table.txt"
-
-
-def test_every_sink_keeps_the_protocol(tmp_path: Path) -> None:
-    sinks = (MemorySink(), JsonlSink(tmp_path / "a"), TableSink(), TensorBoardSink(tmp_path / "b"))
-    for sink in sinks:
-        assert isinstance(sink, Sink)
-        sink.close()
-        sink.close()
 
 
 def test_memory_as_a_data_frame_has_a_row_per_step_and_layer() -> None:
