@@ -1,6 +1,7 @@
 """Pictures and findings of a whole training, as dashboards show them and as figures."""
 
 import io
+import math
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -23,6 +24,7 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import MOST_REPORTS
 from adiv_monitor.pictures.grid import grid
 from adiv_monitor.pictures.heat import heat_picture
+from adiv_monitor.report import LayerReading
 from adiv_monitor.sinks import MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import course as course_module
@@ -120,7 +122,7 @@ def test_the_text_says_what_where_and_what_to_do(vanishing: Record) -> None:
 # Pictures
 
 
-BLUE, RED, GREY = (8, 81, 156), (179, 0, 0), (227, 235, 223)
+BLUE, RED, GREY, BLACK = (8, 81, 156), (179, 0, 0), (227, 235, 223), (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -182,16 +184,26 @@ def test_a_short_run_is_drawn_at_its_end_alone(tmp_path: Path) -> None:
     assert sink.shown == 5
 
 
-def test_one_faulty_layer_of_300_is_seen_in_the_overview() -> None:
+@pytest.mark.parametrize(
+    ("faulty", "colour"),
+    [
+        (reading(idle_share=1.0, update_ratio=0.1), RED),
+        (reading(idle_share=0.0, update_ratio=math.inf), BLACK),
+        (reading(idle_share=0.0, update_ratio=0.1, non_finite=("gradient",)), BLACK),
+    ],
+)
+def test_one_faulty_layer_of_300_is_seen_in_the_overview(
+    faulty: LayerReading, colour: tuple[int, int, int]
+) -> None:
     """A faulty layer is visible in the overview, although it has less than a row of pixels."""
-    layers = {f"layer{i}": reading(idle_share=0.0, update_ratio=0.1) for i in range(300)}
-    layers["layer151"] = reading(idle_share=1.0, update_ratio=0.1)
-    overviews = []
-    for some in (layers, layers | {"layer151": layers["layer0"]}):
+    well = reading(idle_share=0.0, update_ratio=0.1)
+    layers = {f"layer{i}": well for i in range(300)}
+    shares = []
+    for one in (faulty, well):
+        some = layers | {"layer151": one}
         found = running(*(report(step, layers=some) for step in range(3)))
-        overviews.append(pictures(found.record(), ())["adiv/overview"])
-    faulty, well = (share(overview, (179, 0, 0)) for overview in overviews)
-    assert faulty > well + 5e-4
+        shares.append(share(pictures(found.record(), ())["adiv/overview"], colour))
+    assert shares[0] > shares[1] + 5e-4
 
 
 def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

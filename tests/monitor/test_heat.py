@@ -8,10 +8,8 @@ import pytest
 from example_reports import reading, report
 
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, OVERVIEW
-from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pictures.colours import SCALES, bar, places
-from adiv_monitor.report import LayerReading
 
 pytest.importorskip("matplotlib")
 from pixels import share
@@ -93,23 +91,6 @@ def test_colours_end_where_the_bar_says(measure: str) -> None:
     assert meant.ticks[meant.low].startswith("≤") == (meant.ticks[meant.low] != "0") or least < 0
 
 
-@pytest.mark.parametrize(
-    "flawed",
-    [reading(update_ratio=math.inf), reading(update_ratio=math.nan), reading(update_ratio=0.1)],
-)
-def test_what_is_not_finite_has_a_colour_of_its_own(flawed: LayerReading) -> None:
-    """Non-finite values differ in colour from healthy values and from undefined directions."""
-    well = reading(update_ratio=0.1)
-    if not math.isinf(flawed.update_ratio or 0.0):
-        object.__setattr__(flawed, "non_finite", ("gradient",))
-    steps = [report(i, layers={"a": well, "b": flawed if i == 1 else well}) for i in range(3)]
-    record = Record(Running().record().facts, (), (), tuple(steps))
-    found = grid(record, "update_ratio")
-    assert found.not_finite.tolist() == [[False] * 3, [False, True, False]]
-    black, without = (0, 0, 0), found._replace(not_finite=np.zeros((2, 3), dtype=bool))
-    assert share(heat_picture(found), black) > share(heat_picture(without), black) + 0.01
-
-
 def test_no_direction_is_not_healthy_and_not_ill() -> None:
     layers = {"a": reading(update_ratio=math.nan), "b": reading(update_ratio=math.nan)}
     running = Running()
@@ -120,21 +101,6 @@ def test_no_direction_is_not_healthy_and_not_ill() -> None:
     well = heat_picture(found._replace(values=np.full((2, 1), 0.1)))
     assert share(heat_picture(found), grey) < share(well, grey) - 0.1
     assert share(heat_picture(found), stripe) > share(well, stripe) + 0.05
-
-
-def test_one_layer_of_300_that_is_not_finite_is_seen() -> None:
-    """A non-finite layer takes precedence over others in its row of pixels."""
-    values = np.full((300, 5), 1e9)
-    found = Grid(
-        "update_ratio",
-        tuple(f"layer{i}" for i in range(300)),
-        tuple(range(5)),
-        values,
-        np.zeros(values.shape, dtype=bool),
-    )
-    black = share(overview_picture([found], "x", [], ()), (0, 0, 0))
-    found.not_finite[151, 2] = True
-    assert share(overview_picture([found], "x", [], ()), (0, 0, 0)) > black
 
 
 @pytest.mark.parametrize("measure", [GRADIENT, "descent"])
