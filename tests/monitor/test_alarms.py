@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,10 @@ def test_a_rule_holds_beyond_two_standard_errors() -> None:
     assert raised("update_cosine < 0", made) == ["b"]
     assert raised("update_cosine <= 0.4", made) == ["a", "b"]
     assert raised("update_cosine > 0.29", made) == ["d"]
+    assert raised("update_cosine > 0.31", made) == []
+    assert raised("update_cosine > 9", report(a=math.inf)) == ["a"]
+    unknown = replace(made.layers["d"], standard_error={"update_cosine": math.nan})
+    assert raised("update_cosine > 0.29", replace(made, layers={"d": unknown})) == []
     assert raised("scale_cv > 0", made) == [], "a measure that was not taken"
 
 

@@ -195,9 +195,9 @@ def test_a_short_run_is_drawn_at_its_end_alone(tmp_path: Path) -> None:
 def test_one_faulty_layer_of_300_is_seen_in_the_overview(
     faulty: LayerReading, colour: tuple[int, int, int]
 ) -> None:
-    """A faulty layer is visible in the overview, although it has less than a row of pixels."""
+    """A second faulty layer is visible, although it has less than a row of pixels."""
     well = reading(idle_share=0.0, update_ratio=0.1)
-    layers = {f"layer{i}": well for i in range(300)}
+    layers = {f"layer{i}": well for i in range(1, 300)} | {"layer0": faulty}
     shares = []
     for one in (faulty, well):
         some = layers | {"layer151": one}
