@@ -107,6 +107,7 @@ TESTS = {
     "adiv_monitor/step/outcome.py": "own_measures contributions sampled_readings whole_model "
     "realised",
     "adiv_monitor/step/own_measures.py": "own_measures",
+    "adiv_monitor/step/flat.py": "dots optimizers",
     "adiv_monitor/step/parameter_steps.py": "dots optimizers optimizer_table sharded",
     "adiv_monitor/step/probing.py": "realised attention_measures",
     "adiv_monitor/step/ranks.py": _RANKS,

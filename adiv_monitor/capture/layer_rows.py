@@ -183,13 +183,8 @@ class LayerRows:
 
     def finish(self) -> list[Call]:
         """Return the calls that are part of the final gradient, reduced to the sampled rows."""
-        arrived: dict[Call, list[Arrived]] = {}
-        for of in self.passes.values():
-            for call, found in of.items():
-                arrived.setdefault(call, []).append(found)
-        reached = [*arrived]
-        for call, several in arrived.items():
-            call.add_up(several)
+        for call in (reached := self.calls):
+            call.add_up([of[call] for of in self.passes.values() if call in of])
         if reached[1:]:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):

@@ -80,10 +80,7 @@ class Features:
 
     def joined(self: F, others: Sequence[Any]) -> F:
         """Return the features of these rows and those of other calls of the same layer."""
-        if not others:
-            return self
-        parts = [vars(features) for features in (self, *others)]
-        return self._with({name: torch.cat([p[name] for p in parts]) for name in self._tensors})
+        return self._made(others, torch.cat) if others else self
 
     def _with(self: F, tensors: dict[str, Any]) -> F:
         return replace(self, **tensors)  # type: ignore[type-var]
@@ -101,10 +98,11 @@ class Features:
 
     def stacked(self: F, others: Sequence[Any]) -> F:
         """Return the features of several layers: tensors get a first dimension of layers."""
-        if not others:
-            return self._with({name: tensor[None] for name, tensor in self._tensors.items()})
+        return self._made(others, torch.stack if others else lambda parts: parts[0][None])
+
+    def _made(self: F, others: Sequence[Any], make: Callable[[list[Tensor]], Tensor]) -> F:
         parts = [vars(features) for features in (self, *others)]
-        return self._with({name: torch.stack([p[name] for p in parts]) for name in self._tensors})
+        return self._with({name: make([p[name] for p in parts]) for name in self._tensors})
 
     def common(self, active: Float[Tensor, " rows"]) -> tuple[Tensor, Tensor] | None:
         """Return φ_W,r·Σ_k a_k φ_W,k and ‖φ_W,r‖² of every row; None if they are not known."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adiv_monitor.maths import totals
-from adiv_monitor.step import parameter_steps
+from adiv_monitor.step import flat
 
 
 @pytest.mark.parametrize("device", ["cpu", "any other"])
@@ -13,7 +13,7 @@ def test_tensors_in_one_buffer_have_their_own_sums(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every length, one longer than what is multiplied at once; none of what lies between."""
-    monkeypatch.setattr(parameter_steps, "_CHUNK", 128)
+    monkeypatch.setattr(flat, "_CHUNK", 128)
     if device != "cpu":  # where torch has no sums of segments
         monkeypatch.delattr(torch, "segment_reduce")
         monkeypatch.setattr(totals, "_WITH_SEGMENTS", ())
@@ -22,7 +22,7 @@ def test_tensors_in_one_buffer_have_their_own_sums(
         for _ in range(2)
     )
     b[1] = torch.randn(3, 400, dtype=dtype)  # of another order in memory
-    one, other = parameter_steps.Flat(a), parameter_steps.Flat(a)
+    one, other = flat.Flat(a), flat.Flat(a)
     one.apply(torch._foreach_copy_, a)
     other.apply(torch._foreach_copy_, b)
     for found, first, second in ((one.dots(one), a, a), (one.dots(other), a, b)):

@@ -161,12 +161,8 @@ class Form:
         """Return the weight as (blocks, outputs, features), or (outputs or groups, features)."""
         operand = Operand(weight, self.weight).squeeze(self.dropped)
         weight = operand.permute(self.blocks + self.channels + self.inner)
-        shape = self.volume(self.channels), self.volume(self.inner)
-        return (
-            weight.reshape(self.volume(self.blocks), *shape)
-            if self.blocks
-            else weight.reshape(shape)
-        )
+        blocks = [self.volume(self.blocks)] if self.blocks else []
+        return weight.reshape(*blocks, self.volume(self.channels), self.volume(self.inner))
 
     def volume(self, letters: str) -> int:
         """Return the number of entries along some letters."""
