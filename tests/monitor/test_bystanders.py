@@ -53,6 +53,11 @@ def meta(model: nn.Module, batch: Batch) -> None:
     losses(model, batch)(state, batch[0].to("meta"), batch[1].to("meta")).backward()
 
 
+def other_weights(model: nn.Module, batch: Batch) -> None:
+    state = {name: torch.ones_like(p).requires_grad_() for name, p in model.named_parameters()}
+    losses(model, batch)(state, *batch).backward()
+
+
 def batched_gradients(model: nn.Module, batch: Batch) -> None:
     z = model(batch[0])
     each = torch.eye(z.numel(), dtype=z.dtype).view(-1, *z.shape)
@@ -72,12 +77,13 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Batch], object]] = {
     "batched gradients": batched_gradients,
     "export": lambda model, batch: torch.export.export(model, batch[:1]),
     "make_fx": lambda model, batch: make_fx(model)(batch[0]),
-    "symbolic trace": lambda model, batch: torch.fx.symbolic_trace(model),
+    "other weights": other_weights,
     "jit.trace": lambda model, batch: torch.jit.trace(model, batch[:1]),
     "jit.script": lambda model, batch: torch.jit.script(model),
     "jit.script of a copy": lambda model, batch: torch.jit.script(copy.deepcopy(model)),
     "fake tensors": fake,
     "meta tensors": meta,
+    "symbolic trace": lambda model, batch: torch.fx.symbolic_trace(model),
 }
 
 

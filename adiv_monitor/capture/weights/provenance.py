@@ -9,6 +9,7 @@ graph, which a write to it replaces. Whatever is computed from anything else is 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ class Provenance:
         follows_all: bool = True,
     ) -> None:
         self._model, self._follows_all = model, follows_all
-        self._modules = [*model.modules()]  # now, as the forward pass may be deep
+        # Now: in the forward pass, `functional_call` may have put other tensors in their places.
+        self._held = {id(held): held for held in chain(model.parameters(), model.buffers())}
         self._trained = {id(p): p for p in trained}
         self._constants: dict[int, weakref.ref[Tensor]] = {}  # that the forward pass has made
 
@@ -55,12 +57,6 @@ class Provenance:
     def sharded(self) -> Sharded:
         """The model's sharded parameters, and the unsharded ones that replace them."""
         return Sharded(self._model)
-
-    @cached_property
-    def _held(self) -> dict[int, Tensor]:
-        """What the model holds as it runs, by id."""
-        tables = [table for m in self._modules for table in (m._parameters, m._buffers)]
-        return {id(held): held for of in tables for held in of.values() if held is not None}
 
     def _source(self, value: Tensor) -> Source | None:
         """Return how a tensor is computed from the model alone; None: it is data."""
