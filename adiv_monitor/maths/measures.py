@@ -315,9 +315,13 @@ def activation_kurtosis(
 
 
 def zero_share(zeros: Sum, count: Sum, width: PerLayer, sample: Sample) -> Estimate:
-    """Share of the entries of G that are exactly zero, in [0, 1]: units that are shut."""
+    """Share of the entries of G that are exactly zero, in [0, 1]: units that are shut.
+
+    Where the sampled rows are all alike, its error is that of a share of rows that none of them is.
+    """
     value, error = product(zeros, [(count, -1)], sample)
-    return Estimate(value / width, error / width)
+    of_another = share_error(np.zeros_like(value), sample.active.sum(1), sample)
+    return Estimate(value / width, np.where(error == 0, of_another, error / width))
 
 
 def silent_share(silent: PerLayer, width: PerLayer, sample: Sample) -> Estimate:

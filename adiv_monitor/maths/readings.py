@@ -22,6 +22,7 @@ from adiv_monitor.maths.estimates import (
     Sample,
     Sizes,
     Sum,
+    by_ratio,
     by_size,
     over_rows,
     quantiles,
@@ -32,8 +33,6 @@ from adiv_monitor.report import QUANTILE_LEVELS
 # The quantile levels: those of histograms, and p05, p50, p95.
 _PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
-# Squares of vectors that a weight makes of a row: their norms grow with the row's.
-_GROWING = ("d_d", "e_e", "rest_rest", "z_z")
 # Layers with at most this many rows are padded to one length; others to less than twice theirs.
 _FILLED = 255
 # Reasons that say that γ is not the gradient of the loss; with the others it is, or may be.
@@ -147,7 +146,8 @@ class _Layers:
         # other layers use its parameters. −⟨γ, ΔΘ⟩ is not the descent of the loss if γ is not its
         # gradient; then only the rows know.
         shared, others = layers["reason"] == "shared", np.isin(layers["reason"], _NOT_THE_LOSSES)
-        self.own_gamma = np.where(shared, np.nan, layers["gamma_gamma"])
+        self.exact = layers["reason"] == ""
+        self.own_gamma = np.where(self.exact, layers["gamma_gamma"], np.nan)
         self.own_w = np.where(shared | others, np.nan, layers["w_gamma"])
         self.known_unit = ~np.isnan(layers["factor"])
         # A product that other code spoiled is NaN, although the vectors are finite.
@@ -155,24 +155,31 @@ class _Layers:
         self.knows_gamma = ~np.isnan(layers["w_gamma"]) | ~np.isfinite(squares)
         self.knows_applied = ~np.isnan(layers["a_w"]) | ~np.isfinite(layers["a_a"] * w_w)
         self.tolerance = sums.tolerance[index]
-        self.exact = layers["reason"] == ""
 
     def per_row(self, name: str) -> PerRow:
         """Return a number of the sampled rows, such as a_r·b_r: `a_b`; 0 for zero-gradient rows."""
         found: PerRow = self.rows[name]
         return found if name == "G_G" else np.where(self.sample.active, found, 0.0)
 
-    def sum(self, name: str, exact: PerLayer | None = None) -> Sum:
-        """Return ⟨a, b⟩ over all rows: `exact` where `self.exact` allows it, else estimated."""
-        known = None if exact is None else np.where(self.exact, exact, np.nan)
-        rows = self.per_row(name)
-        if name in _GROWING:
-            return self.growing(rows)
-        return over_rows(rows, self.sample, known)
+    @cached_property
+    def G_G(self) -> Sum:
+        """‖G‖² of these rows, whatever else the parameters' gradient holds."""
+        return over_rows(self.per_row("G_G"), self.sample, self.layers["G_G"])
+
+    def with_G(self, name: str, exact: PerLayer) -> Sum:
+        """Return ⟨a, G⟩ over all rows: `exact` where not NaN, else by its ratio to ‖G‖²."""
+        found = over_rows(self.per_row(name), self.sample, exact)
+        of_G = over_rows(self.per_row("G_G"), self.sample)
+        total = np.where(np.isnan(exact), self.layers["G_G"], np.nan)
+        return by_ratio(found, of_G, total, self.sample)
 
     def growing(self, rows: PerRow) -> Sum:
         """Return the sum over all rows of values that grow with ‖φ_r‖²: by size if it is known."""
         return by_size(over_rows(rows, self.sample), rows, self.sizes, self.sample)
+
+    def square(self, name: str) -> Sum:
+        """Return ‖a‖² over all rows, with a_r a move or an output, which grow with ‖φ_r‖."""
+        return self.growing(self.per_row(name))
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -196,13 +203,11 @@ class _Layers:
 def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     """Add the measures of some layers."""
     index, sample = x.index, x.sample
-    G_G = x.sum("G_G", x.layers["G_G"])
-    # Both sides of a ratio must have the same source: the parameters or the rows.
-    e_G, e_e = x.sum("e_G", x.own_gamma), x.sum("e_e")
+    e_G, e_e, G_G = x.with_G("e_G", x.own_gamma), x.square("e_e"), x.G_G
     layers = x.layers
     found.put(index, {"idle_share": measures.idle_share(sample, layers["active"])})
     found.put(index, {"gradient_cosine": measures.gradient_cosine(e_G, e_e, G_G, sample)})
-    found.put(index, _of_rms(x, G_G))
+    found.put(index, _of_rms(x))
     silent = measures.silent_share(layers["silent"], layers["width"], sample)
     found.put(index, {"silent_share": silent}, layers["ranks"] < 2)
     found.put(index, {"gradient_norm": _certain(np.sqrt(layers["gamma_gamma"]))})
@@ -213,7 +218,7 @@ def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     found.put_levels(index, "scale", _scale_quantiles(x), x.has_one)
     if not updated:
         return
-    of_update = _of_update(x, G_G)
+    of_update = _of_update(x)
     found.put(index, {"descent": of_update.pop("descent")}, x.knows_gamma)
     found.put(index, of_update)
     known = (x.knows_gamma, x.knows_applied, x.knows_gamma & x.knows_applied)
@@ -228,10 +233,10 @@ def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
         _add_realised(x.sums, index[moved], found)
 
 
-def _of_rms(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
+def _of_rms(x: _Layers) -> dict[str, Estimate]:
     count = over_rows(x.sample.active.astype(np.float64), x.sample, x.layers["active"])
     of = count, x.layers["width"], x.sample
-    of_G, z_z = measures.activation_gradient_rms(G_G, *of), x.sum("z_z")
+    of_G, z_z = measures.activation_gradient_rms(x.G_G, *of), x.square("z_z")
     fourth, zeros = (over_rows(x.per_row(name), x.sample) for name in ("fourth", "zeros"))
     return {
         "activation_rms": measures.activation_rms(z_z, *of),
@@ -257,9 +262,9 @@ def _certain(value: PerLayer) -> Estimate:
     return Estimate(value, np.zeros_like(value))
 
 
-def _of_update(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
-    d_d = x.sum("d_d")
-    d_G = x.sum("G_d", x.own_w)
+def _of_update(x: _Layers) -> dict[str, Estimate]:
+    d_d, G_G = x.square("d_d"), x.G_G
+    d_G = x.with_G("G_d", np.where(x.exact, x.own_w, np.nan))
     by_bias = np.where(x.bias_alone[:, None], x.per_row("d_d"), x.per_row("bias_bias"))
     of_bias = over_rows(by_bias, x.sample)
     squares = x.per_row("d_d") - 2 * x.per_row("d_bias") + x.per_row("bias_bias")
@@ -267,14 +272,14 @@ def _of_update(x: _Layers, G_G: Sum) -> dict[str, Estimate]:
     rate = measures.effective_lr(d_G, G_G, x.sample)
     # What γ holds besides these rows is part of the loss, too. If γ is not its gradient, `own_w` is
     # NaN, and the rows alone count.
-    descent = measures.descent(over_rows(x.per_row("G_d"), x.sample, x.own_w), x.sample)
+    descent = measures.descent(x.with_G("G_d", x.own_w), x.sample)
     in_units = x.known_unit | ~np.isnan(x.own_w)
     return {
         "update_cosine": measures.update_cosine(d_G, d_d, G_G, x.sample),
         "effective_lr": Estimate(np.where(x.known_unit, rate.value, np.nan), rate.error),
         "harmed_fraction": measures.harmed_fraction(x.per_row("G_d"), x.sample, d_d),
         "bias_share": measures.bias_share(of_weight, of_bias, x.sample),
-        "update_ratio": measures.update_ratio(d_d, x.sum("z_z"), x.sample),
+        "update_ratio": measures.update_ratio(d_d, x.square("z_z"), x.sample),
         "descent": Estimate(np.where(in_units, descent.value, np.nan), descent.error),
     }
 
@@ -304,11 +309,9 @@ def _of_scales(x: _Layers) -> dict[str, Estimate]:
     own_own = np.where(has_one, x.scale**2 * G_G, x.per_row("own_own"))
     of_G = x.growing_with_gradients(own_G, layers["own_G"])
     of_own = x.growing_with_gradients(own_own, layers["own_own"])
-    # These sums are over the rows' own gradients, whatever else the parameters' gradient holds.
-    all_G = over_rows(G_G, x.sample, layers["G_G"])
-    ratio = measures.interference_ratio(x.sum("rest_rest"), of_own, x.sample)
+    ratio = measures.interference_ratio(x.square("rest_rest"), of_own, x.sample)
     return {
-        "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, all_G, x.sample),
+        "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, x.G_G, x.sample),
         "interference_ratio": Estimate(np.where(x.known_unit, ratio.value, np.nan), ratio.error),
         **_of_all_scales(x),
     }

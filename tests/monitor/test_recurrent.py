@@ -286,7 +286,7 @@ LOOPS = [micro_batches, one_graph_twice, attacked_first, in_one_loss]
 
 
 @pytest.mark.slow(one_in=7)
-@pytest.mark.parametrize("max_rows", [None, 5])
+@pytest.mark.parametrize("max_rows", [None, 15])  # few rows are alike by chance
 @pytest.mark.parametrize("course", LOOPS)
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_other_courses(
@@ -305,8 +305,8 @@ def test_other_courses(
         assert (reading.rows_seen, reading.rows_total) == (max_rows, expected.rows_total)
         if course is not one_graph_twice:  # then only the sample has sums over rows
             assert reading.scale_mean == pytest.approx(expected.scale_mean, rel=1e-5)
-        error = reading.standard_error["gradient_cosine"]  # five rows estimate it poorly
-        assert reading.gradient_cosine == pytest.approx(expected.gradient_cosine, abs=12 * error)
+        error = reading.standard_error["gradient_cosine"]
+        assert reading.gradient_cosine == pytest.approx(expected.gradient_cosine, abs=8 * error)
 
 
 @pytest.mark.slow(one_in=5)
