@@ -161,16 +161,27 @@ def test_the_whole_of_it() -> None:
 ASKING = (test_what_was_given_is_untouched, test_the_whole_of_it)
 
 
-def test_ctrl_c_while_fixes_are_tried_keeps_what_was_found() -> None:
+@pytest.mark.parametrize("within", [False, True])
+def test_ctrl_c_while_fixes_are_tried_keeps_what_was_found(within: bool) -> None:
+    """Between two trials, or in the training of one."""
+    tried: list[str] = []
+
     def progress(what: str, done: int, of: int) -> None:
-        if what == "fixes":
+        tried.append(what)
+        if what == "fixes" and not within:
             raise KeyboardInterrupt
 
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if tried[-1:] == ["fixes"]:
+            raise KeyboardInterrupt
+        return cross_entropy(model, batch)
+
     data = [(1000 * x, y) for x, y in batches(20, 32)]
-    report = audit(mlp(), data, loss=cross_entropy, optimizer=sgd(0.1), steps=12, progress=progress)
+    report = audit(mlp(), data, loss=loss, optimizer=sgd(0.1), steps=12, progress=progress)
     assert report.record.interrupted
     assert report.record.rates
     assert report.findings[0].strength == "act"
+    assert tried.count("fixes") == 1
 
 
 def test_lbfgs() -> None:
