@@ -43,6 +43,14 @@ def two_passes_zeroed(model: nn.Module, x: Tensor, y: Tensor) -> None:
     loss_of(model, (x, y)).backward()
 
 
+def zeroed_between(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Two passes through one graph, of which the second one counts."""
+    loss = loss_of(model, (x, y))
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+
+
 def attacked(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Adversarial training: a pass for the gradient of the input reaches no parameter."""
     probe = x.clone().requires_grad_()
@@ -73,8 +81,8 @@ def set_by_hand(model: nn.Module, x: Tensor, y: Tensor, factor: float = 1.0) -> 
         parameter.grad = gradient if factor == 1 else gradient * factor
 
 
-COURSES: list[Course] = [micro_batches, one_pass_zeroed, two_passes_zeroed, attacked]
-COURSES += [looked_at_before, set_by_hand]
+COURSES: list[Course] = [micro_batches, one_pass_zeroed, two_passes_zeroed, zeroed_between]
+COURSES += [attacked, looked_at_before, set_by_hand]
 
 
 EVERY = [*((course, None) for course in COURSES), (after_rollouts, 6)]

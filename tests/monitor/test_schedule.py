@@ -173,6 +173,18 @@ def test_a_monitor_keeps_to_its_bound(
     assert resumed.state_dict()["costs"] == saved["costs"]
 
 
+def test_a_device_that_lags_behind_is_not_waited_for() -> None:
+    marks, reached = itertools.count(), set[int]()
+    steps = StepTimes(lambda: next(marks), lambda start, end: 2.0 if end in reached else None)
+    steps.begin()
+    steps.forward_begins()
+    for _ in range(7):
+        steps.step_ended()
+    for last in (0, 7, 8):
+        reached |= {*range(last + 1)}
+        assert steps.costs() == ([0.0] if last == 8 else [])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_timing_never_synchronises() -> None:
     steps = schedule.step_times(torch.ones(1, device="cuda"))

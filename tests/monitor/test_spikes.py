@@ -67,6 +67,20 @@ def test_what_undoes_next_to_nothing_is_none() -> None:
     assert spikes([*losses, 0.5]) == [301]
 
 
+def test_a_loss_on_its_way_is_judged_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: set[float] = set()
+
+    def arriving(losses: Any) -> Callable[[], float | None]:
+        return lambda: losses[0] if losses[0] in arrived else None
+
+    monkeypatch.setattr("adiv_monitor.step.loss_watch._arriving", arriving)
+    watch, losses = LossWatch(), [*noisy(60), 50.0]
+    arrived |= {*losses[:-1]}
+    assert not any(watch.spikes({step: [loss]}) for step, loss in enumerate(losses))
+    arrived.add(50.0)
+    assert watch.spikes({})
+
+
 Plant = Callable[[int, nn.Sequential, torch.optim.Optimizer], None]
 # Those of `AT` are planted; every 50th step is measured anyway.
 AT, EVERY = 70, 50
