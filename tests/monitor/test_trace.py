@@ -3,12 +3,14 @@
 When a model changes in mid-run, no reading is wrong, and none is missing for long.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
+from setups import trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -148,3 +150,23 @@ def test_what_is_frozen_by_turns_is_read_when_it_is_trained(
     for one, other in zip(plain, watched, strict=True):
         assert one.layers.keys() == other.layers.keys()
         assert_same(other.layers, one)
+
+
+def test_surveys_that_change_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter is used outside of every forward pass, in every other step."""
+    plan, numbers, surveys = trace.Trace.plan, itertools.count(), list[bool]()
+
+    def planned(self: trace.Trace, *given: Any) -> trace.Plan | None:
+        made = plan(self, *given)
+        surveys.append(made is None)
+        return made
+
+    def loss(model: nn.Module) -> Tensor:
+        y = model[0](torch.randn(7, 12).double())
+        if next(numbers) % 2:
+            y = functional.linear(y, *model[1].parameters())
+        return y.square().mean()
+
+    monkeypatch.setattr(trace.Trace, "plan", planned)
+    trained(nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4)).double(), loss, 12)
+    assert [step for step, is_survey in enumerate(surveys) if is_survey] == [0, 2, 4, 6]
