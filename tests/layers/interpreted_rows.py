@@ -310,7 +310,8 @@ def test_output_may_be_overwritten(way, form):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_row_gradients(shape, dtype, proportional, bias, monkeypatch):
     m, k, n = shape
-    x, g = torch.randn(m, k).to(dtype), torch.randn(m, n).to(dtype)
+    lengths = torch.logspace(-3, 1, m)[:, None]  # short and long rows
+    x, g = (lengths * torch.randn(m, k)).to(dtype), (lengths * torch.randn(m, n)).to(dtype)
     with poisoned(monkeypatch):
         dw, db = functions.row_gradients(x, g, bias, proportional, 1e-12)
     square = x.double().square().sum(1, keepdim=True)

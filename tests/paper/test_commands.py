@@ -22,6 +22,7 @@ import optimizers
 import patches
 import resnet
 import sweep
+import text
 import transformer
 import widths
 from case_report import verdict
@@ -106,6 +107,17 @@ def test_the_picture_of_a_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "argv", ["clouds.py", "--out", str(tmp_path)])
     clouds.main()
     assert (tmp_path / "fig1.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("arm", transformer.GRIDS)
+def test_a_transformer_sees_no_later_characters(arm: str) -> None:
+    alone = transformer.model(arm, 0)
+    pieces = torch.randint(text.VOCABULARY, (2, transformer.LENGTH))
+    before = alone(pieces)
+    pieces[:, 30:] = (pieces[:, 30:] + 1) % text.VOCABULARY
+    after = alone(pieces)
+    torch.testing.assert_close(after[:, :30], before[:, :30])
+    assert not torch.allclose(after[:, 30:], before[:, 30:])
 
 
 def test_a_verdict_needs_two_standard_errors() -> None:
