@@ -9,7 +9,6 @@ graph, which a write to it replaces. Whatever is computed from anything else is 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +48,8 @@ class Provenance:
     ) -> None:
         self._model, self._follows_all = model, follows_all
         # Now: in the forward pass, `functional_call` may have put other tensors in their places.
-        self._held = {id(held): held for held in chain(model.parameters(), model.buffers())}
+        held = (x for m in model.modules() for x in (*m._parameters.values(), *m._buffers.values()))
+        self._held = {id(x): x for x in held if x is not None}
         self._trained = {id(p): p for p in trained}
         self._constants: dict[int, weakref.ref[Tensor]] = {}  # that the forward pass has made
 
