@@ -43,8 +43,8 @@ class Rows:
     device: torch.device = HOST
     keys: Keys = field(default_factory=lambda: np.empty(0))
     bound: float = math.inf
-    # By what is made of a tensor: the last tensor, its version, and the result.
-    _made: dict[str, tuple[Callable[[], Tensor | None], int, Tensor]] = field(
+    # By what is made of a living tensor, and its id: its version, the result, and what ends it.
+    _made: dict[tuple[str, int], tuple[int, Tensor, object]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -56,22 +56,26 @@ class Rows:
     def take(self, tensor: Tensor) -> Tensor:
         """Gather the rows of a tensor shaped (*shape, channels...) into (rows, channels...).
 
-        The result is float32, or float64 if the tensor is. It must not be written to: layers with
-        the same input share it.
+        The result is float32, or float64 if the tensor is.
         """
-        return self._once("rows", tensor, lambda: to_compute_dtype(self.copied(tensor)))
+        return to_compute_dtype(self.copied(tensor))
+
+    def inputs(self, tensor: Tensor) -> Tensor:
+        """Return `take` of the input of a layer, which others may have, too: don't write to it."""
+        return self._once("rows", tensor, self.take)
 
     def lengths(self, tensor: Tensor) -> Float[Tensor, " rows"]:
-        """Return √Σ x² of all rows of a tensor shaped (*shape, channels)."""
-        return self._once("lengths", tensor, lambda: norms(tensor).flatten())
+        """Return √Σ x² of all rows of such an input (*shape, channels): don't write to it."""
+        return self._once("lengths", tensor, lambda x: norms(x).flatten())
 
-    def _once(self, what: str, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    def _once(self, what: str, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Make something of a tensor once: queries, keys and values have the same input."""
+        made, key = self._made, (what, id(tensor))
         version = -1 if tensor.is_inference() else tensor._version
-        last = self._made.get(what)
-        if last is None or last[0]() is not tensor or last[1] != version:
-            self._made[what] = last = weakref.ref(tensor), version, make()
-        return last[2]
+        if key not in made or made[key][0] != version:
+            end = weakref.ref(tensor, lambda _: made.pop(key, None))
+            made[key] = version, make(tensor), end
+        return made[key][1]
 
     def copied(self, tensor: Tensor) -> Tensor:
         """Gather the rows of a tensor as `take` does, in its own precision.

@@ -1,7 +1,8 @@
 """Convolutions and transposed convolutions: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
 
 Only the patches of sampled rows are gathered, from windows of the padded input, which are views.
-Lengths of all rows are sums over windows of one channel.
+Lengths of all rows are sums over windows of one channel, or those of the input where a patch is one
+position.
 """
 
 from collections.abc import Sequence

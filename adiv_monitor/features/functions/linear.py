@@ -36,7 +36,7 @@ def affine(
     of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> DenseFeatures:
-        return DenseFeatures(rows.take(x)[:, None], of_bias)
+        return DenseFeatures(rows.inputs(x)[:, None], of_bias)
 
     def whole(rows: Rows) -> Whole:
         return Whole(rows.lengths(x), of_bias or 0.0)

@@ -97,7 +97,7 @@ def grouped_product(
 
     def features(rows: Rows) -> BlockFeatures:
         block = every if rows.chosen is None else every[rows.flat]
-        phi = rows.take(input).masked_fill((block == count)[:, None], 0)
+        phi = rows.take(input).masked_fill_((block == count)[:, None], 0)
         return BlockFeatures(phi, block, count)
 
     def whole(rows: Rows) -> Whole:
