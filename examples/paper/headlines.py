@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+from alignments_report import ARMS, changes, every_change, of_held_out, of_training
 from fair_report import Accuracies, Arm, accuracies, difference
 from readings_report import layer_medians, typical
 from scipy import stats
@@ -263,13 +264,25 @@ def of_schedules() -> Iterator[Headline]:
     yield "the dynamic schedule's loss below that of full alignment", shown
 
 
+def of_alignments() -> Iterator[Headline]:
+    """Learning rates that follow alignments on CIFAR-10, less those of full alignment."""
+    found = best(runs("alignments"))
+    for arm in ARMS[1:]:
+        for name, read in (("training", of_training), ("held out", of_held_out)):
+            below = [change < 0 for change in every_change(found, arm, "", read)]
+            yield f"CIFAR-10, {arm}: lower loss, {name}", f"{sum(below)} of {len(below)} pairs"
+    for setting, arm in (("sp sgd 128", "sum"), ("sp adam 128", "sum"), ("sp sgd 128", "carried")):
+        shown = [signed(changes(found, setting, arm, r)) for r in (of_training, of_held_out)]
+        yield f"CIFAR-10, {setting}: {arm} − full", " and ".join(shown)
+
+
 def headlines() -> Iterable[Headline]:
     """All of them."""
     parts = (
         *(of_table1, of_fair, of_gradient_only, of_hundred, of_depth),
         *(of_own_setting, of_overtaking, of_readings),
     )
-    for part in (*parts, of_optimizers, of_schedules):
+    for part in (*parts, of_optimizers, of_schedules, of_alignments):
         yield from part()
 
 

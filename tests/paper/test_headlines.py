@@ -11,6 +11,7 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
+import alignments_report
 import convolutional
 import depth
 import fair_report
@@ -40,6 +41,7 @@ PAGES: dict[str, Callable[[Runs], str]] = {
     "readings": readings_report.text,
     "convolutional": convolutional.text,
     "projections": projections.text,
+    "alignments": alignments_report.text,
     "depth": of_question(depth),
     "optimizers": of_question(optimizers),
     "patches": of_question(patches),
