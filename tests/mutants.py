@@ -77,6 +77,8 @@ TESTS = {
     "adiv_monitor/capture/weights/": "derived shared_weights",
     "adiv_monitor/capture/weights/shards.py": "sharded",
     "adiv_monitor/features/": "features corrected_layers functions models",
+    "adiv_monitor/features/corrected.py": "corrected_layers",
+    "adiv_monitor/features/functions/linear.py": "functions torch_attention",
     "adiv_monitor/features/recurrent.py": "recurrent",
     "adiv_monitor/features/registry.py": "whole_modules jagged",
     "adiv_monitor/features/rows.py": "sampled_readings uneven_rows",
@@ -90,13 +92,14 @@ TESTS = {
     "adiv_monitor/probe/": "realised bit_identical alignment/instrument alignment/uses",
     "adiv_monitor/probe/attention.py": _ATTENTION,
     "adiv_monitor/rerun/": "derived whole_modules torch_paths models realised bit_identical",
-    "adiv_monitor/rerun/surroundings.py": "bystanders",
+    "adiv_monitor/rerun/surroundings.py": "bystanders audit/beginning",
     "adiv_monitor/rerun/thread.py": "bystanders",
     "adiv_monitor/step/": "standard_errors sizes models gradients against_reference",
-    "adiv_monitor/step/armed.py": "plain_steps losses optimizers robustness",
+    "adiv_monitor/step/armed.py": "own_measures plain_steps losses whole_model optimizers "
+    "robustness",
     "adiv_monitor/step/controller.py": "plain_steps losses optimizers robustness",
     "adiv_monitor/step/every_norm.py": "spikes",
-    "adiv_monitor/step/failures.py": "robustness",
+    "adiv_monitor/step/failures.py": "robustness monitor/faults/boundaries",
     "adiv_monitor/step/gradient_check.py": "contributions sampled_readings shared_weights",
     "adiv_monitor/step/loss_log.py": "losses spikes",
     "adiv_monitor/step/loss_watch.py": "spikes",
@@ -105,7 +108,7 @@ TESTS = {
     "adiv_monitor/step/merge.py": _RANKS,
     "adiv_monitor/step/messages.py": _RANKS,
     "adiv_monitor/step/outcome.py": "own_measures contributions sampled_readings whole_model "
-    "realised",
+    "spikes realised",
     "adiv_monitor/step/own_measures.py": "own_measures",
     "adiv_monitor/step/flat.py": "dots optimizers",
     "adiv_monitor/step/parameter_steps.py": "dots optimizers optimizer_table sharded",
@@ -113,7 +116,7 @@ TESTS = {
     "adiv_monitor/step/ranks.py": _RANKS,
     "adiv_monitor/step/run_history.py": "turns trace",
     "adiv_monitor/step/schedule.py": "schedule",
-    "adiv_monitor/step/stepping.py": "plain_steps losses optimizers",
+    "adiv_monitor/step/stepping.py": "plain_steps losses optimizers robustness",
     "adiv_monitor/step/training.py": "turns whole_model",
     "adiv_monitor/step/transfer.py": "own_measures",
     "adiv_monitor/step/unattached.py": "robustness",
@@ -229,6 +232,7 @@ def killer(place: Path, *tests: str) -> str | None:
         paths = [str(place), str(place / "layers")]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of processes that tests start
         sys.path[:] = paths + [path for path in sys.path if path != str(ROOT / "tests")]
+        vars(sys.modules["__main__"]).pop("__file__")  # or they would import this script
         signal.alarm(LONGEST)  # for the imports
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:anyio"]
         os._exit(pytest.main([*options, *tests], plugins=[Alarm()]))
@@ -237,13 +241,11 @@ def killer(place: Path, *tests: str) -> str | None:
         os.killpg(child, signal.SIGKILL)  # what the tests have left behind
     output = (place / "output.txt").read_text()
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-    return (
-        None
-        if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
-        else failed[1]
-        if failed
-        else f"exit code {code}"
-    )
+    if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return None
+    if code > 0 and failed is None:
+        sys.exit(f"no test failed, but pytest: {output}")
+    return failed[1] if failed else f"signal {-code}"
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ _FROM_ROWS = {
         "a use outside the layer's forward pass, the gradient of an earlier step that "
         "`zero_grad()` did not clear, an edit?); `descent` counts the whole gradient"
     ),
-    "seems": "The gradient of {} seems to hold more than these rows; the next report will say",
+    "seems": "The gradient of {} seems to hold more than these rows; a later report will say",
 }
 _IDLE = (
     "All sampled rows of {} have a zero gradient, but other rows do not: measures that need rows "

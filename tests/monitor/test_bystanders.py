@@ -29,6 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.hook import trains
 
 Batch = tuple[Tensor, Tensor]
 
@@ -45,6 +46,7 @@ def fake(model: nn.Module, batch: Batch) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(batch[0])
         model(x)
+    assert not trains(x)
     model(x)
 
 

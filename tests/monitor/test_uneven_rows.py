@@ -136,7 +136,7 @@ def test_even_scales_cost_nothing_whatever_the_rows(kind: str) -> None:
         assert found.standard_error.get("diagonal_cosine", 0.0) < 1e-6
 
 
-@pytest.mark.slow(one_in=39)
+@pytest.mark.slow(one_in=39, first=18)
 @pytest.mark.parametrize(
     ("kind", "size"),
     # Not the embedding of which a few tokens have most of the step.
