@@ -64,6 +64,7 @@ TESTS = {
     "adiv_monitor/capture/check.py": "sampled_readings uneven_rows",
     "adiv_monitor/capture/coverage.py": "report whole_model",
     "adiv_monitor/capture/forwards.py": "bystanders torch_paths",
+    "adiv_monitor/capture/guard.py": "monitor/faults/boundaries",
     "adiv_monitor/capture/hook.py": "bystanders",
     "adiv_monitor/capture/layer_rows.py": "uneven_rows sampling",
     "adiv_monitor/capture/loss_hook.py": "losses",
