@@ -7,6 +7,7 @@ new rule, measure or hook is covered automatically, if one of the scenarios reac
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from faults.scenarios import SCENARIOS
 from faults.trial import REASON, Fault, Trial, forget_caches, take, unmonitored
 
 import adiv_monitor
+from adiv_monitor.capture.guard import Guard
 from adiv_monitor.features import registry, uses
 
 HOME = Path(adiv_monitor.__file__).parent
@@ -173,3 +175,17 @@ def test_the_scenarios_reach_every_rule_and_every_file() -> None:
             assert place in boundaries, f"no scenario reaches {rule}"
     assert {file for file in FILES if not list(in_file(file))} == set()
     assert unmonitored("mlp") != unmonitored("mlp", 1), "another training is no equal one"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_guard_runs_nothing_after_a_failure(error: type[BaseException]) -> None:
+    """What a step measures rests on all that its hooks have seen."""
+    guard, ran = Guard(lambda _: None), list[int]()
+
+    def fails() -> None:
+        raise error
+
+    with suppress(KeyboardInterrupt):
+        guard(fails)
+    guard(ran.append, 1)
+    assert guard.broken and not ran
