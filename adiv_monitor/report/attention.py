@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from adiv_monitor.report.reading import Reading, measures_of
@@ -42,10 +43,8 @@ class AttentionReading(Reading):
         """Return a flat record per head, with `<measure>_standard_error` for inexact measures."""
         columns = dict(self.heads)
         columns |= {f"{m}_standard_error": e for m, e in self.heads_standard_error.items()}
-        return [
-            {"head": head, **dict(zip(columns, values, strict=True))}
-            for head, values in enumerate(zip(*columns.values(), strict=True))
-        ]
+        heads = enumerate(zip_longest(*columns.values()))  # a file may have been edited
+        return [{"head": head, **dict(zip(columns, of, strict=True))} for head, of in heads]
 
 
 # All measures of attention, in the order of tables and dashboards.
