@@ -88,8 +88,8 @@ class Features:
     @property
     def _tensors(self) -> dict[str, Any]:
         """The fields that have one entry per row."""
-        own = ((name, getattr(self, name)) for name in getattr(self, "__dataclass_fields__", ()))
-        return {name: value for name, value in own if isinstance(value, Tensor)}
+        own = vars(self).items()  # with what is kept besides, whose name begins with _
+        return {name: x for name, x in own if isinstance(x, Tensor) and name[0] != "_"}
 
     @property
     def size(self) -> int:
