@@ -183,8 +183,11 @@ class LayerRows:
 
     def finish(self) -> list[Call]:
         """Return the calls that are part of the final gradient, reduced to the sampled rows."""
-        for call in (reached := self.calls):
-            call.add_up([of[call] for of in self.passes.values() if call in of])
+        arrived: dict[Call, list[Arrived]] = {}
+        for call, found in chain.from_iterable(of.items() for of in self.passes.values()):
+            arrived.setdefault(call, []).append(found)
+        for call in (reached := [*arrived]):
+            call.add_up(arrived[call])
         if reached[1:]:  # the rows of a single call are all kept
             kept = winners([call.rows for call in reached], self._chooser.max_rows)
             for call, rows in zip(reached, kept, strict=True):

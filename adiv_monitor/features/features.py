@@ -88,8 +88,8 @@ class Features:
     @property
     def _tensors(self) -> dict[str, Any]:
         """The fields that have one entry per row."""
-        own = vars(self).items()  # with what is kept besides, whose name begins with _
-        return {name: x for name, x in own if isinstance(x, Tensor) and name[0] != "_"}
+        fields = getattr(self, "__dataclass_fields__", ())  # not `_squares`, which is kept beside
+        return {k: x for k, x in vars(self).items() if k in fields and isinstance(x, Tensor)}
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""The life of a measured step, in four events; between them it only notes losses and rates.
+"""The life of a measured step, in four events. At other steps it notes losses, rates and norms.
 
 - armed: `arm`, before the step's forward pass, puts hooks on (`Armed`). When a module runs,
   `capture/catch.py` makes a `Call`, with Φ and z; in the backward pass the call gets G.

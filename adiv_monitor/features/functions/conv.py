@@ -95,8 +95,8 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
     def whole(rows: Rows) -> Whole | None:
         if geometry.groups > 1:
             return None
-        once, x = geometry.by_position, geometry.batched(input)
-        lengths = norms(x, 1) if once else patch_squares(geometry, x).sqrt_()
+        x = geometry.batched(input)
+        lengths = norms(x, 1) if geometry.by_position else patch_squares(geometry, x).sqrt_()
         return Whole(lengths.flatten(), of_bias or 0.0)
 
     def times(v: Tensor) -> Tensor:
