@@ -51,8 +51,7 @@ class Outlet:
         failures: list[str] = []
 
         def fail(rule: str, error: Exception) -> None:
-            name = f"The alarm {rule}"
-            failures.append(self._failures.handle(error, name, f"{name} failed"))
+            failures.append(self._failures.handle(error, f"The alarm {rule} failed"))
 
         alarms = self._failures.safely(self._alarms.of, report, fail) or ()
         report = replace(report, alarms=alarms, notes=(*report.notes, *failures))

@@ -67,6 +67,7 @@ TESTS = {
     "adiv_monitor/capture/guard.py": "monitor/faults/boundaries",
     "adiv_monitor/capture/hook.py": "bystanders",
     "adiv_monitor/capture/layer_rows.py": "uneven_rows sampling",
+    "adiv_monitor/capture/layers.py": "features",
     "adiv_monitor/capture/loss_hook.py": "losses",
     "adiv_monitor/capture/passes.py": "losses loop_facts",
     "adiv_monitor/capture/sampling.py": "sampling",
@@ -97,7 +98,7 @@ TESTS = {
     "adiv_monitor/rerun/thread.py": "bystanders",
     "adiv_monitor/step/": "standard_errors sizes models gradients against_reference",
     "adiv_monitor/step/armed.py": "own_measures plain_steps losses whole_model optimizers "
-    "robustness",
+    "robustness distributed",
     "adiv_monitor/step/controller.py": "plain_steps losses optimizers robustness",
     "adiv_monitor/step/every_norm.py": "spikes",
     "adiv_monitor/step/failures.py": "robustness monitor/faults/boundaries",

@@ -252,11 +252,8 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         bias = np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
         squares = by_chance(sample.mean(influence**2), share)
         error = np.sqrt(np.where(share == 0, 0.0, squares))  # 0 if exact, even after overflow
-        # The bias, of order 1/R, must not exceed the error, of order 1/√R, nor change the sign of
-        # a value whose numerator is exact.
+        # The bias, of order 1/R, must not exceed the error, of order 1/√R.
         limit = np.where(np.isnan(error), np.inf, error)
-        certain = ~numerator.spread.any(1)
-        limit = np.where(certain, np.minimum(limit, np.abs(value) / 2), limit)
         return Estimate(value - np.clip(bias, -limit, limit), sample.widened(error))
 
 

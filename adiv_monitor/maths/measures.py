@@ -147,14 +147,12 @@ def row_cosine_mean(cosines: PerRow, sample: Sample, rounding: PerLayer) -> Esti
     counted = ~np.isnan(cosines)
     value, error = mean_of_active(cosines, counted, sample)
     count, within = counted.sum(1), rounding[:, None]
-    of_none = share_error(np.zeros(len(count)), count, sample)
     of_negative = share_error((cosines < 0).sum(1), count, sample)
     with np.errstate(invalid="ignore"):
         off = np.where(counted, np.abs(cosines - value[:, None]), 0.0)
         alike = (off <= within).all(1)
         at_ends = (~counted | (np.abs(cosines) >= 1 - within)).all(1)
-        least = np.where(alike, (1 + np.abs(value)) * of_none, 0.0)
-    least = np.where(at_ends, 2 * of_negative, least)
+    least = np.where(alike | at_ends, 2 * of_negative, 0.0)
     return Estimate(value, np.where(np.isnan(error), error, np.maximum(error, least)))
 
 

@@ -49,17 +49,17 @@ class Failures:
 
     def lost(self, error: Exception) -> None:
         """Handle an exception by which a step lacks its report or a part of it."""
-        self.notes.append(self.handle(error, "step", "The monitor failed"))
+        self.notes.append(self.handle(error, "The monitor failed"))
 
     def switch_off(self, path: str, error: Exception) -> None:
         """Handle an exception while measuring a layer: never measure it again, and warn."""
         where = f"layer '{path}': "
-        said = self.handle(error, path, f"{where}measuring it failed", "")
+        said = self.handle(error, f"{where}measuring it failed", "")
         self.switched_off[path] = said.removeprefix(where)
 
     def tell(self, subject: str, error: Exception) -> None:
         """Handle an exception in a part of a step, which the report's notes mention."""
-        self.handle(error, subject, f"{subject}: measuring it failed")
+        self.handle(error, f"{subject}: measuring it failed")
 
     def guard_sink(self, sink: object, action: Callable[..., None], *args: object) -> str:
         """Run a sink's method; return a sentence for the report if it fails, else ""."""
@@ -67,17 +67,24 @@ class Failures:
             action(*args)
         except Exception as error:
             name = type(getattr(sink, "borrowed", sink)).__name__
-            return self.handle(error, f"sink {id(sink)}", f"{name} failed")
+            return self.handle(error, f"{name} failed", of=id(sink))
         return ""
 
     def handle(
-        self, error: Exception, subject: str, what: str, then: str = "; training goes on"
+        self, error: Exception, what: str, then: str = "; training goes on", of: int = 0
     ) -> str:
-        """Warn of an exception once for each subject, or raise it; return what was said."""
+        """Warn, once, of what failed, or raise the exception; return what was said.
+
+        Args:
+            error: the exception.
+            what: sentence on what failed.
+            then: its end.
+            of: which of several that the sentence fits.
+        """
         if self._on_error == "raise":
             raise error
         said = f"{what}: {type(error).__name__}: {error}"
-        self.warn(subject, f"adiv_monitor: {said}{then}")
+        self.warn(f"{what} {of}", f"adiv_monitor: {said}{then}")
         return said
 
     def tell_of_capture(self) -> bool:

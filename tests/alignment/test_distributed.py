@@ -45,6 +45,8 @@ def parallel(rank: int, folder: str) -> None:
     mine = x[4 * rank : 4 * rank + 4]
     together = Alignment(model, Probe(mine, process_group=dist.group.WORLD))
     alone = Alignment(model, Probe(mine))
+    groups = [dist.new_group([other]) for other in range(WORLD)]
+    apart = Alignment(model, Probe(mine, process_group=groups[rank]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     probe = Probe(mine, process_group=dist.group.WORLD)
     with Monitor(model, optimizer, alignment=probe, on_error="raise") as monitor:
@@ -52,8 +54,8 @@ def parallel(rank: int, folder: str) -> None:
         optimizer.step()
     assert monitor.latest.alignment["2"].rows == 8
     steps(model, x, y)
-    if rank == 0:
-        alone.read()  # not a collective: waits for no other rank
+    found = alone.read() if rank == 0 else None  # not a collective: waits for no other rank
+    assert apart.read() == found or rank
     torch.save(together.read(), Path(folder) / f"parallel{rank}.pt")
 
 

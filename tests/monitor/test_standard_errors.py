@@ -260,6 +260,8 @@ def test_a_share_of_none_among_few_is_not_certain() -> None:
     sample = Sample(np.array([1000.0]), np.ones((1, 20), dtype=bool))
     error = share_error(np.array([0]), np.array([20]), sample)[0]
     assert 0.03 < error < 0.06
+    alike = measures.row_cosine_mean(np.full((1, 20), 0.5), sample, np.zeros(1))
+    assert alike == (0.5, 2 * error), "the others may have the other sign"
     everything = Sample(np.array([20.0]), np.ones((1, 20), dtype=bool))
     assert share_error(np.array([0]), np.array([20]), everything)[0] == 0
 

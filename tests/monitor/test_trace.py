@@ -153,13 +153,15 @@ def test_what_is_frozen_by_turns_is_read_when_it_is_trained(
 
 
 def test_surveys_that_change_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter is used outside of every forward pass, in every other step."""
-    plan, numbers, surveys = trace.Trace.plan, itertools.count(), list[bool]()
+    """A parameter is used outside of every forward pass, in every other step.
+
+    Between surveys, no function is watched in modules that ran.
+    """
+    plan, numbers, plans = trace.Trace.plan, itertools.count(), list[trace.Plan | None]()
 
     def planned(self: trace.Trace, *given: Any) -> trace.Plan | None:
-        made = plan(self, *given)
-        surveys.append(made is None)
-        return made
+        plans.append(plan(self, *given))
+        return plans[-1]
 
     def loss(model: nn.Module) -> Tensor:
         y = model[0](torch.randn(7, 12).double())
@@ -168,5 +170,7 @@ def test_surveys_that_change_nothing_end(monkeypatch: pytest.MonkeyPatch) -> Non
         return y.square().mean()
 
     monkeypatch.setattr(trace.Trace, "plan", planned)
-    trained(nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4)).double(), loss, 12)
-    assert [step for step, is_survey in enumerate(surveys) if is_survey] == [0, 2, 4, 6]
+    model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4)).double()
+    trained(model, loss, 12)
+    assert [step for step, made in enumerate(plans) if made is None] == [0, 2, 4, 6]
+    assert all(made is None or made.watched == [model, model[1]] for made in plans)
