@@ -133,14 +133,14 @@ def introduced(record: Record, name: str = "") -> str:
     model = f"{name} ({facts.model.rpartition('.')[2]})" if name else facts.model
     is_random = facts.data.partition(":")[0] == "random"
     data = "random data" if is_random else f"real data ({facts.data or 'batches'})"
-    rates = record.reports[0].learning_rates if record.reports else ()
-    rates = tuple(sorted(set(rates or filter(None, [facts.settings.get("lr")]))))
-    said = " to ".join(f"{rate:.3g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:])))
+    rates = sorted(record.reports[0].learning_rates if record.reports else ())
+    said = [f"{rate:.3g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:]))]
+    said = said or [_plain(facts.settings.get("lr") or "not known")]  # may be of any type
     return " · ".join((
         f"{model}, {facts.trained}" if facts.trained else model,
         data,
         f"loss {facts.loss}" if facts.loss else "the model's own loss",
-        f"{facts.optimizer}, learning rate{'s' * (len(rates) > 1)} {said or 'not known'}",
+        f"{facts.optimizer}, learning rate{'s' * (len(said) > 1)} {' to '.join(said)}",
     ))  # fmt: skip
 
 

@@ -77,6 +77,15 @@ def test_it_says_what_the_page_says() -> None:
     assert "`stem.0`" in text
 
 
+def test_a_learning_rate_of_any_type_is_named() -> None:
+    """Without a report, since the inputs were NaN, it is what the optimizer was given."""
+    made = example_audits.faulty()
+    for rate in ("np.float32(0.1)", 10**400, ("text",), {"text": 1}):
+        facts = replace(made.record.facts, settings={"lr": rate})
+        told = digest(AuditReport((), replace(made.record, facts=facts, reports=())))
+        assert f"learning rate {rate}" in told.replace("\\", "")
+
+
 def test_what_follows_from_a_cause_comes_after_all_causes_without_advice() -> None:
     faulty = example_audits.faulty()
     behind = Finding("dead-units", "watch", "Units are dead.", (), FIRST_THAT, layers=("stem.0",))
