@@ -21,11 +21,11 @@ class Correction(NamedTuple):
     constant: float
     eps: float
 
-    def limit(self, factor: Tensor) -> float:
+    def limit(self, dtype: torch.dtype) -> float:
         """Return the |f| from which eps determines f, so that it does not depend on φ; 0: none."""
         if self.constant > 0:
             return 0.0
-        return float(abs(self.gain) * (1.0 - 1e-6) / least_square(self.eps, factor) ** 0.5)
+        return float(abs(self.gain) * (1.0 - 1e-6) / least_square(self.eps, dtype) ** 0.5)
 
     def split(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the parts of the bias that are added before and after the product with f."""
@@ -102,9 +102,9 @@ def representable(eps: float, dtype: torch.dtype) -> float:
     return eps if eps > tiny else tiny
 
 
-def least_square(eps: float, squares: Tensor) -> float:
+def least_square(eps: float, dtype: torch.dtype) -> float:
     """Return the smallest ‖x‖² to divide by: eps², or more if the dtype would flush it to zero."""
-    least, tiny = eps * eps, torch.finfo(squares.dtype).tiny
+    least, tiny = eps * eps, torch.finfo(dtype).tiny
     return least if least > tiny else tiny
 
 

@@ -154,7 +154,7 @@ def row_factor(squares: Tensor, form: str, has_bias: bool, eps: float) -> Tensor
     """Return the factor of a row's g xᵀ: 1/(‖x‖² + 1), 1/(2‖x‖²), or 1/‖x‖² without a bias."""
     if form == "proportional" and has_bias:
         return (squares + 1.0).reciprocal()
-    share, least = 0.5 if has_bias else 1.0, least_square(eps, squares)
+    share, least = 0.5 if has_bias else 1.0, least_square(eps, squares.dtype)
     # Rows of norm zero have no weight gradient; in fp16 an infinite factor would make it NaN.
     return (share / squares.clamp_min(least)).masked_fill(squares < least, 0.0)
 

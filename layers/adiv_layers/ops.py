@@ -42,7 +42,7 @@ def unit_rows(x: Tensor, form: Correction) -> tuple[Tensor, Tensor]:
     if form.constant > 0:
         square = square + form.constant
     else:  # clamp the square, not the norm: the derivatives of a norm are not finite at zero
-        square = square.clamp_min(least_square(form.eps, square))
+        square = square.clamp_min(least_square(form.eps, square.dtype))
     factor = square.rsqrt() if form.gain == 1.0 else form.gain * square.rsqrt()
     return (factor * wide).to(linear_dtype(x)), factor
 

@@ -81,7 +81,7 @@ def _plain(
     if form.constant > 0:
         squares = squares + form.constant
     else:
-        squares = squares.clamp_min(least_square(form.eps, squares))
+        squares = squares.clamp_min(least_square(form.eps, squares.dtype))
     output = scale_channels(numerator, times(squares.rsqrt(), form.gain), geometry[-1], space)
     return output if after is None else output + after.to(output.dtype).view(-1, *[1] * space)
 

@@ -123,7 +123,7 @@ class _InputScaled(torch.autograd.Function):
         if form.constant > 0:
             factor = (factor * factor + form.constant).rsqrt_()
         else:
-            factor = factor.clamp_min_(least_square(form.eps, factor) ** 0.5).reciprocal_()
+            factor = factor.clamp_min_(least_square(form.eps, factor.dtype) ** 0.5).reciprocal_()
         factor = times(factor, form.gain)
         unit = input * factor
         ctx.save_for_backward(input, weight, bias, factor, unit)
@@ -146,7 +146,8 @@ class _InputScaled(torch.autograd.Function):
             pull = torch.linalg.vecdot(grad_input, unit).unsqueeze(-1)
             if bias is not None and form.constant > 0:
                 pull.addcmul_(factor, (grad @ bias).unsqueeze(-1), value=form.shift)
-            if (limit := form.limit(factor)) > 0:  # where eps determines f, it does not vary with x
+            limit = form.limit(factor.dtype)
+            if limit > 0:  # where eps determines f, it does not vary with x
                 pull = pull.masked_fill(factor.abs() >= limit, 0.0)
             grad_input.addcmul_(unit, pull, value=-1 / form.gain**2).mul_(factor)
         if needed[1]:

@@ -115,6 +115,7 @@ def kernels_by_data(device: str, tiny: bool) -> Iterator[tuple[str, Kernels]]:
 
 def row_steps(count: int, width: int, device: str) -> Kernels:
     """Return the kernels over rows, and those over channels of the same numbers."""
+    from adiv_layers.forms import Correction
     from adiv_layers.kernels import rows
 
     def x() -> Tensor:
@@ -126,8 +127,8 @@ def row_steps(count: int, width: int, device: str) -> Kernels:
     def factor() -> Tensor:
         return torch.rand(count, device=device)
 
-    form = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
-    back = {"share": 1.0, "limit": 0.0, "is_unit": True}
+    form = {"form": Correction(1.0, 1.0, 1.0, 1.0)}
+    back = {**form, "is_unit": True}
 
     def backward() -> Step:
         return partial(rows.unit_rows_backward, x(), x(), factor(), None, x(), **back)
@@ -146,6 +147,7 @@ def row_steps(count: int, width: int, device: str) -> Kernels:
 
 def channel_steps(size: int, make: Callable[[], Tensor]) -> Kernels:
     """Return a copy and the kernels over channels: (images, channels, positions), `size` bytes."""
+    from adiv_layers.forms import Correction
     from adiv_layers.kernels import channels
 
     def factor(x: Tensor) -> Tensor:
@@ -158,16 +160,17 @@ def channel_steps(size: int, make: Callable[[], Tensor]) -> Kernels:
     def gate_of_a_bias() -> Step:
         x = make()
         bias = torch.randn(1, x.shape[1], 1, device=x.device).to(x.dtype).expand_as(x)
-        return partial(channels.gate, x, factor(x), bias, total=True)
+        return partial(channels.gate, x, bias, None, factor(x), total=True)
 
     def gate() -> Step:
         x = make()
-        settings = {"scaled": torch.empty_like(x), "total": True, "curve": 1.0}
-        return partial(channels.gate, x, factor(x), make(), **settings)
+        form = Correction(1.0, 1.0, 1.0, 1.0)
+        given = x, make(), torch.empty_like(x), factor(x)
+        return partial(channels.gate, *given, total=True, form=form)
 
     def blend() -> Step:
         x = make()
-        return partial(channels.blend, x, torch.empty_like(x), factor(x), make())
+        return partial(channels.blend, x, torch.empty_like(x), factor(x), make(), None)
 
     def square_sum() -> Step:
         x = make()

@@ -26,14 +26,16 @@ TARGETS = {
 }
 POINTERS = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 POINTERS |= {torch.float16: "*fp16", torch.int64: "*i64"}
+UNIT = Correction(1.0, 1.0, 1.0, 1.0)
 launches = []
 
 
-def record(kernel, grid, anchor, *arguments, **options):
-    launches.append((kernel, arguments, options))
+def record(starter, *tensors):
+    kernel, _, numbers, constants, _ = starter.launch
+    launches.append((kernel, (*tensors, *numbers), constants))
 
 
-rows.run = channels.run = patch.run = small.run = record
+launch._Starter._load = record
 launch._multiprocessors = lambda _: 132  # those of an H100
 
 
@@ -50,7 +52,7 @@ def row_cases(dtype, wide, widths):
     for width in widths:
         alike = int(width % 8 == 0)
         x, r = empty(8192, width, dtype=dtype), empty(8192, dtype=wide)
-        settings = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
+        settings = {"form": UNIT}
         rows.unit_rows(x, r, x, **settings)
         yield f"unit_rows {width}", 1, 1, 16
         rows.unit_rows(x, r, None, **settings)
@@ -60,7 +62,7 @@ def row_cases(dtype, wide, widths):
         room = empty(8192, (width // 8 + 1) * 8, dtype=dtype)
         rows.unit_rows(x, r, room, column=1.0, **settings)
         yield f"unit_rows with a column {width}", alike, 1, 16
-        shift = {"share": 1.0, "limit": 0.0, "shift": 1.0, "is_unit": True}
+        shift = {"form": UNIT, "is_unit": True}
         gamma = empty(4, 8192, dtype=wide)
         rows.unit_rows_backward(x, x, r, gamma, x, **shift)
         yield f"unit_rows_backward {width}", 2, 1, 16
@@ -92,18 +94,18 @@ def channel_cases(name, x, dtype, wide, access):
     r = empty(x.shape[0], 1, x.shape[2], dtype=wide)
     bias = empty(1, x.shape[1], 1, dtype=dtype).expand_as(x)
     if name.startswith("rows"):
-        channels.gate(x, r, bias, total=True)
+        channels.gate(x, bias, None, r, total=True)
         yield f"gate, bias, {name}", 1, 0, access
-    channels.gate(x, r, x, scaled=x, total=True, curve=1.0)
+    channels.gate(x, x, x, r, total=True, form=UNIT)
     yield f"gate, {name}", 2, 1, access
     slipped = empty(x.numel() + 1, dtype=dtype)[1:].as_strided(x.shape, x.stride())
-    channels.gate(slipped, r, slipped, scaled=x, total=True, curve=1.0)
+    channels.gate(slipped, slipped, x, r, total=True, form=UNIT)
     yield f"gate, begins anywhere, {name}", 0, 0, 0
-    channels.blend(x, x, r, x, gain=-1.0)
+    channels.blend(x, x, r, x, None, gain=-1.0)
     yield f"blend, {name}", 2, 1, access
     channels.square_sum(x, r)
     yield f"square_sum, {name}", 1, 0, access
-    channels.add_up(empty(528, x.shape[1], dtype=wide), bias)
+    channels.add_up(empty(528, x.shape[1], dtype=wide), empty(x.shape[1], dtype=dtype))
     yield f"add_up, {name}", 0, 0, 0
 
 
@@ -112,23 +114,22 @@ def patch_cases(wide):
     q = empty(128, 1, 1, 32, 32, dtype=wide)
     # kernel size, stride, padding, dilation
     for geometry in ((1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1), (2, 3, 3, 2, 2, 2, 1, 4, 4, 2, 2, 2)):
-        patch.box(q, q, list(geometry), gain=1.0, constant=1.0, floor=1e-24)
+        patch.box(q, q, geometry=geometry, form=UNIT)
         yield f"box {geometry}", 0, 0, 0
-        patch.box_transposed(q, q, list(geometry))
+        patch.box_transposed(q, q, geometry=geometry)
         yield f"box_transposed {geometry}", 0, 0, 0
 
 
 def small_cases(dtype):
     """Launch the kernels for few rows and a small weight, too small to require wide loads."""
-    form = Correction(1.0, 1.0, 1.0, 1.0)
     for count, n_in, n_out in ((32, 3072, 32), (32, 32, 10), (64, 512, 512), (5, 100, 33)):
         x, w, z = (empty(*s, dtype=dtype) for s in ((count, n_in), (n_out, n_in), (count, n_out)))
         y, r, b = empty(count, n_out, dtype=torch.float32), empty(count, dtype=torch.float32), w[0]
-        small.small_forward(x, w, w[:, 0], z, y, form)
+        small.small_forward(x, w, w[:, 0], z, y, UNIT)
         if n_in > small.INPUTS:
             yield f"small finish {count} {n_in} {n_out}", 0, 0, 0
         yield f"small forward {count} {n_in} {n_out}", 0, 0, 0
-        small.small_backward(z, x, w, y, r, form, x, w, b)
+        small.small_backward(z, x, w, y, r, x, w, b, form=UNIT)
         yield f"small backward {count} {n_in} {n_out}", 0, 0, 0
 
 

@@ -103,14 +103,13 @@ def test_nothing_beside_rows_is_read_or_written(start, stride, block, monkeypatc
     (_, x), (_, u) = (among(float("nan")) for _ in range(2))
     x[:], u[:] = torch.randn(9, width), torch.randn(9, width)
     written, factor = torch.full((16 + 9 * stride,), 7.0), torch.empty(9)
-    settings = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
-    rows.unit_rows(x, factor, at_once(written), **settings)
+    rows.unit_rows(x, factor, at_once(written), form=AFFINE)
     f = (x.square().sum(1, keepdim=True) + 1).rsqrt()
     torch.testing.assert_close(factor, f.squeeze(1))
     torch.testing.assert_close(at_once(written), f * x)
-    settings = {"share": 1.0, "limit": 0.0, "is_unit": False}
     beside = torch.full((16 + 9 * stride,), 7.0)
-    rows.unit_rows_backward(u, x, factor, None, at_once(beside), **settings)
+    given = u, x, factor, None, at_once(beside)
+    rows.unit_rows_backward(*given, form=AFFINE, is_unit=False)
     torch.testing.assert_close(at_once(beside), f * (u - (u * x).sum(1, keepdim=True) * f * f * x))
     for memory in (written, beside):
         assert (memory[:start] == 7).all() and (memory[start + 9 * width :] == 7).all()

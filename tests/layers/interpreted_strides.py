@@ -6,6 +6,7 @@ from adiv_layers.forms import affine_like
 from adiv_layers.kernels import channels, rows, small
 from interpreted import BFLOAT16, far_apart, relative_error
 
+UNIT = affine_like(1.0, 1.0)
 FAR = (2**31, 2**32, 2**31 + 8)
 LAYOUTS = {  # of (images, channels, positions); `far` is a stride in FAR
     "images, channels last": ((2, 8, 16), lambda far: (far, 1, 8)),
@@ -34,13 +35,13 @@ def test_channels(layout, far):
     close(sums, expected.square().sum(1, keepdim=True))
 
     scaled = x.clone()
-    dots, total = channels.gate(x, factor, x, scaled=scaled, total=True)
+    dots, total = channels.gate(x, x, scaled, factor, total=True)
     close(dots.sum(0), expected.square().sum(1, keepdim=True))
     close(scaled, factor * expected)
     close(total.sum(0), (factor * expected).sum((0, 2)))
 
     other = far_apart(near.flip(1), strides(far))
-    channels.blend(x, x, factor, other)
+    channels.blend(x, x, factor, other, None)
     close(x, expected + factor * expected.flip(1))
 
 
@@ -48,7 +49,7 @@ def test_channels(layout, far):
 def test_few_rows_by_a_small_weight(stride):
     """Rows from a slice, as the last tokens of texts, and a sliced weight are supported."""
     count, n_in, n_out = 40, 24, 33
-    form = affine_like(1.0, 1.0)
+    form = UNIT
     x, weight, g = torch.randn(count, n_in), torch.randn(n_out, n_in), torch.randn(count, n_out)
     far_x, far_weight = (far_apart(t.to(BFLOAT16), (stride, 1)) for t in (x, weight))
     x, weight, g = (t.to(BFLOAT16).double() for t in (x, weight, g))
@@ -59,7 +60,7 @@ def test_few_rows_by_a_small_weight(stride):
     close(z, f[:, None] * (x @ weight.t()))
     dx, dw = torch.empty(count, n_in, dtype=BFLOAT16), torch.empty(n_out, n_in, dtype=BFLOAT16)
     far_g = far_apart(g.to(BFLOAT16), (stride, 1))
-    small.small_backward(far_g, far_x, far_weight, y, factor, form, dx, dw, None)
+    small.small_backward(far_g, far_x, far_weight, y, factor, dx, dw, None, form=form)
     h = f[:, None] * g
     close(dw, h.t() @ x)
     along = (g * (x @ weight.t())).sum(1)
@@ -71,12 +72,12 @@ def test_rows(stride):
     near = torch.randn(3, 20).to(BFLOAT16)
     x, expected = far_apart(near, (stride, 1)), near.double()
     factor, unit = torch.empty(3), torch.empty(3, 20, dtype=BFLOAT16)
-    rows.unit_rows(x, factor, unit, gain=1.0, constant=1.0, floor=1e-24)
+    rows.unit_rows(x, factor, unit, form=UNIT)
     f = (expected.square().sum(1) + 1).rsqrt()
     close(factor, f)
     close(unit, f[:, None] * expected)
     dx = torch.empty_like(unit)
-    rows.unit_rows_backward(x, x, factor, None, dx, share=1.0, limit=0.0, is_unit=False)
+    rows.unit_rows_backward(x, x, factor, None, dx, form=UNIT, is_unit=False)
     close(dx, (f**3)[:, None] * expected)
     packed = torch.empty(3, 24, dtype=BFLOAT16)
     rows.pack(x, near[:, 0], packed)

@@ -12,13 +12,23 @@ All sizes except the strides of the fast direction are passed divided by UNIT, a
 divides them, so that the compiler knows how wide an access may be.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adiv_layers.kernels.launch import Tile, divide_up, run, strided_tile, unit_of, workers
+from adiv_layers.forms import Correction
+from adiv_layers.kernels.launch import (
+    Launch,
+    Tile,
+    divide_up,
+    launches,
+    strided_tile,
+    unit_of,
+    workers,
+)
 
 
 @triton.jit
@@ -51,9 +61,9 @@ def sizes_of(channels, positions, CHANNELS_FAST: tl.constexpr, UNIT: tl.constexp
 @triton.jit
 def gate_kernel(
     g,
-    factor,
     other,
     scaled,
+    factor,
     dots,
     sums,
     images,
@@ -231,18 +241,20 @@ def square_sum_kernel(
     tl.store(sums + place, tl.sum(total, 1), mask=within)
 
 
+@launches
 def gate(
     g: Tensor,
+    other: Tensor | None,
+    scaled: Tensor | None,
     factor: Tensor,
-    other: Tensor | None = None,
     *,
-    scaled: Tensor | None = None,
     total: bool = False,
-    curve: float = 0.0,
-    limit: float = 0.0,
     weighted: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fill `scaled`; return dots and sums as partial sums over their first dimension, or None.
+    form: Correction | None = None,
+) -> Launch:
+    """Fill `scaled`; make dots and sums, as partial sums over their first dimension, or None.
+
+    Dots are multiplied by f³/gain² where a form is given, and 0 where its eps determines f.
 
     g, other, scaled: (images, channels, positions). factor: (images, groups, positions),
     contiguous. Dots: (parts, images, groups, positions). Sums: (programs, channels).
@@ -253,95 +265,61 @@ def gate(
     tiles = divide_up(positions, layout.tile.positions)
     steps = images * tiles
     programs = workers(g, steps, groups * parts)
-    dots = None if other is None else factor.new_empty(parts, images, groups, positions)
-    sums = factor.new_empty(programs, channels) if total else None
-    run(
-        gate_kernel,
-        (programs, groups, parts),
-        g,
-        g,
-        factor,
-        other,
-        scaled,
-        dots,
-        sums,
-        images,
-        *layout.sizes,
-        tiles,
-        steps,
-        *layout.strides(g),
-        *layout.strides(other),
-        *layout.strides(scaled),
-        CURVE=curve,
-        LIMIT=limit,
-        WEIGHTED=weighted,
-        SAME=other is not None and images == 1 and other.stride(2) == 0,
+    strides = (layout.strides(x) for x in (g, other, scaled))
+    constants = {
+        "CURVE": 0.0 if form is None else 1.0 / form.gain**2,
+        "LIMIT": 0.0 if form is None else form.limit(factor.dtype),
+        "WEIGHTED": weighted,
+        "SAME": other is not None and images == 1 and other.stride(2) == 0,
         # Prefetches 16 KiB of each operand (a tile of float64 is larger). Asynchronous copies need
         # at least 4 bytes.
-        STAGES=1 + 4 // g.element_size() if layout.unit >= 4 else 1,
+        "STAGES": 1 + 4 // g.element_size() if layout.unit >= 4 else 1,
         **layout.options,
-    )
-    return dots, sums
+    }
+    numbers = (images, *layout.sizes, tiles, steps, *chain.from_iterable(strides))
+    dots = None if other is None else (parts, images, groups, positions)
+    makes = dots, (programs, channels) if total else None
+    return Launch(gate_kernel, (programs, groups, parts), numbers, constants, makes)
 
 
-def add_up(parts: Tensor, like: Tensor, gain: float = 1.0) -> Tensor:
-    """Return gain·Σ over the rows of `parts` (count, width), in the dtype of `like`."""
+@launches
+def add_up(parts: Tensor, total: Tensor, *, gain: float = 1.0) -> Launch:
+    """Fill `total` (width,) with gain·Σ over the rows of `parts` (count, width)."""
     count, width = parts.shape
-    total = like.new_empty(width)
-    grid = (divide_up(width, 32),)
-    run(add_up_kernel, grid, parts, parts, total, count, width, GAIN=gain, COUNT=64, BLOCK=32)
-    return total
+    constants = {"GAIN": gain, "COUNT": 64, "BLOCK": 32}
+    return Launch(add_up_kernel, (divide_up(width, 32),), (count, width), constants)
 
 
+@launches
 def blend(
     a: Tensor,
     result: Tensor,
     factor: Tensor,
-    other: Tensor | None = None,
-    shift: Tensor | None = None,
+    other: Tensor | None,
+    shift: Tensor | None,
+    *,
     gain: float = 1.0,
-) -> None:
+) -> Launch:
     """Fill `result`, which has the strides of a (images, channels, positions) or is a itself.
 
-    The result is f·a + gain·shift (one number per channel), or a + gain·f·other.
+    The result is f·a + gain·shift (one number per channel, contiguous), or a + gain·f·other.
     """
     (images, channels, positions), groups = a.shape, factor.shape[1]
     layout = _layout(channels // groups, a, other, None)
     tiles = divide_up(positions, layout.tile.positions)
-    run(
-        blend_kernel,
-        (images * tiles, groups, divide_up(channels // groups, layout.tile.channels)),
-        a,
-        a,
-        result,
-        factor,
-        other,
-        None if shift is None else shift.contiguous(),
-        *layout.sizes,
-        tiles,
-        *layout.strides(a),
-        *layout.strides(other),
-        GAIN=gain,
-        **layout.options,
-    )
+    grid = images * tiles, groups, divide_up(channels // groups, layout.tile.channels)
+    numbers = (*layout.sizes, tiles, *layout.strides(a), *layout.strides(other))
+    return Launch(blend_kernel, grid, numbers, {"GAIN": gain, **layout.options})
 
 
-def square_sum(x: Tensor, sums: Tensor) -> None:
+@launches
+def square_sum(x: Tensor, sums: Tensor) -> Launch:
     """Fill `sums` (images, groups, positions), contiguous, from x (images, channels, positions)."""
     (images, channels, positions), groups = x.shape, sums.shape[1]
     layout = _layout(channels // groups, x, None, None)
     tiles = divide_up(positions, layout.tile.positions)
-    run(
-        square_sum_kernel,
-        (images * tiles, groups),
-        x,
-        x,
-        sums,
-        *layout.sizes,
-        tiles,
-        *layout.strides(x),
-        **layout.options,
-    )
+    numbers = (*layout.sizes, tiles, *layout.strides(x))
+    return Launch(square_sum_kernel, (images * tiles, groups), numbers, layout.options)
 
 
 class _Layout(NamedTuple):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 DEVICES = {"cuda"}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -31,7 +30,7 @@ def kernels_for(*tensors: Tensor | None) -> Any:
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()  # torch.jit.trace
         or torch._C._are_functorch_transforms_active()
-        or _get_current_dispatch_mode() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
         # The data of a tensor with the negative bit is not its value.
         or any(tensor is not None and tensor.is_neg() for tensor in tensors)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from adiv_layers.forms import Correction, accumulation_dtype, least_square, times
+from adiv_layers.forms import Correction, accumulation_dtype, times
 from adiv_layers.kernels import channels, rows
 from adiv_layers.kernels.gradients import patch_gradients, row_gradients, scaled_gradient
 from adiv_layers.kernels.launch import KernelError, divide_up
-from adiv_layers.kernels.maps import Patches, Rows, columns
+from adiv_layers.kernels.maps import Patches, Rows, alike, columns
 from adiv_layers.kernels.plain import differentiable, usable_backward
 from adiv_layers.kernels.small_linear import SmallLinear, is_small
 
@@ -42,7 +42,8 @@ class UnitRows(Function):
     def forward(ctx: Any, x: Tensor, form: Correction, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute x̂ and f, with one read of x and one write of x̂."""
         unit = x.new_empty(x.shape, dtype=dtype)
-        factor = _unit_rows(x, unit.view(-1, x.shape[-1]), form, 0.0)
+        factor = x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+        rows.unit_rows(rows.rows_of(x), factor, unit.view(-1, x.shape[-1]), form=form)
         ctx.save_for_backward(x, factor)
         ctx.form = form
         ctx.set_materialize_grads(False)
@@ -58,7 +59,8 @@ class UnitRows(Function):
             dx = u.new_empty(u.shape, dtype=x.dtype)
             with suppress(KernelError):
                 terms = None if gamma is None else gamma.reshape(1, -1).contiguous()
-                _unit_rows_backward(u, x, factor, terms, dx, ctx.form, is_unit=False)
+                given = rows.rows_of(u), rows.rows_of(x), factor, terms, dx
+                rows.unit_rows_backward(*given, form=ctx.form, is_unit=False)
                 return dx, None, None
         unit = factor * x.to(factor.dtype)
         return _through_unit(u, gamma, unit, factor, ctx.form).to(x.dtype), None, None
@@ -81,30 +83,31 @@ class InputScaled(Function):
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute x̂ in one pass, then one product, in which b may be one more column."""
-        width = x.shape[-1]
-        count = x.numel() // width
+        flat = rows.rows_of(x)
+        count, width = flat.shape
         inside = bias if form.constant > 0 else None
         # [x̂, f·shift] · [W, b] costs a copy of W; adding f·shift·b costs a pass over z.
         column = inside is not None and count >= width
         room = 8 * divide_up(width + 1, 8) if column else width
-        whole = x.new_empty((*x.shape[:-1], room), dtype=dtype)
-        factor = _unit_rows(x, whole.view(-1, room), form, form.shift if column else 0.0)
-        unit = whole[..., :width]
+        whole = flat.new_empty((count, room), dtype=dtype)
+        factor = flat.new_empty((1, 1, count), dtype=accumulation_dtype(x.dtype))
+        rows.unit_rows(flat, factor, whole, form=form, column=form.shift if column else 0.0)
+        unit = whole[:, :width] if column else whole
         if inside is None:
             z = F.linear(unit, weight, times(bias, form.shift))
         elif column:
-            packed = weight.new_empty(len(weight), room)
-            rows.pack(weight, inside, packed)
+            packed = weight.new_empty((weight.shape[0], room))
+            rows.pack(rows.rows_of(weight), inside.contiguous(), packed)
             z = F.linear(whole, packed)
         else:
             z = F.linear(unit, weight)
             target = columns(z)
-            other = inside.view(1, -1, 1).expand_as(target)
-            channels.blend(target, target, factor.view(1, 1, -1), other, gain=form.shift)
+            other = alike(inside, target)
+            channels.blend(target, target, factor, other, None, gain=form.shift)
         ctx.save_for_backward(unit, factor, weight, bias)
-        ctx.form, ctx.dtype = form, x.dtype
+        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         ctx.set_materialize_grads(False)
-        return z, unit, factor
+        return z if x.dim() == 2 else z.view(*x.shape[:-1], -1), unit, factor
 
     @staticmethod
     def backward(
@@ -113,31 +116,33 @@ class InputScaled(Function):
         """Return the gradients of x, W and b; γ and that of b are computed in one pass over g."""
         unit, factor, weight, bias = ctx.saved_tensors
         form, needed = ctx.form, ctx.needs_input_grad[:3]
-        if g is not None and u is None and gamma is None and usable_backward(g):
+        flat = None if g is None else g.reshape(-1, g.shape[-1]) if g.dim() != 2 else g
+        if flat is not None and u is None and gamma is None and usable_backward(flat):
             with suppress(KernelError):
                 saved = unit, factor, weight, bias
-                return *_input_scaled_backward(g, *saved, form, needed, ctx.dtype), None, None
+                dx, dw, db = _input_scaled_backward(flat, *saved, form, needed, ctx.dtype)
+                return dx if dx is None else dx.view(ctx.shape), dw, db, None, None
         dx = dw = db = None
-        inside = form.constant > 0
-        if g is not None:
-            flat = g.reshape(-1, g.shape[-1])
+        inside, factor = form.constant > 0, factor.view(-1, 1)
+        gamma = gamma if gamma is None else gamma.view(-1, 1)
+        if flat is not None:
             if needed[0]:
-                u = g @ weight if u is None else u + g @ weight
+                u = flat @ weight if u is None else u + flat @ weight
                 if bias is not None and inside:
-                    along = form.shift * (g * bias.to(factor.dtype)).sum(-1, keepdim=True)
+                    along = form.shift * (flat * bias.to(factor.dtype)).sum(-1, keepdim=True)
                     gamma = along if gamma is None else gamma + along
             if needed[1]:
-                dw = flat.t() @ unit.reshape(-1, unit.shape[-1])
+                dw = flat.t() @ unit
             if needed[2] and bias is not None:
-                terms = g * factor if inside else g
-                db = form.shift * terms.reshape(flat.shape).sum(0).to(bias.dtype)
+                db = form.shift * (flat * factor if inside else flat).sum(0).to(bias.dtype)
         if needed[0] and not (u is None and gamma is None):
             dx = _through_unit(u, gamma, unit.to(factor.dtype), factor, form).to(ctx.dtype)
+            dx = dx.view(ctx.shape)
         return dx, dw, db, None, None
 
 
 def _input_scaled_backward(
-    g: Tensor,
+    flat: Tensor,
     unit: Tensor,
     factor: Tensor,
     weight: Tensor,
@@ -146,26 +151,23 @@ def _input_scaled_backward(
     needed: tuple[bool, ...],
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, W and b by kernels."""
-    flat, width = g.reshape(-1, g.shape[-1]), unit.shape[-1]
+    """Return the gradients of x (rows, n_in), W and b by kernels."""
     dx = dw = db = dots = None
     if bias is not None and form.constant > 0:
         if needed[0] or needed[2]:
             upstream = columns(flat)
-            other = bias.view(1, -1, 1).expand_as(upstream) if needed[0] else None
-            f = factor.view(1, 1, -1)
-            dots, sums = channels.gate(upstream, f, other, total=needed[2])
-            db = None if sums is None else channels.add_up(sums, bias, form.shift)
+            other = alike(bias, upstream) if needed[0] else None
+            dots, sums = channels.gate(upstream, other, None, factor, total=needed[2])
+            if sums is not None:
+                channels.add_up(sums, db := bias.new_empty(bias.shape), gain=form.shift)
     elif needed[2]:
         db = times(flat.sum(0), form.shift)
     if needed[0]:
         u = flat @ weight
         dx = u if u.dtype == dtype else u.new_empty(u.shape, dtype=dtype)
-        terms = None if dots is None else dots.view(len(dots), -1)
-        _unit_rows_backward(u, unit, factor, terms, dx, form, is_unit=True)
-        dx = dx.view(unit.shape)
+        rows.unit_rows_backward(u, unit, factor, dots, dx, form=form, is_unit=True)
     if needed[1]:
-        dw = flat.t() @ unit.reshape(-1, width)
+        dw = flat.t() @ unit
     return dx, dw, db
 
 
@@ -186,13 +188,13 @@ class OutputScaled(Function):
         form: Correction,
     ) -> Tensor:
         """Compute the map, then scale its output in one pass."""
-        factor = linear_map.factor(x, form.gain, form.constant, form.eps)
+        factor = linear_map.factor(x, form)
         inner = bias if form.constant == 0 else times(bias, form.shift)
         y = linear_map.forward(x, weight, inner if form.constant > 0 else None)
         z = y.new_empty_strided(y.shape, y.stride())
-        outer = None if form.constant > 0 else bias
+        outer = None if form.constant > 0 or bias is None else bias.contiguous()
         view = linear_map.view(y)
-        channels.blend(view, linear_map.view(z), factor, shift=outer, gain=form.shift)
+        channels.blend(view, linear_map.view(z), factor, None, outer, gain=form.shift)
         ctx.save_for_backward(x, weight, bias, factor, y)
         ctx.settings = linear_map, plain, form
         return z
@@ -210,15 +212,14 @@ class OutputScaled(Function):
                 # norm-like: the bias is added after the scaling, and its gradient sums g itself
                 h, dots, db = scaled_gradient(
                     upstream, factor, other, bias if needed[2] else None, form.shift,
-                    curve=1.0 / form.gain**2, limit=form.limit(factor),
-                    weighted=form.constant > 0,
+                    form=form, weighted=form.constant > 0,
                 )  # fmt: skip
                 dx, dw = linear_map.backward(linear_map.restore(h, y), x, weight, needed[:2])
                 if dx is not None and dots is not None:
                     c = dots[0] if len(dots) == 1 else dots.sum(0)
                     to = linear_map.view(dx)
                     spread = linear_map.spread(c, x)
-                    channels.blend(to, to, spread, linear_map.view(x), gain=-1.0)
+                    channels.blend(to, to, spread, linear_map.view(x), None, gain=-1.0)
                 return None, None, dx, dw, db, None
         return None, None, *differentiable(plain, (x, weight, bias), needed, g), None
 
@@ -247,33 +248,6 @@ def input_scaled(
     return z
 
 
-def _unit_rows(x: Tensor, unit: Tensor, form: Correction, column: float) -> Tensor:
-    """Fill `unit` and return f (…, 1)."""
-    factor = x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
-    floor = least_square(form.eps, factor)
-    rows.unit_rows(
-        x, factor, unit, gain=form.gain, constant=form.constant, floor=floor, column=column
-    )
-    return factor
-
-
-def _unit_rows_backward(
-    u: Tensor,
-    x: Tensor,
-    factor: Tensor,
-    terms: Tensor | None,
-    dx: Tensor,
-    form: Correction,
-    is_unit: bool,
-) -> None:
-    """Fill `dx` as `_through_unit` would; if is_unit, the terms of γ lack the factor shift."""
-    share, limit = 1.0 / form.gain**2, form.limit(factor)
-    shift = form.shift if is_unit else 1.0
-    rows.unit_rows_backward(
-        u, x, factor, terms, dx, share=share, limit=limit, is_unit=is_unit, shift=shift
-    )
-
-
 def _through_unit(
     u: Tensor | None, gamma: Tensor | None, unit: Tensor, factor: Tensor, form: Correction
 ) -> Tensor:
@@ -282,7 +256,7 @@ def _through_unit(
     along = (u * unit).sum(-1, keepdim=True)
     if gamma is not None:
         along = along + factor * gamma
-    limit = form.limit(factor)
+    limit = form.limit(factor.dtype)
     if limit > 0:
         along = along.masked_fill(factor.abs() >= limit, 0.0)
     return factor * (u - along * unit / form.gain**2)

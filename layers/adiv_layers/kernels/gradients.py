@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from adiv_layers.forms import accumulation_dtype, least_square
+from adiv_layers.forms import Correction, accumulation_dtype
 from adiv_layers.kernels import channels, rows
 from adiv_layers.kernels.maps import Patches, Rows, columns
 
@@ -25,9 +24,15 @@ def scaled_gradient(
         h = g.new_empty(images, positions, count).transpose(1, 2)
     else:
         h = g.new_empty(images, count, positions)
-    dots, sums = channels.gate(g, factor, other, scaled=h, total=bias is not None, **settings)
-    db = None if sums is None or bias is None else channels.add_up(sums, bias, gain)
-    return h, dots, db
+    dots, sums = channels.gate(g, other, h, factor, total=bias is not None, **settings)
+    return h, dots, None if bias is None else _added_up(sums, bias, gain)
+
+
+def _added_up(sums: Tensor, like: Tensor, gain: float) -> Tensor:
+    """Return gain·Σ over the rows of partial sums, in the dtype of `like`."""
+    total = like.new_empty(sums.shape[1])
+    channels.add_up(sums, total, gain=gain)
+    return total
 
 
 def row_gradients(
@@ -35,21 +40,21 @@ def row_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Return gradient-only corrections (eqns 20, 21) of W and b, from rows x and gradients g."""
     weighted = proportional and bias
-    gain, constant = _share(bias, proportional)
+    form = _share(bias, proportional, eps)
     # Scale the narrower tensor; but near x = 0 only x/‖x‖² is certain to be finite.
     if x.shape[1] <= g.shape[1] or not weighted:
-        unit, factor = torch.empty_like(x), x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
-        floor = least_square(eps, factor)
-        rows.unit_rows(x, factor, unit, gain=gain, constant=constant, floor=floor, squared=True)
+        x = rows.rows_of(x)
+        unit = x.new_empty(x.shape)
+        factor = x.new_empty((1, 1, x.shape[0]), dtype=accumulation_dtype(x.dtype))
+        rows.unit_rows(x, factor, unit, form=form, squared=True)
         if not bias:
             return g.t() @ unit, None
         if not weighted:
-            return g.t() @ unit, g.sum(0).mul_(gain)
-        _, sums = channels.gate(columns(g), factor.view(1, 1, -1), total=True)
-        assert sums is not None
-        return g.t() @ unit, channels.add_up(sums, g[0])
-    factor = Rows().factor(x, gain, constant, eps, squared=True)
-    h, _, db = scaled_gradient(columns(g), factor, None, g[0], 1.0)
+            return g.t() @ unit, g.sum(0).mul_(form.gain)
+        _, sums = channels.gate(columns(g), None, None, factor, total=True)
+        return g.t() @ unit, _added_up(sums, g, 1.0)
+    factor = Rows().factor(x, form, squared=True)
+    h, _, db = scaled_gradient(columns(g), factor, None, g, 1.0)
     return h.squeeze(0) @ x, db
 
 
@@ -64,18 +69,16 @@ def patch_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gradient-only corrections of W and b of a convolution, from input and gradients g."""
     weighted = proportional and bias
-    gain, constant = _share(bias, proportional)
-    factor = patches.factor(x, gain, constant, eps, squared=True)
-    like = g.new_empty(g.shape[1]) if bias else None
-    h, _, db = scaled_gradient(
-        patches.view(g), factor, None, like, 1.0 if weighted else gain, weighted=weighted
-    )
+    form = _share(bias, proportional, eps)
+    factor = patches.factor(x, form, squared=True)
+    gain = 1.0 if weighted else form.gain
+    given = patches.view(g), factor, None, g if bias else None, gain
+    h, _, db = scaled_gradient(*given, weighted=weighted)
     _, dw = patches.backward(patches.restore(h, g), x, weight, (False, True))
     return dw, db
 
 
-def _share(bias: bool, proportional: bool) -> tuple[float, float]:
-    """Return gain and constant of a row's factor: 1/(‖x‖² + 1), 1/(2‖x‖²); 1/‖x‖² without bias."""
-    if proportional and bias:
-        return 1.0, 1.0
-    return (0.5 if bias else 1.0), 0.0
+def _share(bias: bool, proportional: bool, eps: float) -> Correction:
+    """Return the form of a row's factor: 1/(‖x‖² + 1), 1/(2‖x‖²); 1/‖x‖² without bias."""
+    gain = 0.5 if bias and not proportional else 1.0
+    return Correction(gain, 1.0, 1.0 if proportional and bias else 0.0, eps)

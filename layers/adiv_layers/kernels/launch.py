@@ -3,6 +3,8 @@
 import functools
 import math
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,10 @@ class Rows(NamedTuple):
     rows: int
     block: int
     warps: int
+
+    def options(self) -> dict[str, int]:
+        """Return the tile as the last parameters of a kernel, and its warps."""
+        return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": self.warps}
 
 
 class Tile(NamedTuple):
@@ -81,46 +87,134 @@ class KernelError(RuntimeError):
     """Error of a kernel that can't be compiled, loaded or started; plain PyTorch can replace it."""
 
 
+class Launch(NamedTuple):
+    """A kernel and all that it is given besides tensors.
+
+    Attributes:
+        kernel: its first parameters are the tensors, then the numbers, then the constants.
+        grid: number of programs in each direction.
+        numbers: plain numbers after the tensors.
+        constants: those known to the compiler, by name and in order, then the number of warps.
+        makes: shapes of results that follow the given tensors, in the dtype of the last of these;
+            None: that result is skipped.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    makes: tuple[tuple[int, ...] | None, ...] = ()
+
+
+_MOST = 4096  # launches that are kept: networks whose sizes always change begin anew
+_starters: dict[tuple[Any, ...], "_Starter"] = {}
 _broken: set[tuple[Any, ...]] = set()  # launches that failed and are not tried again
 
 
-def run(
-    kernel: Any, grid: tuple[int, ...], anchor: Tensor, *arguments: Any, **options: Any
-) -> None:
-    """Start a kernel on the anchor's device, which need not be the current one.
+def launches(plan: Callable[..., Launch]) -> Callable[..., list[Any]]:
+    """Return a function that starts the kernel of a plan and returns the results that it makes.
 
-    Raises:
-        KernelError: the kernel does not start; one warning states the reason.
+    It is given every tensor of the kernel by its place, None for one that is missing. The plan is
+    asked once for all tensors that are alike: in shape, strides, dtype, device and alignment to 16
+    bytes, which is all that a compiled kernel depends on.
     """
-    if 0 in grid:
-        return
-    options["enable_fp_fusion"] = True  # explicit, because Triton plans to change the default
-    if _broken and (kernel, anchor.device, *options.items()) in _broken:
-        raise KernelError
-    try:
-        if anchor.is_cuda:
-            with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
-                if torch.cuda.is_current_stream_capturing():
-                    _refuse_to_load(kernel, grid, arguments, options)
-                kernel[grid](*arguments, **options)
-        else:
-            kernel[grid](*arguments, **options)
-    except Exception as cause:
-        _broken.add((kernel, anchor.device, *options.items()))
-        warnings.warn(
-            f"adiv_layers: {getattr(kernel, '__name__', kernel)} does not start on "
-            f"{anchor.device} ({cause!r}); plain PyTorch is used instead, from now on.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        raise KernelError from cause
+
+    @functools.wraps(plan)
+    def launch(*tensors: Tensor | None, **settings: Any) -> list[Any]:
+        alike = [
+            x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+            for x in tensors
+        ]
+        key = (plan, *settings.items(), *alike)
+        starter = _starters.get(key)
+        if starter is None:
+            if len(_starters) >= _MOST:
+                _starters.clear()
+            starter = _starters[key] = _Starter(plan(*tensors, **settings))
+        last: Any = tensors[-1]
+        made = [None if s is None else last.new_empty(s) for s in starter.launch.makes]
+        starter.start(*tensors, *made)
+        return made
+
+    return launch
+
+
+class _Starter:
+    """Starts one kernel on tensors that are alike: the first time by Triton's launcher.
+
+    That launcher binds, specialises and looks up in each call what depends on the same tensors'
+    attributes, some 60 calls of Python functions; from the second time on none is needed.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.start: Callable[..., None] = self._load
+
+    def _load(self, *tensors: Tensor | None) -> None:
+        """Compile and start the kernel on the device of the first tensor.
+
+        Raises:
+            KernelError: the kernel does not start; one warning states the reason.
+        """
+        kernel, grid, numbers, constants, _ = self.launch
+        device = tensors[0].device  # type: ignore[union-attr]
+        if 0 in grid:
+            return
+        constants["enable_fp_fusion"] = True  # explicit, because Triton plans to change the default
+        same = (kernel, device, *constants.items())
+        if same in _broken:
+            raise KernelError
+        given = (*tensors, *numbers)
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    _refuse_to_load(kernel, grid, given, constants)
+                compiled = kernel[grid](*given, **constants)
+                self.start = self._directly(compiled) or self._load
+        except Exception as cause:
+            _broken.add(same)
+            warnings.warn(
+                f"adiv_layers: {getattr(kernel, '__name__', kernel)} does not start on "
+                f"{device} ({cause!r}); plain PyTorch is used instead, from now on.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            raise KernelError from cause
+
+    def _directly(self, compiled: Any) -> Callable[..., None] | None:
+        """Return what starts the compiled kernel; None: it is interpreted, or Triton is below 3.3.
+
+        Hooks of Triton's own profiler are not called.
+        """
+        kernel, grid, numbers, constants, _ = self.launch
+        if compiled is None or "constexpr" not in compiled.src.signature.values():
+            return None
+        from triton.runtime import driver
+
+        rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)
+        programs, active = (*grid, 1, 1)[:3], driver.active
+        run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+        index = active.get_current_device()
+
+        def here(*tensors: Tensor | None) -> None:
+            stream = active.get_current_stream(index)
+            run(*programs, stream, function, packed, None, None, None, *tensors, *rest)
+
+        def start(*tensors: Tensor | None) -> None:
+            if active.get_current_device() == index:
+                here(*tensors)
+            else:
+                with torch.cuda.device(index):
+                    here(*tensors)
+
+        return start
 
 
 def _refuse_to_load(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
     """Raise if the kernel is not loaded yet: loading it now would end the CUDA graph capture."""
-    compiled = kernel.warmup(*arguments, grid=grid, **options)
+    compiled = kernel.warmup(*arguments, grid=grid, **constants)
     if compiled is None or compiled.module is None:
         raise RuntimeError(
             "not loaded when a CUDA graph was captured; run the same step once before the capture"

@@ -12,15 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adiv_layers.forms import accumulation_dtype, least_square
+from adiv_layers.forms import Correction, accumulation_dtype
 
 
 def columns(rows: Tensor) -> Tensor:
     """View rows (..., features) as (1, features, rows)."""
-    return rows.reshape(-1, rows.shape[-1]).t().unsqueeze(0)
+    rows = rows if rows.dim() == 2 else rows.reshape(-1, rows.shape[-1])
+    count, width = rows.shape
+    along, across = rows.stride()
+    return rows.as_strided((1, width, count), (0, across, along))
 
 
-def space_out(space: list[int], geometry: list[int]) -> list[int]:
+def alike(bias: Tensor, columns: Tensor) -> Tensor:
+    """View a bias as the same numbers in all of these columns."""
+    return bias.as_strided(columns.shape, (0, bias.stride(0), 0))
+
+
+def space_out(space: list[int], geometry: Sequence[int]) -> list[int]:
     """Return the spatial sizes of a convolution's output.
 
     geometry: kernel size, stride, padding, dilation, each of the length of `space`.
@@ -44,16 +52,13 @@ class Rows:
         """Return a view of the output, or of a tensor like it, in the output's own shape."""
         return view.squeeze(0).t().reshape(output.shape)
 
-    def factor(
-        self, x: Tensor, gain: float, constant: float, eps: float, squared: bool = False
-    ) -> Tensor:
+    def factor(self, x: Tensor, form: Correction, squared: bool = False) -> Tensor:
         """Return the factor f of every row: see `rows.factor_of`."""
         from adiv_layers.kernels import rows
 
-        shape = (1, 1, x.numel() // x.shape[-1])
-        factor = x.new_empty(shape, dtype=accumulation_dtype(x.dtype))
-        floor = least_square(eps, factor)
-        rows.unit_rows(x, factor, None, gain=gain, constant=constant, floor=floor, squared=squared)
+        flat = rows.rows_of(x)
+        factor = flat.new_empty((1, 1, flat.shape[0]), dtype=accumulation_dtype(x.dtype))
+        rows.unit_rows(flat, factor, None, form=form, squared=squared)
         return factor
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,9 +113,7 @@ class Patches(NamedTuple):
         """Return a view of the output, or of a tensor like it, in the output's own shape."""
         return view.view(output.shape)
 
-    def factor(
-        self, x: Tensor, gain: float, constant: float, eps: float, squared: bool = False
-    ) -> Tensor:
+    def factor(self, x: Tensor, form: Correction, squared: bool = False) -> Tensor:
         """Return the factor f of every patch: see `rows.factor_of`."""
         from adiv_layers.kernels import channels, patch
 
@@ -118,8 +121,7 @@ class Patches(NamedTuple):
         q = x.new_empty((len(x), self.groups, *space), dtype=accumulation_dtype(x.dtype))
         channels.square_sum(x.flatten(2), q.flatten(2))
         factor = q.new_empty(len(x), self.groups, *space_out(space, geometry))
-        floor = least_square(eps, factor)
-        patch.box(q, factor, geometry, gain=gain, constant=constant, floor=floor, squared=squared)
+        patch.box(q, factor, geometry=geometry, form=form, squared=squared)
         return factor.flatten(2)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -141,16 +143,17 @@ class Patches(NamedTuple):
 
         space, geometry = _three(list(x.shape[2:]), 1), self._geometry()
         spread = c.new_empty(*c.shape[:2], *space)
-        patch.box_transposed(c.view(*c.shape[:2], *space_out(space, geometry)), spread, geometry)
+        c = c.view(*c.shape[:2], *space_out(space, geometry))
+        patch.box_transposed(c, spread, geometry=geometry)
         return spread.flatten(2)
 
-    def _geometry(self) -> list[int]:
-        return [
+    def _geometry(self) -> tuple[int, ...]:
+        return (
             *_three(self.kernel_size, 1),
             *_three(self.stride, 1),
             *_three(self.padding, 0),
             *_three(self.dilation, 1),
-        ]
+        )
 
     def _settings(self) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
         """Return the settings of PyTorch's convolution, including those of the transposed one."""

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adiv_layers.kernels.launch import divide_up, run
-from adiv_layers.kernels.rows import factor_of
+from adiv_layers.forms import Correction
+from adiv_layers.kernels.launch import Launch, divide_up, launches
+from adiv_layers.kernels.rows import factor_constants, factor_of
 
 _BLOCK = 256
 
@@ -128,49 +129,27 @@ def box_transposed_kernel(
     tl.store(spread + index, total, mask=inside)
 
 
+@launches
 def box(
     q: Tensor,
     factor: Tensor,
-    geometry: list[int],
     *,
-    gain: float,
-    constant: float,
-    floor: float,
+    geometry: tuple[int, ...],
+    form: Correction,
     squared: bool = False,
-) -> None:
+) -> Launch:
     """Fill `factor` (images, groups, *space_out) from q (images, groups, *space_in), contiguous.
 
     geometry: kernel size, stride, padding and dilation, each for the same three dimensions.
     """
-    run(
-        box_kernel,
-        (divide_up(factor.numel(), _BLOCK),),
-        q,
-        q,
-        factor,
-        factor.numel(),
-        *q.shape[-3:],
-        *factor.shape[-3:],
-        *geometry,
-        GAIN=gain,
-        CONSTANT=constant,
-        FLOOR=floor,
-        SQUARED=squared,
-        BLOCK=_BLOCK,
-    )
+    constants = {**factor_constants(form, factor, squared), "BLOCK": _BLOCK}
+    numbers = (factor.numel(), *q.shape[-3:], *factor.shape[-3:], *geometry)
+    return Launch(box_kernel, (divide_up(factor.numel(), _BLOCK),), numbers, constants)
 
 
-def box_transposed(c: Tensor, spread: Tensor, geometry: list[int]) -> None:
+@launches
+def box_transposed(c: Tensor, spread: Tensor, *, geometry: tuple[int, ...]) -> Launch:
     """Fill `spread` (images, groups, *space_in) from c (images, groups, *space_out), contiguous."""
-    run(
-        box_transposed_kernel,
-        (divide_up(spread.numel(), _BLOCK),),
-        c,
-        c,
-        spread,
-        spread.numel(),
-        *spread.shape[-3:],
-        *c.shape[-3:],
-        *geometry,
-        BLOCK=_BLOCK,
-    )
+    numbers = (spread.numel(), *spread.shape[-3:], *c.shape[-3:], *geometry)
+    grid = (divide_up(spread.numel(), _BLOCK),)
+    return Launch(box_transposed_kernel, grid, numbers, {"BLOCK": _BLOCK})

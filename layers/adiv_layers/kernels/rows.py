@@ -10,11 +10,21 @@ first whole group and after its last one (edges) are accessed separately, one by
 those of the tensor that is written; a tensor with another alignment is read one by one.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adiv_layers.kernels.launch import divide_up, power_of_two, rows_tile, run, unit_of
+from adiv_layers.forms import Correction, least_square
+from adiv_layers.kernels.launch import (
+    Launch,
+    divide_up,
+    launches,
+    power_of_two,
+    rows_tile,
+    unit_of,
+)
 
 
 @triton.jit
@@ -100,8 +110,8 @@ def sum_of_edges(products):
 @triton.jit
 def unit_rows_kernel(
     x,
-    unit,
     factor,
+    unit,
     rows,
     width,
     x_stride,
@@ -274,51 +284,37 @@ def pack_kernel(
     tl.store(start_of(packed, row, packed_stride, None, 0, 8) + place, values, mask=mask)
 
 
+@launches
 def unit_rows(
     x: Tensor,
     factor: Tensor,
     unit: Tensor | None,
     *,
-    gain: float,
-    constant: float,
-    floor: float,
+    form: Correction,
     squared: bool = False,
     column: float = 0.0,
-) -> None:
-    """Fill `factor` (rows,) and `unit` (rows, width or more) from x (…, width).
+) -> Launch:
+    """Fill `factor` (rows,) and `unit` (rows, width or more) from x (rows, width).
 
     column: number that is written after x̂, times f; 0: none, and `unit` is as wide as x.
     """
-    flat = rows_of(x)
-    rows, width = flat.shape
+    rows, width = x.shape
     tile = rows_tile(width, factor.dtype)
-    stride = flat.stride(0) if unit is None else unit.shape[1]
-    run(
-        unit_rows_kernel,
-        (divide_up(rows, tile.rows),),
-        x,
-        flat,
-        unit,
-        factor,
-        rows,
-        width,
-        flat.stride(0),
-        stride,
-        GAIN=gain,
-        CONSTANT=constant,
-        FLOOR=floor,
-        SQUARED=squared,
-        COLUMN=column,
-        UNIT=_unit(flat, stride),
-        AHEAD=stride % 8,
-        EDGES=column != 0 or width % 8 != 0 or stride % 8 != 0,
-        WHOLE=tile.block >= width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        num_warps=tile.warps,
-    )
+    stride = x.stride(0) if unit is None else unit.shape[1]
+    constants = {
+        **factor_constants(form, factor, squared),
+        "COLUMN": column,
+        "UNIT": _unit(x, stride),
+        "AHEAD": stride % 8,
+        "EDGES": column != 0 or width % 8 != 0 or stride % 8 != 0,
+        "WHOLE": tile.block >= width,
+        **tile.options(),
+    }
+    numbers = (rows, width, x.stride(0), stride)
+    return Launch(unit_rows_kernel, (divide_up(rows, tile.rows),), numbers, constants)
 
 
+@launches
 def unit_rows_backward(
     u: Tensor,
     x: Tensor,
@@ -326,69 +322,54 @@ def unit_rows_backward(
     gamma: Tensor | None,
     dx: Tensor,
     *,
-    share: float,
-    limit: float,
+    form: Correction,
     is_unit: bool,
-    shift: float = 1.0,
-) -> None:
-    """Fill `dx` (…, width), contiguous, from the gradients u of x̂ and γ of f; x is x̂ or x.
+) -> Launch:
+    """Fill `dx` (rows, width), contiguous, from the gradients u of x̂ and γ of f; x is x̂ or x.
 
-    gamma: (parts, rows); γ is shift times its sum over parts; None: γ is zero. dx may be u.
+    gamma: (parts, rows); γ is its sum over parts, times the shift if is_unit; None: it is zero.
+    dx may be u.
     """
-    flat, source = rows_of(u), rows_of(x)
-    rows, width = flat.shape
+    rows, width = u.shape
     tile = rows_tile(width, factor.dtype)
-    run(
-        unit_rows_backward_kernel,
-        (divide_up(rows, tile.rows),),
-        u,
-        flat,
-        source,
-        factor,
-        gamma,
-        dx,
-        rows,
-        width,
-        0 if gamma is None else gamma.shape[0],
-        flat.stride(0),
-        source.stride(0),
-        SHARE=share,
-        SHIFT=shift,
-        LIMIT=limit,
-        IS_UNIT=is_unit,
-        U_UNIT=_unit(flat, width),
-        X_UNIT=_unit(source, width),
-        AHEAD=width % 8,
-        EDGES=width % 8 != 0,
-        WHOLE=tile.block >= width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        num_warps=tile.warps,
-    )
+    constants = {
+        "SHARE": 1.0 / form.gain**2,
+        "SHIFT": form.shift if is_unit else 1.0,
+        "LIMIT": form.limit(factor.dtype),
+        "IS_UNIT": is_unit,
+        "U_UNIT": _unit(u, width),
+        "X_UNIT": _unit(x, width),
+        "AHEAD": width % 8,
+        "EDGES": width % 8 != 0,
+        "WHOLE": tile.block >= width,
+        **tile.options(),
+    }
+    parts = 0 if gamma is None else len(gamma)
+    numbers = (rows, width, parts, u.stride(0), x.stride(0))
+    return Launch(unit_rows_backward_kernel, (divide_up(rows, tile.rows),), numbers, constants)
 
 
-def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
-    """Fill `packed` (n_out, a multiple of 8 above n_in) from weight and bias."""
-    weight = rows_of(weight)
+@launches
+def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> Launch:
+    """Fill `packed` (n_out, a multiple of 8 above n_in) from weight and bias, contiguous."""
     rows, width = weight.shape
     end = packed.shape[1]
     block = min(1024, power_of_two(end))
     tile_rows = 2048 // block
-    run(
-        pack_kernel,
-        (divide_up(rows, tile_rows), divide_up(end, block)),
-        weight,
-        weight,
-        bias.contiguous(),
-        packed,
-        rows,
-        width,
-        weight.stride(0),
-        end,
-        UNIT=unit_of(width, _unit(weight, end)),
-        ROWS=tile_rows,
-        BLOCK=block,
-    )
+    unit = unit_of(width, _unit(weight, end))
+    grid = (divide_up(rows, tile_rows), divide_up(end, block))
+    constants = {"UNIT": unit, "ROWS": tile_rows, "BLOCK": block}
+    return Launch(pack_kernel, grid, (rows, width, weight.stride(0), end), constants)
+
+
+def factor_constants(form: Correction, factor: Tensor, squared: bool = False) -> dict[str, Any]:
+    """Return the parameters of `factor_of`, by name."""
+    return {
+        "GAIN": form.gain,
+        "CONSTANT": form.constant,
+        "FLOOR": least_square(form.eps, factor.dtype),
+        "SQUARED": squared,
+    }
 
 
 def rows_of(x: Tensor) -> Tensor:

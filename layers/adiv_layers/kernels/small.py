@@ -10,13 +10,15 @@ These kernels are for a network of such layers in a CUDA graph, where launches a
 no faster there than a network of `nn.Linear`, the general kernels suffice and these can go.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from adiv_layers.forms import Correction, least_square
-from adiv_layers.kernels.launch import divide_up, power_of_two, run
+from adiv_layers.kernels.launch import Launch, divide_up, launches, power_of_two
 from adiv_layers.kernels.rows import factor_of
 
 ROWS = 64  # the most rows
@@ -155,90 +157,96 @@ def small_forward(
 
     z holds the map in the dtype of products, y the float32 product that f multiplies.
     """
+    factor = x.new_empty(len(x), dtype=torch.float32)
+    products, squares = _multiply(x, weight, bias, z, y, factor, form=form)
+    if products is not None:
+        _finish(products, squares, bias, z, y, factor, form=form)
+    return factor
+
+
+@launches
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    y: Tensor | None,
+    factor: Tensor,
+    *,
+    form: Correction,
+) -> Launch:
+    """Fill z, y and f; of wide rows, make partial sums of Wx and ‖x‖² instead."""
     (rows, n_in), n_out = x.shape, len(weight)
-    factor = x.new_empty(rows, dtype=torch.float32)
-    tile = min(ROWS, max(16, power_of_two(rows)))
+    grid, constants = _tiles(rows, n_out, form)
     parts = divide_up(n_in, INPUTS)
-    grid = (divide_up(rows, tile), divide_up(n_out, _OUT))
-    products = squares = None
-    if parts > 1:
-        products = x.new_empty((parts, rows, n_out), dtype=torch.float32)
-        squares = x.new_empty((parts, rows), dtype=torch.float32)
-    settings = {
+    constants = {
+        **constants,
+        "NARROW": _NARROW[z.dtype],
+        "INPUTS": min(INPUTS, divide_up(n_in, _BLOCK) * _BLOCK),
+        "BLOCK": _BLOCK,
+    }
+    makes = ((parts, rows, n_out), (parts, rows)) if parts > 1 else (None, None)
+    numbers = (rows, n_in, n_out, x.stride(0), weight.stride(0))
+    return Launch(forward_kernel, (*grid, parts), numbers, constants, makes)
+
+
+@launches
+def _finish(
+    products: Tensor,
+    squares: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    y: Tensor | None,
+    factor: Tensor,
+    *,
+    form: Correction,
+) -> Launch:
+    """Fill z, y and f from partial sums."""
+    parts, rows, n_out = products.shape
+    grid, constants = _tiles(rows, n_out, form)
+    return Launch(finish_kernel, grid, (parts, rows, n_out), constants)
+
+
+def _tiles(rows: int, n_out: int, form: Correction) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid over rows and outputs, and the constants of the forward pass."""
+    tile = min(ROWS, max(16, power_of_two(rows)))
+    constants = {
         "GAIN": form.gain,
         "SHIFT": form.shift,
         "CONSTANT": form.constant,
-        "FLOOR": least_square(form.eps, factor),
+        "FLOOR": least_square(form.eps, torch.float32),
         "ROWS": tile,
         "OUT": _OUT,
         "num_warps": max(4, tile * _OUT // 256),
     }
-    run(
-        forward_kernel,
-        (*grid, parts),
-        x,
-        x,
-        weight,
-        bias,
-        z,
-        y,
-        factor,
-        products,
-        squares,
-        rows,
-        n_in,
-        n_out,
-        x.stride(0),
-        weight.stride(0),
-        NARROW=_NARROW[z.dtype],
-        INPUTS=min(INPUTS, divide_up(n_in, _BLOCK) * _BLOCK),
-        BLOCK=_BLOCK,
-        **settings,
-    )
-    if products is not None:
-        sizes = parts, rows, n_out
-        run(finish_kernel, grid, x, products, squares, bias, z, y, factor, *sizes, **settings)
-    return factor
+    return (divide_up(rows, tile), divide_up(n_out, _OUT)), constants
 
 
+@launches
 def small_backward(
     g: Tensor,
     x: Tensor,
     weight: Tensor,
     y: Tensor | None,
     factor: Tensor,
-    form: Correction,
     dx: Tensor | None,
     dw: Tensor | None,
     db: Tensor | None,
-) -> None:
+    *,
+    form: Correction,
+) -> Launch:
     """Fill dx, dw and db, contiguous, unless None, from the gradients g of z."""
     (rows, n_in), n_out = x.shape, len(weight)
-    run(
-        backward_kernel,
-        (divide_up(n_in, 32),),
-        g,
-        g,
-        x,
-        weight,
-        y,
-        factor,
-        dx,
-        dw,
-        db,
-        rows,
-        n_in,
-        n_out,
-        *g.stride(),
-        x.stride(0),
-        weight.stride(0),
-        SHIFT=form.shift,
-        SHARE=1.0 / form.gain**2,
-        LIMIT=form.limit(factor),
-        WEIGHTED=form.constant > 0,
-        NARROW=_NARROW[g.dtype],
-        ROWS=max(16, power_of_two(rows)),
-        OUT=16,
-        BLOCK=32,
-        num_warps=8,  # with 4, float32 products of 64 rows spill
-    )
+    constants = {
+        "SHIFT": form.shift,
+        "SHARE": 1.0 / form.gain**2,
+        "LIMIT": form.limit(torch.float32),
+        "WEIGHTED": form.constant > 0,
+        "NARROW": _NARROW[g.dtype],
+        "ROWS": max(16, power_of_two(rows)),
+        "OUT": 16,
+        "BLOCK": 32,
+        "num_warps": 8,  # with 4, float32 products of 64 rows spill
+    }
+    numbers = (rows, n_in, n_out, *g.stride(), x.stride(0), weight.stride(0))
+    return Launch(backward_kernel, (divide_up(n_in, 32),), numbers, constants)

@@ -70,6 +70,7 @@ class SmallLinear(Function):
             ]
             flat = g.reshape(-1, g.shape[-1])
             with suppress(KernelError):
-                small.small_backward(flat, rows_of(x), rows_of(weight), y, factor, form, *made)
+                given = flat, rows_of(x), rows_of(weight), y, factor, *made
+                small.small_backward(*given, form=form)
                 return None, *made, None, None
         return None, *differentiable(plain, (x, weight, bias), needed, g), None, None
