@@ -76,17 +76,18 @@ def test_advice_is_judged_on_another_seed_beside_chance() -> None:
 
 
 def test_the_page_counts_what_was_named_and_what_paid() -> None:
-    faulty = {"part": "audit", "name": "blobs-sgd: inputs × 100", "words": False, "without": 1.0}
-    paid, failed = ({"change": "x", "loss": loss, "pays": loss < 1} for loss in (0.5, 1.0))
+    faulty = {"name": "blobs-sgd: inputs × 100", "seed": 0, "words": False}
+    paid, failed = ({"change": "x", "pays": pays} for pays in (True, False))
     right = {**faulty, "findings": [["input-scale", "act"]], "advice": paid, "random": failed}
     wrong = {**faulty, "findings": [["dead-units", "act"]], "advice": failed, "random": failed}
-    well = {"part": "audit", "name": "mlp-sgd", "words": False, "findings": [["frozen", "act"]]}
+    well = {"name": "mlp-sgd", "seed": 0, "words": False, "findings": [["frozen", "act"]]}
     lines = page([right, right, right, wrong, well]).splitlines()
     assert "| planted fault named first | 75 % ± 22 (3 of 4) |" in lines
     assert "| first advice pays, of all faulty runs | 75 % ± 22 (3 of 4) |" in lines
-    assert "| … one random change | 0 % ± 0 (0 of 4) |" in lines
+    assert "| one random change pays, of all faulty runs | 0 % ± 0 (0 of 4) |" in lines
     assert "| healthy runs with an alarm (a finding to act on) | 100 % ± 0 (1 of 1) |" in lines
-    assert "| blobs-sgd: inputs × 100 | 1 of 4 | not at all 1× |" in lines
+    missed = f"| {faulty['name']} | 0 | – | input-scale | dead-units (act) | x |"
+    assert [line for line in lines if line.startswith(f"| {faulty['name']}")] == [missed]
 
 
 def test_errors_are_those_of_answers_whatever_the_loss_is() -> None:

@@ -1,169 +1,130 @@
-"""The fault benchmark's results as tables: totals, by fault, misses."""
+"""The fault benchmark's results as tables: totals, by fault, each run that failed."""
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from audit.fault_benchmark.cases import CASES, HEALTHY, UNSEEN
+from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
+from audit.fault_benchmark.reported_sources import SOURCES
+from audit.fault_benchmark.run import Case
 from write_up import table
 
 Row = dict[str, Any]
-CHANGES = ("advice", "random", "search", "rate")
+BEDS = {**HEALTHY, **CASES, **TWINS, **REPORTED}
+GROUPS = {
+    "Planted faults": CASES.keys() | HEALTHY.keys(),
+    "Of these, the cases that no rule was made with": UNSEEN,
+    "Reported bugs that rules were set by": {x.name for c in SET_BY for x in (c, c.twin)},
+    "Reported bugs, held out": {x.name for c in HELD_OUT for x in (c, c.twin)},
+}
+CHANGES = {
+    "advice": "first advice",
+    "random": "one random change",
+    "search": "random search",
+    "rate": "the best rate alone",
+}
 
 
-def page(rows: Iterable[Row]) -> str:
-    """Return the tables of docs/fault-benchmark.md for rows of `benchmark.py`.
-
-    Where runs were only audited (`--parts names`), no advice was tried.
-    """
-    parts = by_case(rows)
-    audits = parts["audit"] or parts["names"]
-    faulty_cases = {name: found for name, found in audits.items() if name in CASES}
-    healthy = {name: found for name, found in audits.items() if name in HEALTHY}
-    lines = [
-        *_totals("Totals", faulty_cases, healthy),
-        *_totals(
-            "Of these, the cases that no rule was made with",
-            {name: found for name, found in faulty_cases.items() if name in UNSEEN},
-            {name: found for name, found in healthy.items() if name in UNSEEN},
-        ),
-        *_kinds(faulty_cases),
-        *_misses(faulty_cases),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+def page(rows: Sequence[Row]) -> str:
+    """Return the tables for rows of `benchmark.py`."""
+    if any("known" in row or "refused" in row for row in rows):
+        return "\n".join(_of_reports(rows))
+    faulty = [row for row in rows if isinstance(BEDS[row["name"]], Case)]
+    well = [row for row in rows if row not in faulty]
+    lines = []
+    for title, names in GROUPS.items():
+        some, healthy = ([row for row in part if row["name"] in names] for part in (faulty, well))
+        if some:
+            head = f"{len(some)} faulty runs, {len(healthy)} healthy"
+            lines += [f"## {title}", "", *table((head, "share"), _totals(some, healthy))]
+    return "\n".join([*lines, *_kinds(faulty), *_failed(rows)])
 
 
-def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Return the rows by part of the benchmark and name of the case."""
-    parts: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        parts[row["part"]][row["name"]].append(row)
-    return parts
-
-
-def share(hits: int, of: int) -> str:
-    if not of:
+def share(found: Sequence[bool]) -> str:
+    if not found:
         return "–"
-    p = hits / of
-    return f"{100 * p:.0f} % ± {100 * math.sqrt(p * (1 - p) / of):.0f} ({hits} of {of})"
+    p, of = sum(found) / len(found), len(found)
+    return f"{100 * p:.0f} % ± {100 * math.sqrt(p * (1 - p) / of):.0f} ({sum(found)} of {of})"
 
 
-def _count(rows: Iterable[Row], holds: Callable[[Row], bool]) -> str:
-    found = [holds(row) for row in rows]
-    return share(sum(found), len(found))
-
-
-def _paid(rows: Iterable[Row], change: str) -> str:
-    return _count((row for row in rows if change in row), lambda row: row[change]["pays"])
-
-
-def named_first(row: Row) -> bool:
-    return bool(row["findings"]) and row["findings"][0][0] in CASES[row["name"]].expected
-
-
-def named(row: Row) -> bool:
-    return any(name in CASES[row["name"]].expected for name, _ in row["findings"])
+def rank(row: Row) -> int | None:
+    """Return the place of the planted fault among the findings, from 1."""
+    expected = BEDS[row["name"]].expected
+    return next((i for i, (name, _) in enumerate(row["findings"], 1) if name in expected), None)
 
 
 def alarmed(row: Row) -> bool:
     return any(strength == "act" for _, strength in row["findings"])
 
 
-def paid_of(rows: Iterable[Row], change: str) -> str:
-    paid = [row[change]["pays"] for row in rows if change in row]
-    return f"{sum(paid)} of {len(paid)}"
+def _pays(rows: Sequence[Row], change: str) -> list[bool]:
+    return [row[change]["pays"] for row in rows if change in row]
 
 
-def _more(row: Row, change: str, other: str) -> bool:
-    return row[change]["loss"] < 0.98 * row[other]["loss"]
-
-
-def _totals(
-    title: str, faulty_cases: dict[str, list[Row]], healthy: dict[str, list[Row]]
-) -> list[str]:
-    faulty = [row for rows in faulty_cases.values() for row in rows]
-    well = [row for rows in healthy.values() for row in rows]
+def _totals(faulty: Sequence[Row], well: Sequence[Row]) -> list[tuple[str, str]]:
+    first = [row for row in faulty if rank(row) == 1]
     tried = [row for row in faulty if not row["words"]]
-    lines = [
-        ("planted fault named first", _count(faulty, named_first)),
+    literally = [row.get("literally", row["advice"])["pays"] for row in faulty if "advice" in row]
+    return [
+        ("planted fault named first", share([row in first for row in faulty])),
         (
             "… and with strength act",
-            _count(faulty, lambda row: named_first(row) and row["findings"][0][1] == "act"),
+            share([row in first and row["findings"][0][1] == "act" for row in faulty]),
         ),
-        ("planted fault named at all", _count(faulty, named)),
-        ("healthy runs with an alarm (a finding to act on)", _count(well, alarmed)),
-        ("first advice is in words only", _count(faulty, lambda row: row["words"])),
-        ("first advice pays, where it can be tried", _paid(tried, "advice")),
-        ("… one random change pays there", _paid(tried, "random")),
-        ("… random search pays there", _paid(tried, "search")),
-        ("… the best rate alone pays there", _paid(tried, "rate")),
-        ("first advice pays, of all faulty runs", _paid(faulty, "advice")),
-        ("… one random change", _paid(faulty, "random")),
-        ("… random search", _paid(faulty, "search")),
-        ("… the best rate alone", _paid(faulty, "rate")),
-    ]
-    for other in CHANGES[1:]:
-        both = [row for row in tried if other in row]
-        better = share(sum(_more(row, "advice", other) for row in both), len(both))
-        worse = share(sum(_more(row, other, "advice") for row in both), len(both))
-        what = {"random": "random change", "search": "random search", "rate": "best rate"}[other]
-        lines.append((f"advice's loss is lower than of {what} (by 2 %), where tried", better))
-        lines.append(("… higher", worse))
-    head = (
-        f"{len(faulty_cases)} cases, {len(faulty)} runs; {len(healthy)} healthy, {len(well)} runs"
-    )
-    return [f"## {title}", "", *table((head, "share"), lines)]
+        ("planted fault named at all", share([rank(row) is not None for row in faulty])),
+        ("healthy runs with an alarm (a finding to act on)", share(list(map(alarmed, well)))),
+        ("first advice is in words only", share([row["words"] for row in faulty])),
+        *((f"{said} pays, where that can be tried", share(_pays(tried, change)))
+          for change, said in CHANGES.items()),
+        *((f"{said} pays, of all faulty runs", share(_pays(faulty, change)))
+          for change, said in CHANGES.items()),
+        ("first advice pays, of all, words applied literally", share(literally)),
+    ]  # fmt: skip
 
 
-def _kinds(faulty_cases: dict[str, list[Row]]) -> list[str]:
-    by_kind: dict[str, list[Row]] = defaultdict(list)
-    for name, rows in faulty_cases.items():
-        by_kind[CASES[name].expected[0]] += rows
-    lines = [
-        (
-            f"`{kind}`",
-            *(f"{sum(map(hit, rows))} of {len(rows)}" for hit in (named_first, named)),
-            *(paid_of(rows, change) for change in CHANGES),
-        )
-        for kind, rows in by_kind.items()
-    ]
-    header = ("planted", "named first", "named", "advice pays", "random change", "random search")
-    return ["## By fault", "", *table((*header, "rate"), lines)]
+def _kinds(faulty: Sequence[Row]) -> list[str]:
+    kinds: dict[str, list[Row]] = defaultdict(list)
+    for row in faulty:
+        kinds[BEDS[row["name"]].expected[0]].append(row)
+    lines = []
+    for kind, rows in kinds.items():
+        ranks = list(map(rank, rows))
+        counts = [[at == 1 for at in ranks], [at is not None for at in ranks]]
+        counts += [_pays(rows, change) for change in CHANGES]
+        lines.append((f"`{kind}`", *(f"{sum(found)} of {len(found)}" for found in counts)))
+    header = ("planted", "named first", "named", *(f"{said} pays" for said in CHANGES.values()))
+    return ["## By fault", "", *table(header, lines)]
 
 
-def advised(row: Row) -> str:
-    if "raised" in row:
-        return f"an error: {row['raised']}"
-    if row["words"]:
-        return "in words"
-    return f"`{row['advice']['change']}`" if row["findings"] else "none"
+def _failed(rows: Sequence[Row]) -> list[str]:
+    """Return a line of each run whose fault is not named first, whose advice fails, or an alarm."""
+    lines = []
+    for row in rows:
+        bed = BEDS[row["name"]]
+        is_case = isinstance(bed, Case)
+        done = row.get("literally", row.get("advice", {"change": "–", "pays": True}))
+        if (rank(row) == 1 and done["pays"]) if is_case else not alarmed(row):
+            continue
+        said = ", ".join(f"{name} ({strength})" for name, strength in row["findings"])
+        link = f"[thread]({SOURCES[row['name']]})" if row["name"] in SOURCES else "–"
+        planted = bed.expected[0] if is_case else "nothing"
+        found = row.get("raised") or said or "nothing"
+        lines.append((row["name"], row["seed"], link, planted, found, done["change"]))
+    header = ("not named first, not mended, or alarmed", "seed", "reported", "planted", "found")
+    return ["## Single runs", "", *table((*header, "first advice"), lines)]
 
 
-def _misses(faulty_cases: dict[str, list[Row]]) -> list[str]:
-    unnamed, unpaid = [], []
-    for name, rows in faulty_cases.items():
-        wrong = [row for row in rows if not named_first(row)]
-        if wrong:
-            ranks = ["not at all" if not named(row) else f"as no. {_rank(row)}" for row in wrong]
-            said = ", ".join(f"{what} {times}×" for what, times in Counter(ranks).items())
-            unnamed.append((name, f"{len(wrong)} of {len(rows)}", said))
-        bad = [
-            row
-            for row in rows
-            if not row["words"] and not row.get("advice", {"pays": True})["pays"]
-        ]
-        if bad:
-            advice = ", ".join(sorted(set(map(advised, bad))))
-            unpaid.append((name, f"{len(bad)} of {len(rows)}", advice))
-    return [
-        "## Misses",
-        "",
-        *table(("not named first", "runs", "named"), unnamed),
-        *table(("first advice does not pay", "runs", "advice"), unpaid),
-    ]
-
-
-def _rank(row: Row) -> int:
-    expected = CASES[row["name"]].expected
-    return 1 + next(i for i, (name, _) in enumerate(row["findings"]) if name in expected)
+def _of_reports(rows: Sequence[Row]) -> list[str]:
+    """Return what reports alone say at most, with and without the loss, by what the loss does."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    for row in rows:
+        run = "faulty" if isinstance(BEDS[row["name"]], Case) else "healthy"
+        loss = "falls" if row.get("fell") else "does not fall"
+        for words in ("known", "unknown"):
+            found = row[words]["findings"] if words in row else [("", "refused")]
+            strongest = found[0][1] if found else "nothing"
+            counts[run, loss, words, strongest] += 1
+    header = ("run", "its loss", "which is", "said at most", "runs")
+    return table(header, [(*key, counts[key]) for key in sorted(counts)])
