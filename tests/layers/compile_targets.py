@@ -1,21 +1,24 @@
 """Compile every kernel as its launcher would, for a GPU that need not be there.
 
-The arguments are the target, and n to compile every n-th case besides the first of each kernel.
-Prints one JSON object. It has for each case what `compiled_code` reads in it, the numbers of
-full-width loads and stores and their minima, and instructions per element. test_targets.py runs it
-without Triton's interpreter.
+The argument is the target. Prints one JSON object: what the compiled code of each launch uses.
+test_targets.py runs it without Triton's interpreter.
 """
 
-import itertools
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
+from itertools import product
+from pathlib import Path
 
 import torch
 import triton
+import triton.backends.nvidia
 import triton.language as tl
 from adiv_layers.forms import Correction
 from adiv_layers.kernels import channels, launch, patch, rows, small
-from compiled_code import amd_usage, instructions, narrow_products, nvidia_usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,8 +28,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 POINTERS = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16"}
-POINTERS |= {torch.float16: "*fp16", torch.int64: "*i64"}
-UNIT = Correction(1.0, 1.0, 1.0, 1.0)
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+FORM = Correction(1.0, 1.0, 1.0, 1.0)
+UNIT, BACK = {"form": FORM}, {"form": FORM, "is_unit": True}
 launches = []
 
 
@@ -43,111 +47,61 @@ def empty(*shape, dtype):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def row_cases(dtype, wide, widths):
-    """Launch the row kernels; yield name, full-width reads and writes, and bytes per access.
-
-    Rows of x̂ with a column start at other offsets than those of x, unless the width is a multiple
-    of 8.
-    """
-    for width in widths:
-        alike = int(width % 8 == 0)
-        x, r = empty(8192, width, dtype=dtype), empty(8192, dtype=wide)
-        settings = {"form": UNIT}
-        rows.unit_rows(x, r, x, **settings)
-        yield f"unit_rows {width}", 1, 1, 16
-        rows.unit_rows(x, r, None, **settings)
-        yield f"unit_rows, factor alone {width}", 1, 0, 16
-        rows.unit_rows(empty(8192, width + 1, dtype=dtype)[:, 1:], r, x, **settings)
-        yield f"unit_rows of unaligned rows {width}", 0, 1, 16
-        room = empty(8192, (width // 8 + 1) * 8, dtype=dtype)
-        rows.unit_rows(x, r, room, column=1.0, **settings)
-        yield f"unit_rows with a column {width}", alike, 1, 16
-        shift = {"form": UNIT, "is_unit": True}
-        gamma = empty(4, 8192, dtype=wide)
-        rows.unit_rows_backward(x, x, r, gamma, x, **shift)
-        yield f"unit_rows_backward {width}", 2, 1, 16
-        rows.unit_rows_backward(x, room[:, :width], r, gamma, x, **shift)
-        yield f"unit_rows_backward with a column {width}", 1 + alike, 1, 16
-        if width <= 4099:
-            rows.pack(empty(512, width, dtype=dtype), empty(512, dtype=dtype), room)
-            yield f"pack {width}", alike, 1, 16
+def row_cases(width, dtype, wide):
+    """Rows; those with a column begin at other offsets, unless the width is a multiple of 8."""
+    alike = int(width % 8 == 0)
+    x, r = empty(8192, width, dtype=dtype), empty(8192, dtype=wide)
+    room = empty(8192, (width // 8 + 1) * 8, dtype=dtype)
+    gamma, slipped = empty(4, 8192, dtype=wide), empty(8192, width + 1, dtype=dtype)[:, 1:]
+    yield rows.unit_rows, (x, r, x), UNIT, 1, 1, 16
+    yield rows.unit_rows, (x, r, None), UNIT, 1, 0, 16
+    yield rows.unit_rows, (slipped, r, x), UNIT, 0, 1, 16
+    yield rows.unit_rows, (x, r, room), UNIT | {"column": 1.0}, alike, 1, 16
+    yield rows.unit_rows_backward, (x, x, r, gamma, x), BACK, 2, 1, 16
+    yield rows.unit_rows_backward, (x, room[:, :width], r, gamma, x), BACK, 1 + alike, 1, 16
+    if width <= 4099:
+        yield rows.pack, (x[:512], empty(512, dtype=dtype), room), {}, alike, 1, 16
 
 
-def linear_cases(dtype, wide, widths):
-    """Launch the kernels over channels for rows of outputs."""
-    for width in widths:
-        access = 2 ** min(4, ((width & -width) * dtype.itemsize).bit_length() - 1)
-        x = empty(8192, width, dtype=dtype).t().unsqueeze(0)
-        yield from channel_cases(f"rows of {width}", x, dtype, wide, access)
-
-
-def conv_cases(dtype, wide):
-    """Launch the kernels over channels for both layouts of images; some sizes are small and odd."""
-    for size, access in ((32, 16), (14, 8), (7, 2)):
-        x = empty(128, 64, size * size, dtype=dtype)
-        yield from channel_cases(f"contiguous {size}×{size}", x, dtype, wide, access)
-        x = empty(128, size * size, 64, dtype=dtype).transpose(1, 2)
-        yield from channel_cases(f"channels last {size}×{size}", x, dtype, wide, 16)
-
-
-def channel_cases(name, x, dtype, wide, access):
-    r = empty(x.shape[0], 1, x.shape[2], dtype=wide)
-    bias = empty(1, x.shape[1], 1, dtype=dtype).expand_as(x)
-    if name.startswith("rows"):
-        channels.gate(x, bias, None, r, total=True)
-        yield f"gate, bias, {name}", 1, 0, access
-    channels.gate(x, x, x, r, total=True, form=UNIT)
-    yield f"gate, {name}", 2, 1, access
-    slipped = empty(x.numel() + 1, dtype=dtype)[1:].as_strided(x.shape, x.stride())
-    channels.gate(slipped, slipped, x, r, total=True, form=UNIT)
-    yield f"gate, begins anywhere, {name}", 0, 0, 0
-    channels.blend(x, x, r, x, None, gain=-1.0)
-    yield f"blend, {name}", 2, 1, access
-    channels.square_sum(x, r)
-    yield f"square_sum, {name}", 1, 0, access
-    channels.add_up(empty(528, x.shape[1], dtype=wide), empty(x.shape[1], dtype=dtype))
-    yield f"add_up, {name}", 0, 0, 0
-
-
-def patch_cases(wide):
-    """Launch the box filters, which move too little data to require wide loads."""
-    q = empty(128, 1, 1, 32, 32, dtype=wide)
-    # kernel size, stride, padding, dilation
-    for geometry in ((1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1), (2, 3, 3, 2, 2, 2, 1, 4, 4, 2, 2, 2)):
-        patch.box(q, q, geometry=geometry, form=UNIT)
-        yield f"box {geometry}", 0, 0, 0
-        patch.box_transposed(q, q, geometry=geometry)
-        yield f"box_transposed {geometry}", 0, 0, 0
-
-
-def small_cases(dtype):
-    """Launch the kernels for few rows and a small weight, too small to require wide loads."""
-    for count, n_in, n_out in ((32, 3072, 32), (32, 32, 10), (64, 512, 512), (5, 100, 33)):
-        x, w, z = (empty(*s, dtype=dtype) for s in ((count, n_in), (n_out, n_in), (count, n_out)))
-        y, r, b = empty(count, n_out, dtype=torch.float32), empty(count, dtype=torch.float32), w[0]
-        small.small_forward(x, w, w[:, 0], z, y, UNIT)
-        if n_in > small.INPUTS:
-            yield f"small finish {count} {n_in} {n_out}", 0, 0, 0
-        yield f"small forward {count} {n_in} {n_out}", 0, 0, 0
-        small.small_backward(z, x, w, y, r, x, w, b, form=UNIT)
-        yield f"small backward {count} {n_in} {n_out}", 0, 0, 0
+def channel_cases(x, access):
+    """Outputs of maps, with the channels in the middle."""
+    r = empty(x.shape[0], 1, x.shape[2], dtype=SINGLE)
+    bias = empty(1, x.shape[1], 1, dtype=x.dtype).expand_as(x)
+    slipped = empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride())
+    if x.stride(1) == 1:
+        yield channels.gate, (x, bias, None, r), {"total": True}, 1, 0, access
+    curved = {"form": FORM, "total": True}
+    yield channels.gate, (x, x, x, r), curved, 2, 1, access
+    yield channels.gate, (slipped, slipped, x, r), curved, 0, 0, 0
+    yield channels.blend, (x, x, r, x, None), {"gain": -1.0}, 2, 1, access
+    yield channels.square_sum, (x, r), {}, 1, 0, access
+    yield channels.add_up, (empty(528, x.shape[1], dtype=SINGLE), bias[0, :, 0]), {}, 0, 0, 0
 
 
 def cases():
-    single, half = torch.float32, torch.bfloat16
-    yield (
-        half,
-        row_cases(
-            half, single, (17, 64, 101, 768, 1000, 1001, 1004, 4096, 4099, 16384, 16385, 65536)
-        ),
-    )
-    yield half, linear_cases(half, single, (1000, 1001, 4096))
-    yield half, conv_cases(half, single)
-    yield half, small_cases(half)
-    yield single, small_cases(single)
-    yield single, row_cases(single, single, (1001, 4099, 16384))
-    yield single, patch_cases(single)
-    yield torch.float64, row_cases(torch.float64, torch.float64, (101, 1001, 8192, 65536))
+    """Yield a function that launches, its arguments, and what it reads and writes in full width.
+
+    Reads and writes are counted in tensors, an access in bytes; 0: too little to ask for.
+    """
+    for width in (64, 1001, 4096, 4099, 65536):
+        yield from row_cases(width, HALF, SINGLE)
+    for dtype in (SINGLE, DOUBLE):
+        yield from row_cases(1001, dtype, dtype)
+    for width, access in ((1001, 2), (4096, 16)):
+        yield from channel_cases(empty(8192, width, dtype=HALF).t().unsqueeze(0), access)
+    for size, access in ((14, 8), (7, 2)):
+        yield from channel_cases(empty(128, 64, size * size, dtype=HALF), access)
+        yield from channel_cases(empty(128, size * size, 64, dtype=HALF).transpose(1, 2), 16)
+    q = empty(128, 1, 1, 32, 32, dtype=SINGLE)
+    # kernel size, stride, padding, dilation
+    for geometry in ((1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1), (2, 3, 3, 2, 2, 2, 1, 4, 4, 2, 2, 2)):
+        yield patch.box, (q, q), {"geometry": geometry, **UNIT}, 0, 0, 0
+        yield patch.box_transposed, (q, q), {"geometry": geometry}, 0, 0, 0
+    for (count, n_in, n_out), dtype in product(((32, 3072, 32), (5, 100, 33)), (HALF, SINGLE)):
+        x, w, z = (empty(*s, dtype=dtype) for s in ((count, n_in), (n_out, n_in), (count, n_out)))
+        y, r = empty(count, n_out, dtype=SINGLE), empty(count, dtype=SINGLE)
+        yield small.small_forward, (x, w, w[:, 0], z, y, FORM), {}, 0, 0, 0
+        yield small.small_backward, (z, x, w, y, r, x, w, w[0]), UNIT, 0, 0, 0
 
 
 def build(kernel, arguments, options, target):
@@ -176,33 +130,69 @@ def build(kernel, arguments, options, target):
     return triton.compile(source, target, settings)
 
 
-def main(name, each):
-    target, usage = TARGETS[name], nvidia_usage if name.startswith("sm") else amd_usage
-    found, numbers, known = {}, itertools.count(), set()
-    for dtype, launched in cases():
-        for case, loads, stores, access in launched:
-            kernel, arguments, options = launches.pop()
-            if next(numbers) % each and kernel in known:
-                continue
-            known.add(kernel)
-            shape = [options[k] for k in ("ROWS", "POSITIONS", "BLOCK", "CHANNELS") if k in options]
-            threads = target.warp_size * options.get("num_warps", 4)
-            elements = torch.Size(shape).numel() / threads
-            moved = int(elements * dtype.itemsize)
-            compiled = build(kernel, arguments, options, target)
-            used = usage(compiled)
-            counted = name == "sm_90" and case.startswith("unit_rows")
-            found[f"{case}, {dtype}"] = used | {
-                "loads": used["loads"][access],
-                "stores": used["stores"][access],
-                "least_loads": loads * moved // max(access, 1),
-                "least_stores": stores * moved // max(access, 1),
-                "instructions": instructions(compiled) / elements if counted else None,
-                "threads": threads,
-                "narrow_products": narrow_products(compiled.asm["ttir"]),
-            }
+def narrow_products(code):
+    """Return the TTIR lines with a 32-bit product of a launch argument.
+
+    A stride times a position soon exceeds 31 bits, and the product wraps silently. Quotients and
+    remainders of arguments are excluded: times their divisor they are no larger than the argument.
+    """
+    header = re.search(r"tt\.func public @\w+\((.*)", code)[1]
+    given = set(re.findall(r"(%\w+): i32", header))
+    narrow = []
+    kept = r"tt\.(?:splat|expand_dims|broadcast|reshape)|arith\.(?:addi|subi|muli|select)"
+    operation = rf"^\s*(%\w+) = ({kept}) (.*?) : (.*)$"
+    for line in re.finditer(operation, code, re.MULTILINE):
+        name, kind, operands, types = line.groups()
+        if given & set(re.findall(r"%\w+", operands)):
+            given.add(name)
+            if kind == "arith.muli" and "i64" not in types:
+                narrow.append(line[0].strip())
+    return narrow
+
+
+def usage(code):
+    """Return the bytes of spilled registers, and a thread's loads and stores by their bytes."""
+    if "ptx" in code:
+        tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(code["cubin"])
+            used = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+        spilled = re.findall(r"(?:STACK|LOCAL):(\d+)", used)
+        found = re.findall(r"(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", code["ptx"])
+        moved = [(kind, int(count or 1) * int(bits) // 8) for kind, count, bits in found]
+        ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], 0x([\da-f]+)", code["ptx"])
+        moved += [("ld", int(size, 16)) for size in ahead]  # asynchronous copies
+    else:
+        # Scalar registers spill into vector registers, which is cheap.
+        spilled = re.findall(r"vgpr_spill_count:\s*(\d+)", code["amdgcn"])
+        sizes = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "short_d16": 2}
+        found = re.findall(r"(?:global|buffer)_(load|store)_(\w+)", code["amdgcn"])
+        moved = [("ld" if kind == "load" else "st", sizes.get(size, 0)) for kind, size in found]
+    assert spilled, "the compiler told no spills"
+    return sum(map(int, spilled)), Counter(moved)
+
+
+def main(name):
+    found = []
+    for launched, given, options, loads, stores, access in cases():
+        launched(*given, **options)
+        while launches:
+            kernel, arguments, settings = launches.pop()
+            code = build(kernel, arguments, settings, TARGETS[name]).asm
+            spilled, moved = usage(code)
+            sizes = [settings.get(k, 1) for k in ("ROWS", "POSITIONS", "BLOCK", "CHANNELS")]
+            threads = TARGETS[name].warp_size * settings.get("num_warps", 4)
+            accesses = torch.Size(sizes).numel() * given[0].itemsize // threads // max(access, 1)
+            shapes = [list(x.shape) for x in given if isinstance(x, torch.Tensor)]
+            found.append({
+                "case": f"{launched.__name__} {shapes} {given[0].dtype}",
+                "spilled": spilled,
+                "too_few_wide_loads": max(0, loads * accesses - moved["ld", access]),
+                "too_few_wide_stores": max(0, stores * accesses - moved["st", access]),
+                "narrow_products": narrow_products(code["ttir"]),
+            })  # fmt: skip
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

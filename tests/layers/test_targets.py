@@ -20,40 +20,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# An H200 issues 4 instructions per clock on each of 132 multiprocessors at 1.755 GHz, for 32
-# elements each, and moves 4.3e12 bytes per second. A kernel with more instructions per byte is
-# bound by them.
-INSTRUCTIONS_PER_BYTE = 4 * 32 * 132 * 1.755e9 / 4.3e12
-BYTES = {"unit_rows": 4, "unit_rows with a column": 4, "unit_rows of unaligned rows": 4}
-BYTES |= {"unit_rows_backward": 6, "unit_rows_backward with a column": 6}
-WIDTHS = (1000, 1001, 1004, 4096, 4099)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "each"), [("sm_90", 1), ("sm_100", 3), ("gfx942", 3)])
-def test_kernels_compile_well(target, each, tmp_path):
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
+def test_kernels_compile_well(target, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("compile_targets.py")
-    command = [sys.executable, str(script), target, str(each)]
+    command = [sys.executable, str(Path(__file__).with_name("compile_targets.py")), target]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-5_000:]
     found = json.loads(finished.stdout)
-    assert len(found) > 180 // each
-    for case, usage in found.items():
-        assert usage["spilled"] == 0, (case, usage)
-        # At least two programs of 8 warps or four of 4; an AMD multiprocessor has room for more.
-        few = usage["registers"] * usage["threads"] <= 2**14 * 2
-        assert few or usage["registers"] <= (128 if target[:2] == "sm" else 160), (case, usage)
-        assert usage["loads"] >= usage["least_loads"], (case, usage)
-        assert usage["stores"] >= usage["least_stores"], (case, usage)
-        assert usage["narrow_products"] == [], case
-    if target == "sm_90":
-        cases = {
-            f"{name} {width}, torch.bfloat16": n for name, n in BYTES.items() for width in WIDTHS
-        }
-        compiled = found.keys() & cases.keys()
-        assert len(compiled) >= len(cases) // each
-        for case in compiled:
-            needed = found[case]["instructions"]
-            assert 0 < needed < cases[case] * INSTRUCTIONS_PER_BYTE, (case, needed)
+    assert len(found) > 80
+    assert [each for each in found if any(v for k, v in each.items() if k != "case")] == []
