@@ -37,7 +37,6 @@ from adiv_monitor.step.own_measures import OwnMeasure
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.training import Training
-from adiv_monitor.step.unattached import Unattached
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -202,7 +201,6 @@ class Monitor:
         selection = training.selection()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
-        self._unattached = Unattached(selection.parameters[:1], self._failures)
 
     def _now(self) -> int:
         return self.step
@@ -213,7 +211,6 @@ class Monitor:
 
         On a single rank they include that of the last measured step: see `complete_report`.
         """
-        self._unattached.check()
         if self._controller.ranks.is_alone:
             self.complete_report()
         return self._outlet.reports
@@ -282,7 +279,6 @@ class Monitor:
             )
         self._state = "attached"
         try:
-            self._unattached.end()
             self._attach()
         except BaseException:  # nobody is going to close what was never attached
             self._close(patience=0.0)
@@ -313,11 +309,9 @@ class Monitor:
         self._close(patience=None, quietly=quietly)
 
     def _close(self, patience: float | None, *, quietly: bool = False) -> None:
-        self._unattached.check()
         try:
             if self._state != "closed":
                 self._state = "closed"
-                self._unattached.end()
                 _attached.discard(self)
                 call_all(
                     partial(self._guarded, self._controller.end, patience),

@@ -121,7 +121,6 @@ TESTS = {
     "adiv_monitor/step/stepping.py": "plain_steps losses optimizers robustness",
     "adiv_monitor/step/training.py": "turns whole_model",
     "adiv_monitor/step/transfer.py": "own_measures",
-    "adiv_monitor/step/unattached.py": "robustness",
     "adiv_monitor/step/unsharded.py": "sharded",
     "adiv_monitor/step/vectors.py": "dots uneven_rows",
     "adiv_monitor/step/whole_model.py": "whole_model",

@@ -154,7 +154,7 @@ class Capture:
             for piece in layer.pieces:
                 users[id(piece.parameter)].append((rows, piece))
         for key, uses in users.items():
-            if key in elsewhere or overlap([piece for _, piece in uses]):
+            if key in elsewhere or (uses[1:] and overlap([piece for _, piece in uses])):
                 for rows, _ in uses:
                     rows.is_shared = True
 

@@ -61,7 +61,8 @@ def coverage_of(
     known = {**told, **off_now}
     trained = [p for p in selection.trained if due is None or id(p) in due]
     missing = _missing(trained, [seen[path] for path in seen if path in measured])
-    lacking = _missing(trained, [seen[p] for p in seen if p in measured or p in known])
+    told_too = [seen[p] for p in seen if p in measured or p in known]
+    lacking = _missing(trained, told_too) if known else missing
 
     def why(parameter: nn.Parameter) -> str:
         if not is_measured:

@@ -1,23 +1,25 @@
 """Many tensors end to end in a few buffers, so that one operation serves all of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, starmap
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.capture.weights.pieces import Key, Parts
-from adiv_monitor.features.rows import compute_dtype, dots, joined, wide
+from adiv_monitor.features.rows import joined, wide
 from adiv_monitor.maths.totals import reduced
 
 _LINE = 128  # entries; every tensor in a buffer begins at a multiple of it
-_CHUNK = 2**24  # entries that are multiplied at once
+# The most entries that are read at once: on a CPU its cache holds them.
+_CACHED, _CHUNK = 2**19, 2**25
 
 
 class Flat:
-    """Tensors in one buffer for each dtype and device, with sums of products by tensor.
+    """Tensors in one buffer for each dtype and device, with sums by tensor.
 
     Args:
         like: the tensors whose shapes, dtypes and devices the parts have, by key.
@@ -32,85 +34,97 @@ class Flat:
         alike: dict[object, list[Key]] = defaultdict(list)
         for key, x in like.items():
             alike[x.shape, x.stride()].append(key)
-        kinds: dict[object, dict[Key, Tensor]] = defaultdict(dict)
+        kinds: dict[object, list[Key]] = defaultdict(list)
         for key in chain(*alike.values()):  # at equal distances, to be stacked without a copy
-            kinds[like[key].dtype, like[key].device][key] = like[key]
-        self._kinds = [tuple(kind) for kind in kinds.values()]
+            kinds[like[key].dtype, like[key].device].append(key)
+        self._kinds = [*kinds.values()]
         self.keys = tuple(chain(*self._kinds))
         self.views: dict[Key, Tensor] = {}
         self.buffers: list[Tensor] = []
         self._lengths: list[Tensor] = []  # in lines, of each tensor of a buffer
-        for kind in kinds.values():
-            lines = [-(-tensor.numel() // _LINE) for tensor in kind.values()]
-            first, start = next(iter(kind.values())), 0
-            # It is zero between the tensors.
-            buffer = torch.zeros(sum(lines) * _LINE, dtype=first.dtype, device=first.device)
-            for (key, tensor), length in zip(kind.items(), lines, strict=True):
-                self.views[key] = _view(buffer, start, tensor)
+        self._groups: list[dict[tuple[Key, ...], int]] = []  # of small tensors, with their lines
+        for kind in self._kinds:
+            lines = [-(-like[key].numel() // _LINE) for key in kind]
+            buffer, start = _zeros(sum(lines) * _LINE, like[kind[0]]), 0  # zero between the tensors
+            for key, length in zip(kind, lines, strict=True):
+                self.views[key] = _view(buffer, start, like[key])
                 start += length * _LINE
             self.buffers.append(buffer)
             self._lengths.append(torch.tensor(lines).to(buffer.device, non_blocking=True))
+            self._groups.append(_groups(dict(zip(kind, lines, strict=True)), _most(buffer)))
 
-    def apply(self, function: Callable[..., object], others: Parts) -> None:
-        """Call a `_foreach` function that writes to the parts, with other tensors by key."""
+    def copy(self, tensors: Parts) -> "Flat":
+        """Write these tensors to the parts, and return the buffers."""
         for kind in self._kinds:
-            function([self.views[key] for key in kind], [others[key] for key in kind])
+            torch._foreach_copy_([self.views[key] for key in kind], [tensors[key] for key in kind])
+        return self
 
-    def dots(self, other: "Flat") -> tuple[Float[Tensor, " tensors"], ...]:
-        """Return ⟨a, b⟩ of each tensor with its counterpart, in the order of `keys`, in parts."""
-        return self._by_tensor(map(_line_dots, self.buffers, other.buffers))
+    def sums(
+        self, names: Sequence[str], terms: Callable[..., Sequence[Tensor]], *others: "Flat | Parts"
+    ) -> dict[str, tuple[Float[Tensor, " tensors"], ...]]:
+        """Return sums by tensor, in the order of `keys`, one vector for each buffer.
 
-    def sums(self) -> tuple[Float[Tensor, " tensors"], ...]:
-        """Return the sum of each tensor's entries, one vector for each buffer."""
-        return self._by_tensor(
-            buffer.view(-1, _LINE).sum(1, dtype=compute_dtype(buffer)) for buffer in self.buffers
-        )
+        Args:
+            names: the names of the sums.
+            terms: returns for each name the sums of lines. It is called with lines of this buffer,
+                to which it may write, and of the others, a chunk at a time: what it computes needs
+                little memory, and is in the cache of a CPU.
+            others: other buffers of such tensors, or tensors by key.
+        """
+        found: list[list[Tensor]] = []
+        for i, lengths in enumerate(self._lengths):
+            most = _most(self.buffers[i])
+            of_groups = zip(*(self._lines(x, i) for x in (self, *others)), strict=True)
+            chunks = (zip(*(x.split(most) for x in lines), strict=True) for lines in of_groups)
+            columns = zip(*starmap(terms, chain.from_iterable(chunks)), strict=True)
+            # Sequential float32 sums of many alike numbers would drift.
+            found.append([reduced("sum", wide(joined([*of])), lengths) for of in columns])
+        return {name: tuple(of[i] for of in found) for i, name in enumerate(names)}
 
-    def nonzero(self) -> list[Tensor]:
-        """Return which entries are not zero, as bytes in lines, for each buffer."""
-        # On a CPU `.bool()` takes half the time of `!= 0`, and a sum of bytes a fortieth of bools'.
-        return [buffer.bool().view(torch.uint8).view(-1, _LINE) for buffer in self.buffers]
+    def _lines(self, x: "Flat | Parts", i: int) -> Iterable[Tensor]:
+        """Return the lines of each group of the i-th buffer."""
+        groups = self._groups[i]
+        if isinstance(x, Flat):
+            return torch.split(x.buffers[i].view(-1, _LINE), [*groups.values()])
+        padded = ([y for key in keys for y in _padded(x[key], self.views[key])] for keys in groups)
+        return (joined(parts).view(-1, _LINE) for parts in padded)
 
-    def counts(self, which: Iterable[Tensor]) -> tuple[Float[Tensor, " tensors"], ...]:
-        """Return the number of each tensor's entries that `nonzero` of each buffer chooses."""
-        return self._by_tensor(lines.sum(1, dtype=torch.uint8) for lines in which)
 
-    def differs(self, others: Parts) -> Tensor:
-        """Return whether any part differs from its tensor; NaN equals itself."""
-        pairs = [(self.views[key], others[key]) for key in self.keys]
-        flags = [((a != b) & ~(a.isnan() & b.isnan())).any() for a, b in pairs]
-        if not flags:  # one of several ranks may have nothing to measure
-            return torch.zeros((), dtype=torch.bool)
-        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+def _most(buffer: Tensor) -> int:
+    return (_CACHED if buffer.device.type == "cpu" else _CHUNK) // _LINE
 
-    def _by_tensor(self, lines: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        # Sequential float32 sums of many alike numbers would drift.
-        return tuple(
-            reduced("sum", wide(of_lines), lengths)
-            for of_lines, lengths in zip(lines, self._lengths, strict=True)
-        )
+
+def _groups(lines: Mapping[Key, int], most: int) -> dict[tuple[Key, ...], int]:
+    """Group neighbours that have at most so many lines together, or one that has more."""
+    groups, filled = list[list[Key]](), most + 1
+    for key, length in lines.items():
+        filled += length
+        if filled > most:
+            groups.append([])
+            filled = length
+        groups[-1].append(key)
+    return {tuple(keys): sum([lines[key] for key in keys]) for keys in groups}
+
+
+def _zeros(count: int, like: Tensor) -> Tensor:
+    """Return zeros of a tensor's dtype and device."""
+    if like.device.type != "cpu":
+        return like.new_zeros(count)
+    # NumPy asks for huge pages: the first write to a large buffer takes a fifth of the time.
+    return torch.from_numpy(np.zeros(count * like.element_size(), np.uint8)).view(like.dtype)
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     """Return a part of a buffer with the shape of a tensor, and its strides if it is dense."""
-    if torch.ops.aten.is_non_overlapping_and_dense(like):
-        return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + start)
-    return buffer[start : start + like.numel()].view(like.shape)
+    if like.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(like):
+        return buffer[start : start + like.numel()].view(like.shape)
+    return buffer.as_strided(like.shape, like.stride(), start)
 
 
-def _line_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the dot products of lines, in the precision of the measures.
-
-    Part by part: the product of all entries would be one more copy of them.
-    """
-    dtype, parts = compute_dtype(a), []
-    for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
-        parts.append(dots(x.to(dtype).view(-1, _LINE), y.to(dtype).view(-1, _LINE)))
-    return joined(parts)
-
-
-def copied(like: Parts, tensors: Parts) -> Flat:
-    """Return a copy of tensors that are laid out like others."""
-    flat = Flat(like)
-    flat.apply(torch._foreach_copy_, tensors)
-    return flat
+def _padded(x: Tensor, like: Tensor) -> list[Tensor]:
+    """Return a tensor's entries in the order of memory of another, and zeros up to whole lines."""
+    if not like.is_contiguous():
+        x = x.permute(sorted(range(like.dim()), key=like.stride, reverse=True))
+    x = x.reshape(-1)
+    x = x if x.device == like.device else x.to(like.device)
+    return [x, x.new_zeros(rest)] if (rest := -x.numel() % _LINE) else [x]

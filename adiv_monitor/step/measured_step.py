@@ -250,7 +250,7 @@ class MeasuredStep:
             self.probe.updated(self.out)
         if self.steps is None or not (self._measured or self.unsharded.all_participate):
             return
-        self.steps.stepped()
+        self.out.flags["wrote"] = [*self.steps.stepped()]
         every = self._measured.values() if self.capture.selection.shards else ()
         spread_out = [x.layer for x in every if spread(x.layer)]
         try:
@@ -262,8 +262,7 @@ class MeasuredStep:
         for block in self._blocks:
             block.update(self.steps.taken, at_once, self._lose)
         self._measure_own(self.steps)
-        self._finish()  # first: the product with γ overwrites the difference
-        self.out.flags["wrote"] = [self.steps.finish_update()]
+        self._finish()
 
     def _update(self, layer: Layer, parts: Parts) -> None:
         """Compute d of a layer whose update was all-gathered."""
@@ -299,8 +298,7 @@ class MeasuredStep:
     def applied(self) -> None:
         """Compute a, as the next step begins or training ends."""
         if self.steps is not None and "w_w" in self.steps.products:
-            differs = self.steps.applied()
-            self.out.flags["wrote"] += [] if differs is None else [differs]
+            self.out.flags["wrote"] += self.steps.applied()
 
     def discard(self, why: str) -> None:
         """Drop the step: it can't be measured."""

@@ -47,8 +47,9 @@ class WholeModel:
         self._capture = capture
         self._sample = chosen(capture.selection.parameters)  # whose weights are compared
         flags["began"] = [sampled(self._sample)] if self._sample else []
-        held, every = set(map(id, self._training.trained())), trainable(self._model)
-        self._unheld = [p for p in every if p.grad is not None and id(p) not in held]
+        held = set(map(id, self._training.trained()))
+        self._every = [*trainable(self._model)]
+        self._unheld = [p for p in self._every if p.grad is not None and id(p) not in held]
         found = capture.cut_off()
         if found is not None:
             self._known_cut_off = set(map(id, found))
@@ -95,8 +96,8 @@ class WholeModel:
         for p in unheld:
             not_held[paths[id(p)]] += elements(p)
         began, stepped = (next(iter(flags.get(name, ())), None) for name in ("began", "stepped"))
-        every, given = [*trainable(self._model)], self._weights
-        returned = None if began is None else given.returned(self._sample, began, stepped)
+        earlier, every = self._weights, self._every
+        returned = None if began is None else earlier.returned(self._sample, began, stepped)
         return {
             "trainable": sum(map(elements, every)),
             "frozen": _frozen(self._model) if every else {},
@@ -109,7 +110,8 @@ class WholeModel:
 
 def _frozen(model: nn.Module) -> dict[str, int]:
     """Return the outermost modules that hold frozen parameters alone, with their elements."""
-    parameters = list(model.parameters())
+    of_modules = [p for module in model.modules() for p in module._parameters.values()]
+    parameters = {p for p in of_modules if p is not None}
     trains = {id(p) for p in parameters if p.requires_grad or p.grad is not None}
     if len(trains) == len(parameters):
         return {}

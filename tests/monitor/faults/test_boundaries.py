@@ -32,7 +32,6 @@ ELSEWHERE = {
     *("merge.py", "ranks.py", "unsharded.py", "messages.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     "context.py",  # it declares functions
-    "unattached.py",  # before and after the training
 }
 FILES = sorted(
     str(file.relative_to(HOME))
