@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, starmap
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from adiv_monitor.maths.totals import reduced
 
 _LINE = 128  # entries; every tensor in a buffer begins at a multiple of it
 # The most entries that are read at once: on a CPU its cache holds them.
-_CACHED, _CHUNK = 2**19, 2**25
+CACHED, CHUNK = 2**19, 2**26
 
 
 class Flat:
@@ -71,14 +71,16 @@ class Flat:
                 little memory, and is in the cache of a CPU.
             others: other buffers of such tensors, or tensors by key.
         """
-        found: list[list[Tensor]] = []
+        found: list[Tensor] = []
         for i, lengths in enumerate(self._lengths):
             most = _most(self.buffers[i])
             of_groups = zip(*(self._lines(x, i) for x in (self, *others)), strict=True)
             chunks = (zip(*(x.split(most) for x in lines), strict=True) for lines in of_groups)
-            columns = zip(*starmap(terms, chain.from_iterable(chunks)), strict=True)
+            columns = [torch.stack([*terms(*chunk)]) for chunk in chain.from_iterable(chunks)]
             # Sequential float32 sums of many alike numbers would drift.
-            found.append([reduced("sum", wide(joined([*of])), lengths) for of in columns])
+            values = wide(torch.cat(columns, 1))
+            several = lengths.repeat(len(values))
+            found.append(reduced("sum", values.flatten(), several).view(len(values), -1))
         return {name: tuple(of[i] for of in found) for i, name in enumerate(names)}
 
     def _lines(self, x: "Flat | Parts", i: int) -> Iterable[Tensor]:
@@ -86,12 +88,15 @@ class Flat:
         groups = self._groups[i]
         if isinstance(x, Flat):
             return torch.split(x.buffers[i].view(-1, _LINE), [*groups.values()])
-        padded = ([y for key in keys for y in _padded(x[key], self.views[key])] for keys in groups)
+        gap = self.buffers[i].new_zeros(_LINE)
+        padded = (
+            [y for key in keys for y in _padded(x[key], self.views[key], gap)] for keys in groups
+        )
         return (joined(parts).view(-1, _LINE) for parts in padded)
 
 
 def _most(buffer: Tensor) -> int:
-    return (_CACHED if buffer.device.type == "cpu" else _CHUNK) // _LINE
+    return (CACHED if buffer.device.type == "cpu" else CHUNK) // _LINE
 
 
 def _groups(lines: Mapping[Key, int], most: int) -> dict[tuple[Key, ...], int]:
@@ -121,10 +126,10 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     return buffer.as_strided(like.shape, like.stride(), start)
 
 
-def _padded(x: Tensor, like: Tensor) -> list[Tensor]:
+def _padded(x: Tensor, like: Tensor, gap: Tensor) -> list[Tensor]:
     """Return a tensor's entries in the order of memory of another, and zeros up to whole lines."""
     if not like.is_contiguous():
         x = x.permute(sorted(range(like.dim()), key=like.stride, reverse=True))
     x = x.reshape(-1)
     x = x if x.device == like.device else x.to(like.device)
-    return [x, x.new_zeros(rest)] if (rest := -x.numel() % _LINE) else [x]
+    return [x, gap[:rest]] if (rest := -x.numel() % _LINE) else [x]

@@ -46,7 +46,7 @@ from write_up import heading, parser, table, write
 
 import adiv_monitor
 from adiv_monitor.features import rows
-from adiv_monitor.step import vectors
+from adiv_monitor.step import flat, vectors
 
 # Transformers a quarter as wide, which changes no number: bfloat16 is slow on a CPU.
 NARROW = {
@@ -265,6 +265,7 @@ def count_task(
     with (
         mock.patch.object(rows, "SLOW", ()),
         mock.patch.object(vectors, "STACKED", 2**62),
+        mock.patch.object(flat, "CACHED", flat.CHUNK),
     ):
         trainer = Trainer(task, monitor)
         for _ in range(after):

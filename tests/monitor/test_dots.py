@@ -15,7 +15,7 @@ def test_tensors_in_one_buffer_have_their_own_sums(
     device: str, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every length, whole and in chunks; none of what lies between."""
-    monkeypatch.setattr(flat, "_CACHED", most)
+    monkeypatch.setattr(flat, "CACHED", most)
     if device != "cpu":  # where torch has no sums of segments
         monkeypatch.delattr(torch, "segment_reduce")
         monkeypatch.setattr(totals, "_WITH_SEGMENTS", ())
