@@ -33,8 +33,13 @@ class Correction(NamedTuple):
         return (shifted, None) if self.constant > 0 else (None, shifted)
 
 
+_UNIT = Correction(1.0, 1.0, 1.0, 1.0)
+
+
 def affine_like(alpha: float, beta: float) -> Correction:
     """Return the form (αWφ + βb)/√(α²‖φ‖² + β²) = f·(Wφ + β/α·b), f = ±1/√(‖φ‖² + (β/α)²)."""
+    if alpha == 1.0 == beta:  # keeps plain numbers where torch.compile makes settings symbolic
+        return _UNIT
     offset, sign = affine_like_constants(alpha, beta)
     return Correction(sign, sign * offset, offset * offset, 1.0)
 
@@ -52,8 +57,6 @@ def affine_like_constants(alpha: float, beta: float) -> tuple[float, float]:
     Raises:
         ValueError: alpha or beta is out of range.
     """
-    if alpha == 1.0 == beta:  # keeps plain numbers where torch.compile makes settings symbolic
-        return 1.0, 1.0
     if not (0.0 < abs(alpha) < math.inf and 0.0 < abs(beta) < math.inf):
         raise ValueError(
             f"affine-like: alpha={alpha}, beta={beta}; both must be finite and not 0. "

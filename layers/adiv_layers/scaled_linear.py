@@ -6,8 +6,7 @@ hand-written, because autograd's would pass over the input ten times. The plain 
 for derivatives of derivatives, compilation and transforms.
 """
 
-from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -37,9 +36,11 @@ def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: Corr
     """
     kernels = kernels_for(input, weight, bias)
     if kernels is not None:
-        with suppress(KernelError):
+        try:
             return _by_kernels(kernels, input, weight, bias, form)
-    elif _by_hand(input):
+        except KernelError:
+            return scale_input(input, weight, bias, form)
+    if _by_hand(input):
         output: Tensor = _InputScaled.apply(input, weight, bias, form)
         return output
     return scale_input(input, weight, bias, form)
@@ -48,32 +49,33 @@ def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: Corr
 def _by_kernels(
     kernels: Any, input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction
 ) -> Tensor:
-    by_output = _by_output(input, weight, bias, form)
-    plain = partial(scale_output if by_output else scale_input, form=form)
     dtype = linear_dtype(input)
+    inside = bias is not None and form.constant > 0
+    by_output = _by_output(input.shape, weight.shape, dtype, inside)
     z: Tensor
-    alike = dtype != input.dtype or input.dtype == weight.dtype  # else F.linear is to raise
-    if alike and kernels.is_small(input, weight):
+    same = dtype != input.dtype or input.dtype == weight.dtype  # else F.linear is to raise
+    if same and kernels.is_small(input, weight):
+        plain = partial(scale_output if by_output else scale_input, form=form)
         z = kernels.SmallLinear.apply(plain, input, weight, bias, form, dtype)
     elif by_output:
+        plain = partial(scale_output, form=form)
         z = kernels.output_scaled(Rows(), plain, input, weight, bias, form, dtype)
     else:
         z = kernels.input_scaled(input, weight, bias, form, dtype)
     return z
 
 
-def _by_output(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> bool:
+@lru_cache
+def _by_output(input: torch.Size, weight: torch.Size, dtype: torch.dtype, inside: bool) -> bool:
     """Return whether dividing the output is cheaper: if n_in > 4 n_out, see the module's docstring.
 
     With fewer rows than inputs, adding f·b after the product takes two more passes over the output;
     then n_in > 2 n_out suffices.
     """
-    n_out, n_in = weight.shape
-    if (autocast_dtype(input) or input.dtype) == torch.float16:
+    n_out, n_in = weight
+    if dtype == torch.float16:
         return False  # Wx could overflow before it is divided
-    if bias is None or form.constant == 0 or input.numel() >= n_in * n_in:
-        return n_in > 4 * n_out
-    return n_in > 2 * n_out
+    return n_in > (2 if inside and input.numel() < n_in * n_in else 4) * n_out
 
 
 def scale_input(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:

@@ -24,7 +24,13 @@ def kernels_for(*tensors: Tensor | None) -> Any:
     if first is None or first.device.type not in DEVICES:
         return None
     for tensor in tensors:
-        if tensor is not None and not (_plain(tensor) and tensor.device == first.device):
+        if tensor is not None and not (
+            (type(tensor) is Tensor or type(tensor) is Parameter)
+            and tensor.dtype in _DTYPES
+            and tensor.device == first.device
+            and tensor.numel() > 0
+            and not tensor.is_neg()  # then its data is not its value
+        ):
             return None
     if (
         torch.compiler.is_compiling()
@@ -32,16 +38,9 @@ def kernels_for(*tensors: Tensor | None) -> Any:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
-        # The data of a tensor with the negative bit is not its value.
-        or any(tensor is not None and tensor.is_neg() for tensor in tensors)
     ):
         return None
     return _functions()
-
-
-def _plain(x: Tensor) -> bool:
-    """Return whether this is a non-empty tensor that a kernel can read."""
-    return (type(x) is Tensor or type(x) is Parameter) and x.dtype in _DTYPES and x.numel() > 0
 
 
 @functools.cache

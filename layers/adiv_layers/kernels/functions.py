@@ -5,7 +5,7 @@ and if a kernel does not start. None of them saves its output, unless only anoth
 functions uses it, so the operation after a layer may overwrite the layer's output.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.autograd import Function
 from adiv_layers.forms import Correction, accumulation_dtype, times
 from adiv_layers.kernels import channels, rows
 from adiv_layers.kernels.gradients import patch_gradients, row_gradients, scaled_gradient
-from adiv_layers.kernels.launch import KernelError, divide_up
-from adiv_layers.kernels.maps import Patches, Rows, alike, columns
+from adiv_layers.kernels.launch import KernelError, alike, divide_up
+from adiv_layers.kernels.maps import Patches, Rows, columns, spread
 from adiv_layers.kernels.plain import differentiable, usable_backward
 from adiv_layers.kernels.small_linear import SmallLinear, is_small
 
@@ -91,21 +91,25 @@ class InputScaled(Function):
         room = 8 * divide_up(width + 1, 8) if column else width
         whole = flat.new_empty((count, room), dtype=dtype)
         factor = flat.new_empty((1, 1, count), dtype=accumulation_dtype(x.dtype))
-        rows.unit_rows(flat, factor, whole, form=form, column=form.shift if column else 0.0)
+        # All tensors within have sizes and places in memory that follow from these.
+        like = alike(x, weight, bias), dtype, form
+        rows.unit_rows(
+            flat, factor, whole, like=like, form=form, column=form.shift if column else 0.0
+        )
         unit = whole[:, :width] if column else whole
         if inside is None:
             z = F.linear(unit, weight, times(bias, form.shift))
         elif column:
             packed = weight.new_empty((weight.shape[0], room))
-            rows.pack(rows.rows_of(weight), inside.contiguous(), packed)
+            rows.pack(rows.rows_of(weight), inside.contiguous(), packed, like=like)
             z = F.linear(whole, packed)
         else:
             z = F.linear(unit, weight)
             target = columns(z)
-            other = alike(inside, target)
-            channels.blend(target, target, factor, other, None, gain=form.shift)
+            other = spread(inside, target)
+            channels.blend(target, target, factor, other, None, like=like, gain=form.shift)
         ctx.save_for_backward(unit, factor, weight, bias)
-        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
+        ctx.form, ctx.shape, ctx.dtype, ctx.like = form, x.shape, x.dtype, like
         ctx.set_materialize_grads(False)
         return z if x.dim() == 2 else z.view(*x.shape[:-1], -1), unit, factor
 
@@ -119,8 +123,8 @@ class InputScaled(Function):
         flat = None if g is None else g.reshape(-1, g.shape[-1]) if g.dim() != 2 else g
         if flat is not None and u is None and gamma is None and usable_backward(flat):
             with suppress(KernelError):
-                saved = unit, factor, weight, bias
-                dx, dw, db = _input_scaled_backward(flat, *saved, form, needed, ctx.dtype)
+                given = unit, factor, weight, bias, form, needed, ctx.dtype, ctx.like
+                dx, dw, db = _input_scaled_backward(flat, *given)
                 return dx if dx is None else dx.view(ctx.shape), dw, db, None, None
         dx = dw = db = None
         inside, factor = form.constant > 0, factor.view(-1, 1)
@@ -150,22 +154,25 @@ def _input_scaled_backward(
     form: Correction,
     needed: tuple[bool, ...],
     dtype: torch.dtype,
+    forward: Hashable,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x (rows, n_in), W and b by kernels."""
+    """Return the gradients of x (rows, n_in), W and b by kernels; forward: its tensors' `alike`."""
     dx = dw = db = dots = None
+    like = forward, alike(flat), needed
     if bias is not None and form.constant > 0:
         if needed[0] or needed[2]:
             upstream = columns(flat)
-            other = alike(bias, upstream) if needed[0] else None
-            dots, sums = channels.gate(upstream, other, None, factor, total=needed[2])
+            other = spread(bias, upstream) if needed[0] else None
+            dots, sums = channels.gate(upstream, other, None, factor, like=like, total=needed[2])
             if sums is not None:
-                channels.add_up(sums, db := bias.new_empty(bias.shape), gain=form.shift)
+                db = bias.new_empty(bias.shape)
+                channels.add_up(sums, db, like=like, gain=form.shift)
     elif needed[2]:
         db = times(flat.sum(0), form.shift)
     if needed[0]:
         u = flat @ weight
         dx = u if u.dtype == dtype else u.new_empty(u.shape, dtype=dtype)
-        rows.unit_rows_backward(u, unit, factor, dots, dx, form=form, is_unit=True)
+        rows.unit_rows_backward(u, unit, factor, dots, dx, like=like, form=form, is_unit=True)
     if needed[1]:
         dw = flat.t() @ unit
     return dx, dw, db
@@ -218,8 +225,8 @@ class OutputScaled(Function):
                 if dx is not None and dots is not None:
                     c = dots[0] if len(dots) == 1 else dots.sum(0)
                     to = linear_map.view(dx)
-                    spread = linear_map.spread(c, x)
-                    channels.blend(to, to, spread, linear_map.view(x), None, gain=-1.0)
+                    over = linear_map.spread(c, x)
+                    channels.blend(to, to, over, linear_map.view(x), None, gain=-1.0)
                 return None, None, dx, dw, db, None
         return None, None, *differentiable(plain, (x, weight, bias), needed, g), None
 

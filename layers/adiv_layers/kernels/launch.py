@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -116,16 +116,13 @@ def launches(plan: Callable[..., Launch]) -> Callable[..., list[Any]]:
 
     It is given every tensor of the kernel by its place, None for one that is missing. The plan is
     asked once for all tensors that are alike: in shape, strides, dtype, device and alignment to 16
-    bytes, which is all that a compiled kernel depends on.
+    bytes, which is all that a compiled kernel depends on. A caller that knows what determines this
+    gives it as `like`, since to look at every tensor takes longer than to start the kernel.
     """
 
     @functools.wraps(plan)
-    def launch(*tensors: Tensor | None, **settings: Any) -> list[Any]:
-        alike = [
-            x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-            for x in tensors
-        ]
-        key = (plan, *settings.items(), *alike)
+    def launch(*tensors: Tensor | None, like: Hashable = None, **settings: Any) -> list[Any]:
+        key = (plan, like or alike(*tensors), *settings.items())
         starter = _starters.get(key)
         if starter is None:
             if len(_starters) >= _MOST:
@@ -137,6 +134,16 @@ def launches(plan: Callable[..., Launch]) -> Callable[..., list[Any]]:
         return made
 
     return launch
+
+
+def alike(*tensors: Tensor | None) -> tuple[object, ...]:
+    """Return what a kernel depends on in these tensors, besides their numbers."""
+    return tuple(
+        [
+            x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+            for x in tensors
+        ]
+    )
 
 
 class _Starter:
@@ -200,14 +207,11 @@ class _Starter:
             stream = active.get_current_stream(index)
             run(*programs, stream, function, packed, None, None, None, *tensors, *rest)
 
-        def start(*tensors: Tensor | None) -> None:
-            if active.get_current_device() == index:
+        def there(*tensors: Tensor | None) -> None:
+            with torch.cuda.device(index):
                 here(*tensors)
-            else:
-                with torch.cuda.device(index):
-                    here(*tensors)
 
-        return start
+        return here if torch.cuda.device_count() < 2 else there
 
 
 def _refuse_to_load(

@@ -23,7 +23,7 @@ def columns(rows: Tensor) -> Tensor:
     return rows.as_strided((1, width, count), (0, across, along))
 
 
-def alike(bias: Tensor, columns: Tensor) -> Tensor:
+def spread(bias: Tensor, columns: Tensor) -> Tensor:
     """View a bias as the same numbers in all of these columns."""
     return bias.as_strided(columns.shape, (0, bias.stride(0), 0))
 
