@@ -8,11 +8,13 @@ sample, for which the device waits for the host: the extra time of a measured st
 import gc
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from models import GPT, Task, Trainer, ViT, images, text, vision
 from monitor import Subject, peak, ratios, spread, timed, wait
 from timing import here
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -33,10 +35,37 @@ TASKS = [
     ),
     Task(
         "ViT-B/16, 64×3×224×224",
-        lambda: ViT(side=224, patch=16, channels=3, width=768, depth=12, heads=12),
+        partial(ViT, side=224, patch=16, channels=3, width=768, depth=12, heads=12, packed=True),
         lambda: images(64, 3, 224, 224),
         is_half=True,
     ),
+]
+
+
+class Llama(nn.Module):
+    """A Llama of 1.2 billion parameters (1.5 with a head of its own), all of them in bfloat16."""
+
+    def __init__(self, tied: bool) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+        heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+        config = LlamaConfig(**shape, **heads, tie_word_embeddings=tied, use_cache=False)
+        self.model = LlamaForCausalLM(config).bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens).logits
+        return logits
+
+
+# Batches that leave the device more to do than the host, and a model whose parameters are large.
+LARGE = [
+    Task("Llama 1.2 B, tied, 4×2,048 tokens", partial(Llama, True), partial(text, 128256, 4, 2048)),
+    Task("GPT-2 small, 32×1,024 tokens", TASKS[0].model, partial(text, 50257, 32, 1024), True),
+    Task("ResNet-50, 512×3×224×224", TASKS[1].model, partial(images, 512, 3, 224, 224), True),
+    Task("ViT-B/16, 256×3×224×224", TASKS[2].model, partial(images, 256, 3, 224, 224), True),
+    Task("Llama 1.5 B, 4×2,048 tokens", partial(Llama, False), partial(text, 128256, 4, 2048)),
 ]
 TINY = [
     Task(
@@ -66,7 +95,7 @@ def measure(task: Task, compiled: bool, tiny: bool, emit: Callable[..., None]) -
     }
     if not compiled:
         variants["plain again"] = trainer()
-    rounds, seconds = (2, 0.0) if tiny else (30, 20.0)
+    rounds, seconds = (2, 0.0) if tiny else (30, 8.0)
     found = ratios(plain, variants, rounds, seconds, device)
     taken = statistics.median(timed(plain, device) for _ in range(3))
     mode = "compiled" if compiled else "eager"
@@ -94,13 +123,14 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
     assert measured.monitor is not None and measured.monitor.latest is not None
     layers = len(measured.monitor.latest.layers)
     for name, subject in steps.items():
-        kernels, copies, busy = launches(subject, device)
+        kernels, copies, waits, busy = launches(subject, device)
         emit(
             model=task.title,
             layers=layers,
             step=name,
             kernels=kernels,
-            **{"copies to the host": copies, "device's work, ms": f"{busy:.1f}"},
+            **{"copies to the host": copies, "waits for the device": waits},
+            **{"device's work, ms": f"{busy:.1f}"},
         )
     for held in (plain, measured):
         held.x, held.y = held.x[:1], held.y[:1]
@@ -127,8 +157,8 @@ def host_time(subject: Subject, device: str, rounds: int) -> float:
     return statistics.median(timed(subject, device) for _ in range(rounds))
 
 
-def launches(subject: Subject, device: str) -> tuple[int, int, float]:
-    """Return a step's kernel launches, copies to the host, and the milliseconds of all of them."""
+def launches(subject: Subject, device: str) -> tuple[int, int, int, float]:
+    """Return a step's kernel launches, copies to the host, waits, and the milliseconds of all."""
     activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
     with profile(activities=activities) as profiler:
         subject.step()
@@ -139,5 +169,9 @@ def launches(subject: Subject, device: str) -> tuple[int, int, float]:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
     copies = sum(event.name.startswith("Memcpy DtoH") for event in events)
+    # The one by which this function waits for the step is that of the whole device.
+    waits = sum(
+        e.name in ("cudaStreamSynchronize", "cudaEventSynchronize") for e in profiler.events()
+    )
     kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)
-    return kernels, copies, sum(event.time_range.elapsed_us() for event in events) / 1e3
+    return kernels, copies, waits, sum(e.time_range.elapsed_us() for e in events) / 1e3
