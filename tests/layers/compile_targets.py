@@ -18,7 +18,7 @@ import triton
 import triton.backends.nvidia
 import triton.language as tl
 from adiv_layers.forms import Correction
-from adiv_layers.kernels import channels, launch, patch, rows, small
+from adiv_layers.kernels import channels, launch, maps, patch, rows, small
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -92,11 +92,12 @@ def cases():
     for size, access in ((14, 8), (7, 2)):
         yield from channel_cases(empty(128, 64, size * size, dtype=HALF), access)
         yield from channel_cases(empty(128, size * size, 64, dtype=HALF).transpose(1, 2), 16)
-    q = empty(128, 1, 1, 32, 32, dtype=SINGLE)
+    q = empty(128, 1, 1024, dtype=SINGLE)
     # kernel size, stride, padding, dilation
     for geometry in ((1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1), (2, 3, 3, 2, 2, 2, 1, 4, 4, 2, 2, 2)):
-        yield patch.box, (q, q), {"geometry": geometry, **UNIT}, 0, 0, 0
-        yield patch.box_transposed, (q, q), {"geometry": geometry}, 0, 0, 0
+        sizes = maps.Sizes((1, 32, 32), (1, 32, 32), geometry)
+        yield patch.box, (q, q), {"sizes": sizes, **UNIT}, 0, 0, 0
+        yield patch.box_transposed, (q, q), {"sizes": sizes}, 0, 0, 0
     for (count, n_in, n_out), dtype in product(((32, 3072, 32), (5, 100, 33)), (HALF, SINGLE)):
         x, w, z = (empty(*s, dtype=dtype) for s in ((count, n_in), (n_out, n_in), (count, n_out)))
         y, r = empty(count, n_out, dtype=SINGLE), empty(count, dtype=SINGLE)

@@ -6,7 +6,9 @@ first computed.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +30,18 @@ def spread(bias: Tensor, columns: Tensor) -> Tensor:
     return bias.as_strided(columns.shape, (0, bias.stride(0), 0))
 
 
-def space_out(space: list[int], geometry: Sequence[int]) -> list[int]:
-    """Return the spatial sizes of a convolution's output.
+class Sizes(NamedTuple):
+    """Sizes of a convolution in three dimensions; missing ones come first, of one position.
 
-    geometry: kernel size, stride, padding, dilation, each of the length of `space`.
+    Attributes:
+        space: of the input.
+        out: of the output.
+        geometry: kernel size, stride, padding and dilation, three numbers each.
     """
-    n = len(space)
-    kernel, stride, padding, dilation = (geometry[i * n : (i + 1) * n] for i in range(4))
-    return [
-        (space[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1
-        for i in range(n)
-    ]
+
+    space: tuple[int, ...]
+    out: tuple[int, ...]
+    geometry: tuple[int, ...]
 
 
 class Rows:
@@ -82,10 +85,10 @@ class Rows:
 class Patches(NamedTuple):
     """The linear map of every patch of x: a convolution with equal padding at both ends."""
 
-    kernel_size: list[int]
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
 
     @classmethod
@@ -98,7 +101,8 @@ class Patches(NamedTuple):
         groups: int,
     ) -> "Patches":
         """Return those of a convolution with this weight and geometry."""
-        return cls(list(weight.shape[2:]), list(stride), list(padding), list(dilation), groups)
+        kernel = tuple(weight.shape[2:])
+        return cls(kernel, tuple(stride), tuple(padding), tuple(dilation), groups)
 
     def suits(self, x: Tensor, weight: Tensor) -> bool:
         """Return whether x is a batch with wide groups: narrow ones leave most of a tile empty."""
@@ -117,12 +121,13 @@ class Patches(NamedTuple):
         """Return the factor f of every patch: see `rows.factor_of`."""
         from adiv_layers.kernels import channels, patch
 
-        space, geometry = _three(list(x.shape[2:]), 1), self._geometry()
-        q = x.new_empty((len(x), self.groups, *space), dtype=accumulation_dtype(x.dtype))
-        channels.square_sum(x.flatten(2), q.flatten(2))
-        factor = q.new_empty(len(x), self.groups, *space_out(space, geometry))
-        patch.box(q, factor, geometry=geometry, form=form, squared=squared)
-        return factor.flatten(2)
+        sizes, images, flat = _sizes(self, x.shape[2:]), x.shape[0], x.flatten(2)
+        shape = (images, self.groups, flat.shape[2])
+        q = x.new_empty(shape, dtype=accumulation_dtype(x.dtype))
+        channels.square_sum(flat, q)
+        factor = q.new_empty((images, self.groups, prod(sizes.out)))
+        patch.box(q, factor, sizes=sizes, form=form, squared=squared)
+        return factor
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the map."""
@@ -141,26 +146,23 @@ class Patches(NamedTuple):
         """Return the sum at every input position of c over the patches that contain it."""
         from adiv_layers.kernels import patch
 
-        space, geometry = _three(list(x.shape[2:]), 1), self._geometry()
-        spread = c.new_empty(*c.shape[:2], *space)
-        c = c.view(*c.shape[:2], *space_out(space, geometry))
-        patch.box_transposed(c, spread, geometry=geometry)
-        return spread.flatten(2)
+        sizes = _sizes(self, x.shape[2:])
+        spread = c.new_empty((*c.shape[:2], prod(sizes.space)))
+        patch.box_transposed(c, spread, sizes=sizes)
+        return spread
 
-    def _geometry(self) -> tuple[int, ...]:
-        return (
-            *_three(self.kernel_size, 1),
-            *_three(self.stride, 1),
-            *_three(self.padding, 0),
-            *_three(self.dilation, 1),
-        )
-
-    def _settings(self) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+    def _settings(self) -> tuple[Any, ...]:
         """Return the settings of PyTorch's convolution, including those of the transposed one."""
-        none = [0] * len(self.stride)
+        none = (0,) * len(self.stride)
         return self.stride, self.padding, self.dilation, False, none, self.groups
 
 
-def _three(sizes: list[int], missing: int) -> list[int]:
-    """Extend sizes to three dimensions, by leading ones."""
-    return [missing] * (3 - len(sizes)) + sizes
+@lru_cache
+def _sizes(patches: Patches, space: torch.Size) -> Sizes:
+    """Return the sizes of a convolution over this space."""
+    numbers = zip(space, *patches[:4], strict=True)
+    out = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in numbers)
+    missing = 3 - len(space)
+    of_each = zip(patches[:4], (1, 1, 0, 1), strict=True)
+    geometry = (n for own, one in of_each for n in ((one,) * missing + own))
+    return Sizes((1,) * missing + tuple(space), (1,) * missing + out, tuple(geometry))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adiv_layers.forms import Correction
 from adiv_layers.kernels.launch import Launch, divide_up, launches
+from adiv_layers.kernels.maps import Sizes
 from adiv_layers.kernels.rows import factor_constants, factor_of
 
 _BLOCK = 256
@@ -134,22 +135,19 @@ def box(
     q: Tensor,
     factor: Tensor,
     *,
-    geometry: tuple[int, ...],
+    sizes: Sizes,
     form: Correction,
     squared: bool = False,
 ) -> Launch:
-    """Fill `factor` (images, groups, *space_out) from q (images, groups, *space_in), contiguous.
-
-    geometry: kernel size, stride, padding and dilation, each for the same three dimensions.
-    """
+    """Fill `factor` (images, groups, positions) from q, the same of the input, both contiguous."""
     constants = {**factor_constants(form, factor, squared), "BLOCK": _BLOCK}
-    numbers = (factor.numel(), *q.shape[-3:], *factor.shape[-3:], *geometry)
+    numbers = (factor.numel(), *sizes.space, *sizes.out, *sizes.geometry)
     return Launch(box_kernel, (divide_up(factor.numel(), _BLOCK),), numbers, constants)
 
 
 @launches
-def box_transposed(c: Tensor, spread: Tensor, *, geometry: tuple[int, ...]) -> Launch:
-    """Fill `spread` (images, groups, *space_in) from c (images, groups, *space_out), contiguous."""
-    numbers = (spread.numel(), *spread.shape[-3:], *c.shape[-3:], *geometry)
+def box_transposed(c: Tensor, spread: Tensor, *, sizes: Sizes) -> Launch:
+    """Fill `spread` (images, groups, positions) from c, the same of the output, both contiguous."""
+    numbers = (spread.numel(), *sizes.space, *sizes.out, *sizes.geometry)
     grid = (divide_up(spread.numel(), _BLOCK),)
     return Launch(box_transposed_kernel, grid, numbers, {"BLOCK": _BLOCK})
