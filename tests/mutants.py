@@ -59,7 +59,7 @@ TESTS = {
     "adiv_monitor/capture/": "several_uses bookkeeping whole_modules contributions models "
     "gradients robustness derived",
     "adiv_monitor/capture/batch.py": "loop_facts",
-    "adiv_monitor/capture/capture.py": "trace sampling",
+    "adiv_monitor/capture/capture.py": "trace sampling whole_model",
     "adiv_monitor/capture/catch.py": "uneven_rows checkpointing",
     "adiv_monitor/capture/check.py": "sampled_readings uneven_rows",
     "adiv_monitor/capture/coverage.py": "report whole_model",
@@ -75,7 +75,7 @@ TESTS = {
     "adiv_monitor/capture/site.py": "trace deep_models",
     "adiv_monitor/capture/trace.py": "trace",
     "adiv_monitor/capture/watch.py": "deep_models bystanders",
-    "adiv_monitor/capture/watching.py": "jagged trace bystanders functions",
+    "adiv_monitor/capture/watching.py": "jagged trace bystanders functions realised",
     "adiv_monitor/capture/weights/": "derived shared_weights",
     "adiv_monitor/capture/weights/shards.py": "sharded",
     "adiv_monitor/features/": "features corrected_layers functions models",

@@ -31,7 +31,7 @@ def draw(
     """
     total = prod(shape)
     if most is None:
-        return Rows(shape, None, device, np.zeros(total), np.inf)
+        return Rows(shape, None, device, np.zeros(total))
     count = min(total, most)
     # One more key than rows taken: it bounds the keys that are left out.
     steps = generator.exponential(size=min(count + 1, total))

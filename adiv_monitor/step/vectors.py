@@ -155,7 +155,7 @@ class Block:
         self._of["G"].copy_(torch.stack([x.G for x in layers]))
         self._of["z"].copy_(torch.stack([x.z for x in layers]))
         for x in layers:
-            x.G = x.z = G.new_empty(0)  # the stacks have them now
+            del x.G, x.z  # the stacks have them now
         # Every family with its vectors, and its place.
         self._parts: list[tuple[Family, dict[str, Tensor], slice]] = []
         end = 0

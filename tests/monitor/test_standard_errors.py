@@ -300,6 +300,8 @@ def test_quantiles_of_numbers_leave_out_what_is_none() -> None:
     found, _ = quantiles(values, (0, 0.5))
     np.testing.assert_array_equal(found, [[1, 2], [math.nan] * 2, [1, math.inf]])
     assert np.isnan(quantiles(np.empty((2, 0)), (0, 1))[0]).all()
+    [[_], [error]] = quantiles(np.array([[*range(50), *range(1000, 1050)]]), (0.5,), 0.01)
+    assert error > 475, "half of the gap around the median"
 
 
 def test_quantiles_know_their_error() -> None:
