@@ -158,8 +158,7 @@ class EarlierWeights:
             points = np.concatenate(self._points)
             ways = np.linalg.norm(points[:, None] - points, axis=2)
             farthest = np.fmax.reduce(np.triu(ways), axis=1)
-            has_moved = (farthest > 0) & (farthest < np.inf)
-            shares = 1 - (np.linalg.norm(points - began, axis=1) / farthest)[has_moved]
+            shares = 1 - (np.linalg.norm(points - began, axis=1) / farthest)[farthest > 0]
             shares = shares[shares == shares]
         if len(self._points) == _STEPS:
             self._points = self._points[::2]
