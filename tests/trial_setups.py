@@ -113,8 +113,15 @@ Row = tuple[str, str, Callable[[], Setup], str]
 
 
 def each_of(table: Sequence[Row]) -> pytest.MarkDecorator:
-    """Parametrize a test by question, setup and part of the sentence."""
-    rows = [pytest.param(q, make, part, id=f"{q}, {what}") for q, what, make, part in table]
+    """Parametrize a test by question, setup and part of the sentence.
+
+    Of each question, all but the first row with a finding and the first without are slow.
+    """
+    rows, seen = [], set[tuple[str, bool]]()
+    for q, what, make, part in table:
+        marks = [pytest.mark.slow] * ((q, part == "") in seen)
+        seen.add((q, part == ""))
+        rows.append(pytest.param(q, make, part, id=f"{q}, {what}", marks=marks))
     return pytest.mark.parametrize(("question", "make", "part"), rows)
 
 

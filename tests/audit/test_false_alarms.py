@@ -214,7 +214,7 @@ def audited(case: Case, steps: int = 24, rate: float = 3e-3) -> AuditReport:
     return audit(model, batches, loss=loss, optimizer=adam, steps=steps, try_fixes=False)
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("name", CASES)
 def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
     make, faults = CASES[name]
@@ -223,6 +223,7 @@ def test_what_looks_like_a_fault_is_not_told(name: str) -> None:
     assert not {finding.name for finding in report.findings} & set(faults)
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("make", [gradient_penalty, differential_equation, own_loss])
 def test_of_correct_programs_with_unusual_losses_there_is_nothing_to_act_on(
     make: Callable[[], Case],
@@ -262,7 +263,7 @@ class Recurrent(nn.Module):
     ids=["linear", "LSTM", "GRU", "convolution"],
 )  # fmt: skip
 @pytest.mark.parametrize("factor", [1e3, 1e-3])
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=8)
 def test_inputs_that_a_layer_reads_as_they_are_are_told(
     make: Callable[[], nn.Module], factor: float
 ) -> None:

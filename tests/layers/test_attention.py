@@ -69,6 +69,7 @@ def assert_same(actual, expected):
         torch.testing.assert_close(actual[1], expected[1], **TIGHT)
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_all_standard_equals_the_twin(options, batched):

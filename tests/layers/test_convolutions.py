@@ -69,6 +69,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow(one_in=6)
 @pytest.mark.parametrize("form", ["affine-like", "norm-like"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("space", [1, 2, 3])

@@ -48,7 +48,7 @@ def test_every_row_follows_the_formula(function, row, alpha, beta, bias):
     torch.testing.assert_close(actual, expected.view(2, 3, 4), **TIGHT)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=17)
 @pytest.mark.parametrize("shape", [(5, 4), (37, 2)], ids=["wide", "tall"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("function", "row", "alpha", "beta"), CASES, ids=IDS)

@@ -82,7 +82,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(("kind", "settings", "shape", "expected"), CASES)
 def test_linear(kind, settings, shape, expected, started):
     count, n_in, n_out = LINEAR[shape]

@@ -206,7 +206,7 @@ def grouped(dims: int, layer: nn.Module, width: int) -> nn.Module:
     return nn.Sequential(first, layer, nn.ReLU(), mix, nn.ReLU(), pool, nn.Flatten(), last)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize(
     ("kind", "name"),

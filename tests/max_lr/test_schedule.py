@@ -234,6 +234,7 @@ def rates(name: str, scale: str | None) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("scale", ["before", "after"])
 def test_other_schedulers_keep_their_sequence(name: str, scale: str) -> None:

@@ -44,7 +44,7 @@ def truths_of(case: str, optimizer: str, micro_batches: int) -> list[Truth]:
     return [reference.take_step(model, own, partial(backward, step=step)) for step in steps]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=13)
 @pytest.mark.parametrize("max_rows", [None, 5], ids=["all-rows", "sampled"])
 @pytest.mark.parametrize("micro_batches", STEPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

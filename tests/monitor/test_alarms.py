@@ -217,7 +217,7 @@ def adamw(lr: float) -> Any:
     return lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
@@ -233,7 +233,7 @@ def test_the_preset_raises_nothing_over_healthy_runs(kind: str, make: Any) -> No
     assert said == []
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(
     ("kind", "make", "poison", "rule"),
     [

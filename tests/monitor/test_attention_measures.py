@@ -204,6 +204,7 @@ SPREAD = (
 )
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("name", BUILD)
 def test_where_attention_looks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, chunk = built(name), 50

@@ -145,7 +145,7 @@ class Reference:
         return torch.stack(found).view(Y.shape)
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=14)
 @pytest.mark.parametrize("name", MODELS)
 def test_readings_of_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference(name, monkeypatch)
@@ -274,7 +274,7 @@ class Net(nn.Module):
         return attended
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("weights", [False, True], ids=["fused", "with weights"])
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("kind", KINDS)

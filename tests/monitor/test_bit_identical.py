@@ -241,7 +241,7 @@ CASES += [("restless", "realised", around) for around in AROUND if around]
 CASES += [("picture", "", around) for around in AROUND if around]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize(("name", "measure", "around"), CASES)
 def test_the_run_is_the_one_without_a_monitor(name: str, measure: str, around: str) -> None:
     ours, (*left, every) = trained(name, measure, around, watched=True)

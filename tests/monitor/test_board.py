@@ -184,6 +184,7 @@ def test_a_short_run_is_drawn_at_its_end_alone(tmp_path: Path) -> None:
     assert sink.shown == 5
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("faulty", "colour"),
     [

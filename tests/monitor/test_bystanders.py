@@ -89,7 +89,7 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Batch], object]] = {
 }
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=9)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of fake parameters
@@ -261,7 +261,7 @@ FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.slow(one_in=5)
+@pytest.mark.slow(one_in=11)
 @pytest.mark.parametrize("realised", [False, True], ids=["", "realised"])
 @pytest.mark.parametrize("around", [nullcontext, AnalogNoise, NoisyFunctions])
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -62,57 +62,31 @@ def story(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> Story:
 
 
 @pytest.mark.slow
-def test_no_learning_rate_does_what_standardising_does(story: Story) -> None:
+def test_no_learning_rate_does_what_the_audits_first_advice_does(story: Story) -> None:
     found = accuracies(story.text)
     assert {name: len(row) for name, row in found.items()} == {"raw": 9, "standardised": 9}
     raw = found["raw"]
     assert max(raw) + 20 < max(found["standardised"])
     assert max(raw[0], raw[-1]) < max(raw), "lower and higher learning rates were tried, too"
-    assert "None of these learning rates does for raw inputs what standardising" in story.text
-    (best,) = set(re.findall(r"raw ([\d.]+)% ± ", " ".join(story.text.split())))
-    assert float(best) == max(raw)
-
-
-@pytest.mark.slow
-def test_the_audits_first_advice_is_the_fix_and_pays(story: Story) -> None:
     finding = story.report.findings[0]
     assert (finding.name, finding.strength) == ("input-scale", "act")
     first, *others = finding.advice
     assert first.fix == "standardise-inputs"
     assert first.trial is not None and first.trial.pays and first.trial.beats_rate
-    assert first.trial.loss < 0.25 * first.trial.loss_without
     tried = [other.trial for other in others if other.fix is not None]
     assert tried, "the audit can do others, too"
     assert all(trial is not None and trial.loss > first.trial.loss for trial in tried)
-    assert "3. The audit's first advice, taken: standardised inputs" in story.text
-    unwrapped = " ".join(story.text.split())
-    assert story.report.verdict in unwrapped
-    assert "standardise the inputs" in story.report.verdict
-    assert not [a for f in story.report.findings if f.strength == "act" for a in f.advice
-                if (a.fix or "").startswith("rate*") and a.trial is not None and a.trial.pays
-                and a.trial.loss < 0.9 * a.trial.loss_without]  # fmt: skip
+    assert story.report.verdict in " ".join(story.text.split())
 
 
 @pytest.mark.slow
-def test_what_it_leaves(story: Story) -> None:
-    assert {path.name for path in story.folder.iterdir()} == {
-        *("audit", "raw", "raw.html", "raw.json", "raw.md"),
-        *("standardised", "standardised.html", "standardised.json", "standardised.md"),
-    }
+def test_what_it_leaves_and_the_docs_show(story: Story) -> None:
     for path in ("audit/report.html", "raw.html", "standardised.html"):
         assert f"runs/{story.folder.name}/{path}" in story.text
         assert (story.folder / path).exists()
-    assert f"tensorboard --logdir runs/{story.folder.name}\n" in story.text
     tags = EventAccumulator(str(story.folder / "raw")).Reload().Tags()
     assert {"loss", "adiv.update_ratio/net.input"} <= set(tags["scalars"])
     assert "adiv/overview" in tags["images"]
-    assert "trainer = Trainer(callbacks=[DivergenceCallback()])" in story.text
-    assert "adiv-audit my_project.train:build --data my_project.train:batches" in story.text
-    assert (ROOT / "layers" / "README.md").exists() and "layers/README.md" in story.text
-
-
-@pytest.mark.slow
-def test_the_docs_show_what_the_demo_prints(story: Story) -> None:
     page = (ROOT / "docs" / "demo.md").read_text()
     printed = [line.rstrip() for line in story.text.splitlines()]
     sweeps, table = (
@@ -121,11 +95,9 @@ def test_the_docs_show_what_the_demo_prints(story: Story) -> None:
         if "raw" in text
     )
     assert sweeps[0] in printed
-    assert list(accuracies("\n".join(sweeps))) == ["raw", "standardised"]
     rows = re.compile(r"^\w+, (?:raw|standardised)\b")
     named = [[m[0] for line in some if (m := rows.match(line))] for some in (table, printed)]
     assert len(named[0]) == 6 and named[0] == named[1]
-    assert table[0].split() == next(x for x in printed if x.lstrip().startswith("update")).split()
 
 
 def pictures(root: Path, *classes: str) -> None:

@@ -105,7 +105,7 @@ def truth_of(
     return expected
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow(one_in=17)
 @pytest.mark.parametrize(("optimizer", "ignored"), [("sgd", 0), ("adamw", 0), ("adamw", 1)])
 @pytest.mark.parametrize("name", RULED)
 def test_every_measure(name: str, optimizer: str, ignored: int) -> None:

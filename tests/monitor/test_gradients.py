@@ -323,6 +323,7 @@ def test_a_forgotten_zero_grad_is_a_finding_of_its_own() -> None:
     assert finding.advice[0].text.startswith("call optimizer.zero_grad() once for every step")
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("passes", [1, 4])
 def test_accumulation_over_several_passes_is_no_forgotten_zero_grad(

@@ -53,7 +53,7 @@ def assert_readable(picture: Picture) -> None:
         assert apart, (words, others)
 
 
-@pytest.mark.slow(one_in=31)
+@pytest.mark.slow(one_in=61)
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("layers", [1, 3, 15, 16, 60, 61, 300])
 @pytest.mark.parametrize("steps", [1, 2, 100])
@@ -65,6 +65,7 @@ def test_texts_of_a_picture_have_room(layers: int, path: str, steps: int) -> Non
         assert_readable(overview_picture(grids, "3 things to watch", [FINDING] * 3, named))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
     "headline", ["One thing to fix", "generator.of.images: " + "many " * 20, "W" * 300]

@@ -104,6 +104,7 @@ def reports_of(
 # --- the mode of the model ------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("asked", [{}, {"layers_per_step": 2}])
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: nn.DataParallel(model)])
 def test_a_model_left_in_eval_mode(asked: dict[str, Any], wrap: Callable[..., nn.Module]) -> None:
@@ -246,7 +247,7 @@ LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
 }
 
 
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("asked", [{}, {"layers_per_step": 1}])
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_passes_of_a_step(name: str, asked: dict[str, Any]) -> None:
@@ -300,7 +301,7 @@ def tokens(number: int) -> Tensor:
     return torch.randperm(30, generator=torch.Generator().manual_seed(number)).view(6, 5) % 5
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=9)
 @pytest.mark.parametrize(
     ("model", "draw"),
     [(two_layers, batch), (Embedded, tokens), (Net, batch)],
@@ -459,6 +460,7 @@ RATES_OF_RUNS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", RATES_OF_RUNS)
 def test_rates_that_fall_back(name: str) -> None:
     values, falls = RATES_OF_RUNS[name]

@@ -181,6 +181,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.usefixtures("_fresh_accelerate")
 @pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 def test_the_monitored_run_is_bit_identical(make: Callable[[], Loop]) -> None:

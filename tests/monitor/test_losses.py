@@ -100,6 +100,7 @@ def train(source: str | None, steps: Sequence[int] = range(STEPS), **options: An
     return collected, list(monitor.reports), [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("source", SOURCES)
 def test_losses_are_those_that_the_loop_collected(source: str) -> None:
     collected, reports, weights = train(source)

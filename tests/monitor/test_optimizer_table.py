@@ -146,6 +146,7 @@ def compare(reading: LayerReading, expected: dict[str, float]) -> None:
         assert getattr(reading, name) == pytest.approx(expected[name], **EXACT), name
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_measure_is_what_the_step_really_did(name: str) -> None:
     for report, truth in zip(reports(name), truths(name), strict=True):

@@ -116,6 +116,7 @@ CHANGES: dict[str, Projection] = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("width", [6, 3000], ids=["small", "large"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_projection_that_begins_later_is_noticed(change: str, width: int) -> None:

@@ -177,7 +177,7 @@ def second(
     return report
 
 
-@pytest.mark.slow(one_in=37)
+@pytest.mark.slow(one_in=101)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -285,7 +285,7 @@ def in_one_loss(net: nn.Module) -> None:
 LOOPS = [micro_batches, one_graph_twice, attacked_first, in_one_loss]
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize("max_rows", [None, 15])  # few rows are alike by chance
 @pytest.mark.parametrize("course", LOOPS)
 @pytest.mark.parametrize("kind", ["lstm", "gru"])

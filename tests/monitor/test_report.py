@@ -62,6 +62,7 @@ def test_layers_not_told_apart_share_the_value_that_fits_them_best() -> None:
     assert value == pytest.approx((0.1 / 0.01 + 0.2 / 0.0025) / (1 / 0.01 + 1 / 0.0025))
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("count", [4, 60])
 def test_noise_moves_no_extreme_and_names_no_layer(count: int) -> None:
     """Extremes of equal layers with an error of 0.05, which may stop a training, ignore noise."""

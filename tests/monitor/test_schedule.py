@@ -134,7 +134,7 @@ BOUNDS: list[tuple[float | None, float, list[tuple[int, int]]]] = [
 ]
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("bound, pause, expected", BOUNDS)
 def test_a_monitor_keeps_to_its_bound(
     bound: float | None,

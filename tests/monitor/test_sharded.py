@@ -37,15 +37,13 @@ ADAMW, SGD = (partial(kind, lr=0.01) for kind in (torch.optim.AdamW, torch.optim
 Sharded = partial(Case, optimizer=ADAMW, shards=True)
 CASES = {
     "halves, AdamW": Sharded(((4,), (4,))),
-    "halves, SGD": Sharded(((4,), (4,)), optimizer=SGD),
     "uneven, one unit, clipped": Sharded(((5,), (3,)), clip=0.1, nested=False),
     "micro-batches": Sharded(((2, 2), (1, 3))),
     "micro-batches, each averaged": Sharded(((2, 2), (1, 3)), sync=True),
     "micro-batches, replicas at the end": Sharded(
         ((2, 2), (1, 3)), sync=True, replicas=2, together=False
     ),
-    "halves, the first of three turns": Sharded(((4,), (4,)), turn=0),
-    "halves, the second": Sharded(((4,), (4,)), turn=1),
+    "halves, the second of three turns": Sharded(((4,), (4,)), turn=1),
     "halves, the third": Sharded(((4,), (4,)), optimizer=SGD, turn=2),
     "four": Sharded(((3,), (2,), (1,), (2,))),
     "four, two replicas": Sharded(((3,), (2,), (1,), (2,)), replicas=2),

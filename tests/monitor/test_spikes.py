@@ -149,7 +149,7 @@ def spiked(monitor: Monitor) -> list[StepReport]:
     return [report for report in monitor.reports if report.spikes]
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(
     ("plant", "make", "rate"),
     [

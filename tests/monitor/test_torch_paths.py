@@ -104,6 +104,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", PATHS)
 def test_encoders_take_their_fast_path_where_nothing_requires_gradients(
     name: str, taken: list[int]

@@ -109,7 +109,7 @@ CHANGES: dict[str, Callable[[Changing], object]] = {
 }
 
 
-@pytest.mark.slow(one_in=7)
+@pytest.mark.slow(one_in=13)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_changes_is_never_misread(name: str, always_whole: Callable[[], None]) -> None:
     def build() -> Changing:

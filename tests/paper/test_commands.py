@@ -25,7 +25,6 @@ import sweep
 import text
 import transformer
 import widths
-from case_report import verdict
 from cifar import synthetic
 
 
@@ -118,15 +117,6 @@ def test_a_transformer_sees_no_later_characters(arm: str) -> None:
     after = alone(pieces)
     torch.testing.assert_close(after[:, :30], before[:, :30])
     assert not torch.allclose(after[:, 30:], before[:, 30:])
-
-
-def test_a_verdict_needs_two_standard_errors() -> None:
-    assert verdict([1.0, 3.0, 2.0], higher=True) == "2.000 ± 0.577, p = 0.074: better"
-    assert verdict([1.0, 3.0, 2.0], higher=False).endswith(": worse")
-    assert verdict([1.0, 3.0, -1.0], higher=True).endswith(
-        ": no difference beyond two standard errors"
-    )
-    assert verdict([-9.0], higher=False) == "−9.000, of one seed, which says nothing about chance"
 
 
 @pytest.mark.slow

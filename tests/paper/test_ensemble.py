@@ -48,7 +48,7 @@ def trained(optimizer: str, depth: int) -> Trained:
     return ensemble, course
 
 
-@pytest.mark.slow(one_in=23)
+@pytest.mark.slow(one_in=41)
 @pytest.mark.parametrize("course", COURSES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("method", METHODS)

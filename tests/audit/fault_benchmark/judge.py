@@ -4,9 +4,7 @@ The first advice is that of the first finding that names a fix. It is compared w
 
 - no change,
 - the best of the learning rates that the audit tried,
-- one random change: a fix drawn from all that apply, at the rate that the audit's method finds,
-- a random search: random changes, with as many runs as the audit's trials; the best one is kept if
-  it pays.
+- one random change: a fix drawn from all that apply, at the rate that the audit's method finds.
 
 All choices are made with the audit's own seed. The reported results are runs with another seed and
 three times as many steps. They are judged by the loss, or, where the fault changes what the loss
@@ -18,7 +16,8 @@ finding is the planted fault, and for no change otherwise.
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -31,11 +30,10 @@ from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes import FAR_FACTORS, FIXES, DoesNotApply, rate_name, scale_rate
 from adiv_monitor.audit.trials.trial import NOT_AMONG_THE_FIRST, Runs, best_rate, compared
-from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
+from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding
 from adiv_monitor.diagnosis.record import Record
 
 ANOTHER = 1000  # added to a seed: other weights, other data
-SEARCHED = 5  # random search is as dear as an audit: it is done for every fifth seed
 
 
 @dataclass(frozen=True)
@@ -70,14 +68,11 @@ def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     setup, record = run.setup(STEPS, seed), report.record
     runs = Runs(setup, record)
     chance = random.Random(f"{bed.name} {seed}")
-    one = next(changes(runs, chance), None)
     changed = {
         "advice": advised(report.findings[0]) if report.findings else None,
         "rate": _best_rate(record),
-        "random": None if one is None else one[0],
+        "random": random_change(runs, chance),
     }
-    if seed % SEARCHED == 0:
-        changed["search"] = searched(runs, chance, runs_of(report))
     another = Another(bed, seed)
     row = _found(report) | outcomes(another, record, changed)
     if changed["advice"] is None and _says_what(report, bed):
@@ -90,7 +85,6 @@ def _found(report: AuditReport) -> dict[str, Any]:
     return {
         "findings": [[finding.name, finding.strength] for finding in report.findings],
         "words": first is not None and advised(first) is None,
-        "runs": runs_of(report),
     }
 
 
@@ -134,37 +128,14 @@ def _best_rate(record: Record) -> Change | None:
     return None if factor == 1 else Change(rate_name(factor))
 
 
-def runs_of(report: AuditReport) -> int:
-    """Return the number of short runs that the audit spent on trials."""
-    trials = {id(trial): trial.runs for trial in report.record.rates.values()}
-    for finding in report.findings:
-        trials |= {id(a.trial): a.trial.runs for a in finding.advice if a.trial is not None}
-    return sum(trials.values())
-
-
-def changes(runs: Runs, chance: random.Random) -> Iterator[tuple[Change, Trial]]:
-    """Yield all fixes that apply, in random order, each tried as the audit tries it."""
+def random_change(runs: Runs, chance: random.Random) -> Change | None:
+    """Return a fix that applies, drawn from all, at the rate of its trial as the audit tries it."""
     names = sorted(FIXES.keys() - set(map(rate_name, FAR_FACTORS)))
     chance.shuffle(names)
     for name in names:
-        try:
-            trial = replace(runs, fix=name, losses={}).trial()
-        except Exception:  # it does not apply, or the model can't be run so
-            continue
-        yield Change(name, (), trial.rate), trial
-
-
-def searched(runs: Runs, chance: random.Random, most: int) -> Change | None:
-    """Return the best random change that so many runs can try; None if none pays."""
-    best: tuple[float, Change | None] = (float("inf"), None)
-    spent = 0
-    for change, trial in changes(runs, chance):
-        if spent and spent + trial.runs > most:
-            break
-        spent += trial.runs
-        if trial.pays and trial.loss < best[0]:
-            best = trial.loss, change
-    return best[1]
+        with suppress(Exception):  # it does not apply, or the model can't be run so
+            return Change(name, (), replace(runs, fix=name, losses={}).trial().rate)
+    return None
 
 
 class Another:

@@ -7,7 +7,6 @@ from typing import Any
 
 from audit.fault_benchmark.cases import CASES, HEALTHY, UNSEEN
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
-from audit.fault_benchmark.reported_sources import SOURCES
 from audit.fault_benchmark.run import Case
 from write_up import table
 
@@ -22,7 +21,6 @@ GROUPS = {
 CHANGES = {
     "advice": "first advice",
     "random": "one random change",
-    "search": "random search",
     "rate": "the best rate alone",
 }
 
@@ -108,11 +106,10 @@ def _failed(rows: Sequence[Row]) -> list[str]:
         if (rank(row) == 1 and done["pays"]) if is_case else not alarmed(row):
             continue
         said = ", ".join(f"{name} ({strength})" for name, strength in row["findings"])
-        link = f"[thread]({SOURCES[row['name']]})" if row["name"] in SOURCES else "–"
         planted = bed.expected[0] if is_case else "nothing"
         found = row.get("raised") or said or "nothing"
-        lines.append((row["name"], row["seed"], link, planted, found, done["change"]))
-    header = ("not named first, not mended, or alarmed", "seed", "reported", "planted", "found")
+        lines.append((row["name"], row["seed"], planted, found, done["change"]))
+    header = ("not named first, not mended, or alarmed", "seed", "planted", "found")
     return ["## Single runs", "", *table((*header, "first advice"), lines)]
 
 

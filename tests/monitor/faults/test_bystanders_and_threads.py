@@ -43,7 +43,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.slow(one_in=9)
+@pytest.mark.slow(one_in=19)
 @pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "after step"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes(change: str, when: str) -> None:

@@ -54,7 +54,7 @@ def raises(error: BaseException) -> Callable[..., None]:
     return body
 
 
-@pytest.mark.slow(one_in=11)
+@pytest.mark.slow(one_in=29)
 @pytest.mark.parametrize("method", ["write", "close"])
 @pytest.mark.parametrize("kind", [Fault, OSError, MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("name", EVERY)

@@ -61,7 +61,7 @@ def _times(output: object, value: float) -> object:
     return output * value
 
 
-@pytest.mark.slow(one_in=13)
+@pytest.mark.slow(one_in=37)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("where", ["loss", "gradients", "weights", "activations"])
 @pytest.mark.parametrize("name", NUMBERS)
@@ -113,6 +113,7 @@ class Interrupted(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("kind", [Fault, KeyboardInterrupt, SystemExit, MemoryError])
 @pytest.mark.parametrize("place", ["forward", "frozen", "backward", "step"])
 @pytest.mark.parametrize("goes_on", [False, True])
