@@ -170,7 +170,6 @@ def tags(html: str) -> list[str]:
     return [tag for tag in re.findall(r"<(\w+)", html) if tag != "code"]
 
 
-@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("name", MARKDOWN, ids=ascii)
 def test_a_name_is_no_markdown(name: str) -> None:
     """Names are shown as plain text by TensorBoard's Markdown, and by CommonMark with tables.
