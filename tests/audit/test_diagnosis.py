@@ -599,6 +599,8 @@ def test_layers_that_move_unlike_the_others() -> None:
     once = record(far)
     assert found(once)["uneven-rates"].strength == "act"
     assert found(replace(once, reports=once.reports[:1]))["uneven-rates"].strength == "note"
+    decays = {"mixer.A_log": reading(kind="module", update_ratio=1e-7)}
+    assert "uneven-rates" not in found(record(decays, losses=STILL)), "a part of its module"
     still = {f"frozen{i}": reading(update_ratio=0.0) for i in range(9)}
     finding = found(record({**still, **far}))["uneven-rates"]
     assert finding.layers == ("c",), "compared with those that move"

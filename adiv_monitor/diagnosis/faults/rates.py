@@ -121,13 +121,15 @@ UNEVEN_ACT = 100.0  # in either direction, at more than one step
 def uneven_rates(record: Record) -> Iterator[Finding]:
     """Find layers whose activations move far less, or far more, than those of the others.
 
-    Layers that do not move at all are left out, here and in the median. The first measured step
-    decides, since training has broken nothing yet. A layer whose output begins near zero moves far
-    there and is healthy. So nothing is found unless the layer also does so at the next measured
-    step, or the loss goes badly, or it has a far higher learning rate than others and moves beyond
-    the healthy range. If only one step is measured, the finding is a note.
+    Layers that do not move at all are left out, here and in the median, as are parts of modules,
+    whose outputs hold more than what these make. The first measured step decides, since training
+    has broken nothing yet. A layer whose output begins near zero moves far there and is healthy.
+    So nothing is found unless the layer also does so at the next measured step, or the loss goes
+    badly, or it has a far higher learning rate than others and moves beyond the healthy range. If
+    only one step is measured, the finding is a note.
     """
-    moves = [{path: move for path, move in step.items() if move.value > 0}
+    parts = {p for r in record.reports for p, of in r.layers.items() if of.kind == "module"}
+    moves = [{path: move for path, move in step.items() if move.value > 0 and path not in parts}
              for step in read.at_first(record, "update_ratio")]  # fmt: skip
     apart = _of_other_rates(record)
     off, *later = [_off_the_middle(step, apart) for step in moves] or [{}]
@@ -137,8 +139,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     if not off or (later and not lasting and not harms and not by_rate):
         return
     # By one step alone, it is not known whether it lasts.
-    act = harms and (lasting or not later or by_rate)
-    act = act or max(lasting, default=0.0) > UNEVEN_ACT
+    act = max(lasting, default=0.0) > UNEVEN_ACT or (harms and (lasting or not later or by_rate))
     layers, middle = read.worst_first(off), _middle(moves[0], apart)
     first = moves[0][layers[0]].value
     low, high = middle / STARVED, middle * OVERDRIVEN
