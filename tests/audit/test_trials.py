@@ -226,6 +226,7 @@ class Bag(nn.Module):
         return self.out(self.head(self.table(x).sum(1)).relu())
 
 
+@pytest.mark.slow
 def test_positions_get_no_credit_for_the_learning_rate_beside_them() -> None:
     chance = torch.Generator().manual_seed(0)
     texts = [torch.randint(9, (32, 12), generator=chance) for _ in range(60)]

@@ -102,6 +102,7 @@ def test_runs_a_page_and_a_picture(
             command()
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["clouds.py", "--out", str(tmp_path)])
     clouds.main()
