@@ -111,6 +111,22 @@ def test_a_custom_function_reads_as_its_formula(made: type[Custom], layer: str) 
     same(found, expected)
 
 
+class Bank(nn.Module):
+    """A module with other parameters in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = nn.ParameterList(torch.rand(6, 4).unbind())
+
+    def forward(self, x: Tensor, i: int) -> Tensor:
+        return (x * torch.logaddexp(self.of[i], x)).abs() ** self.of[i + 1]
+
+
+def test_parameters_that_a_module_uses_in_other_calls_are_other_layers() -> None:
+    report = one_step(Bank().double(), lambda m: total(m(m(m(data(6, 4), 0), 2), 4)).backward())
+    assert (len(report.layers), report.coverage) == (3, 1)
+
+
 # --- reasons for modules that cannot be measured -------------------------------------------------
 
 
