@@ -80,6 +80,7 @@ TESTS = {
     "adiv_monitor/capture/weights/shards.py": "sharded",
     "adiv_monitor/features/": "features corrected_layers functions models",
     "adiv_monitor/features/corrected.py": "corrected_layers",
+    "adiv_monitor/features/functions/contraction.py": "several_uses",
     "adiv_monitor/features/functions/linear.py": "functions attention_scores",
     "adiv_monitor/features/recurrent.py": "recurrent",
     "adiv_monitor/features/registry.py": "whole_modules jagged",

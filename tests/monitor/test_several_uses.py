@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3).sin()
 class Tied(nn.Module):
     """An auto-encoder with one matrix, used directly and transposed; written in two ways."""
 
-    def __init__(self) -> None:
+    def __init__(self, there: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
+        self.there = there
         self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        z = functional.linear(x, self.weight)
+        z = self.there(x, self.weight)
         hidden = torch.tanh(z)
         y = hidden @ self.weight
         self.seen = [x, z, hidden.detach(), y]
@@ -35,9 +37,10 @@ class Tied(nn.Module):
         return y
 
 
-def test_a_matrix_and_its_transpose_are_two_layers() -> None:
+@pytest.mark.parametrize("there", [functional.linear, partial(torch.einsum, "bi,ji->bj")])
+def test_a_matrix_and_its_transpose_are_two_layers(there: Callable[..., Tensor]) -> None:
     torch.manual_seed(1)
-    model = Tied()
+    model = Tied(there)
     report = one_step(model, lambda m: (m(X) ** 3).sum().backward(), max_rows=None)
     there, back = report.layers.values()
     x, z, hidden_, y = model.seen
