@@ -13,7 +13,7 @@ CEILINGS: dict[str, tuple[Sequence[str], int]] = {
     "audit and diagnosis": (("audit", "diagnosis"), 9_000),
     "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_400),
     "max_lr": (("max_lr",), 1_250),
-    "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 8_981),
+    "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 8_969),
     "report and top level": ((), 2_136),  # the rest
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
