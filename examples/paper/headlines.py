@@ -271,7 +271,7 @@ def of_alignments() -> Iterator[Headline]:
         for name, read in (("training", of_training), ("held out", of_held_out)):
             below = [change < 0 for change in every_change(found, arm, "", read)]
             yield f"CIFAR-10, {arm}: lower loss, {name}", f"{sum(below)} of {len(below)} pairs"
-    for setting, arm in (("sp sgd 128", "sum"), ("sp adam 128", "sum"), ("sp sgd 128", "carried")):
+    for setting, arm in (("sp sgd 256", "sum"), ("sp adam 128", "sum"), ("sp sgd 128", "carried")):
         shown = [signed(changes(found, setting, arm, r)) for r in (of_training, of_held_out)]
         yield f"CIFAR-10, {setting}: {arm} − full", " and ".join(shown)
 
