@@ -84,7 +84,8 @@ def channels_last(x):
 def test_patch_norm(case, form, dtype, monkeypatch):
     inputs, settings = tensors(case)
     truth = reference(*settings, form)
-    upstream = [torch.randn_like(truth(*inputs))]
+    # In fp16 the norm-like factor of a zero patch is up to 16384·α, times a gradient below 65504.
+    upstream = [torch.randn_like(truth(*inputs)) / 4]
     with poisoned(monkeypatch):
         check(patch_norm(*settings, form), truth, inputs, upstream, dtype)
 
