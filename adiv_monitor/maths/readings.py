@@ -238,6 +238,10 @@ def _of_rms(x: _Layers) -> dict[str, Estimate]:
     of = count, x.layers["width"], x.sample
     of_G, z_z = measures.activation_gradient_rms(x.G_G, *of), x.square("z_z")
     fourth, zeros = (over_rows(x.per_row(name), x.sample) for name in ("fourth", "zeros"))
+    # Outputs' fourth powers grow with ‖φ_r‖⁴. Of the sum of their squares the longest row is known.
+    squares = over_rows(x.scale**4, x.sample).total + x.layers["scale_max"] ** 4
+    sizes = Sizes(x.scale**2, x.sizes.squares, squares)
+    fourth = by_size(fourth, x.per_row("fourth"), sizes, x.sample)
     return {
         "activation_rms": measures.activation_rms(z_z, *of),
         "activation_max": measures.activation_max(x.per_row("largest"), x.sample),

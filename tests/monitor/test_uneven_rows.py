@@ -6,6 +6,7 @@ stay exact for every kind of features, and the errors of the others hold.
 
 import copy
 import math
+import statistics
 from collections.abc import Callable
 from functools import cache
 
@@ -172,3 +173,24 @@ def test_a_sample_that_lacks_the_large_rows_knows_it(kind: str) -> None:
         error = found.standard_error["diagonal_cosine"]
         beyond += abs(found.diagonal_cosine - expected) > 3 * error
     assert beyond <= 0.1 * DRAWS  # by the sample's own spread alone, half of the draws
+
+
+def test_outputs_of_long_rows_are_reckoned_with() -> None:
+    """A sample lacks most of the few long rows, which hold the fourth powers of the outputs."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(20, 32), torch.randn(1024, 20) * torch.randn(1024, 1).exp()
+    g = torch.randn(1024, 32)
+
+    def kurtosis(max_rows: int | None, seed: int = 0) -> tuple[float, float]:
+        def backward(model: nn.Module) -> None:
+            (model(x) * g).sum().backward()
+
+        report = one_step(copy.deepcopy(model), backward, max_rows=max_rows, seed=seed)
+        (reading,) = report.layers.values()
+        assert reading.activation_kurtosis is not None
+        return reading.activation_kurtosis, reading.standard_error.get("activation_kurtosis", 0.0)
+
+    expected, _ = kurtosis(None)
+    found = [kurtosis(128, seed) for seed in range(DRAWS)]
+    assert statistics.median(error for _, error in found) < 0.5 * expected
+    assert sum(abs(value - expected) > 3 * error for value, error in found) <= 0.15 * DRAWS
