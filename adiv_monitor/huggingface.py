@@ -145,7 +145,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(args)
         if metric is None or self.monitor is None:
             return
-        self.monitor.wait_for_reports()
+        self.monitor.complete_report()
         latest = self.monitor.latest
         metrics = self._settings.metrics
         # All must come to the same decision, be it that one of them has not heard of the report.

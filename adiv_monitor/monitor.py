@@ -135,8 +135,7 @@ class Monitor:
         keep: the number of reports that `reports` holds.
         on_error: "warn": an exception inside the monitor switches off the layer with a warning, and
             training continues. "raise": it is raised.
-        seed: the seed of the choice of rows. With tensor parallelism that choice follows from the
-            step and the layer instead.
+        seed: the seed of the choice of rows.
 
     Raises:
         TypeError, ValueError: an argument is not what is expected; the message says what is.
@@ -395,14 +394,6 @@ class Monitor:
             AlarmError: with `on_alarm="stop"`, if the report has alarms.
         """
         self._guarded(self._controller.read)
-
-    def wait_for_reports(self) -> None:
-        """Do the same as `complete_report`; call it in all ranks.
-
-        Raises:
-            AlarmError: with `on_alarm="stop"`, if a report has alarms.
-        """
-        self.complete_report()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs to continue counting steps, without reports."""

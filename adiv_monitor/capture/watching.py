@@ -141,15 +141,8 @@ class Watching:
         if given is None:
             self.sites[site.module] = SPECIAL
             return
-        inputs = given[2]
-
-        def of_model(value: object) -> bool:
-            for each in inputs:  # noqa: SIM110
-                if each is value:
-                    return False
-            return True
-
-        found = found_by(site.rule, FunctionCall(output, of_model), *given[:2])
+        call = FunctionCall(output, lambda value: all(each is not value for each in given[2]))
+        found = found_by(site.rule, call, *given[:2])
         if len(found) != len(site.layers):
             self.sites[site.module] = SPECIAL
             return
@@ -207,7 +200,7 @@ class Watching:
 
     def called(self, call: Called) -> None:
         """Find which parameters a torch function has used."""
-        if not self._is_looking():
+        if not self.active or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         self.on_call(call, self.forwards.running)
         provenance, args, made = self._provenance, call.args, call.result
@@ -217,7 +210,8 @@ class Watching:
         if call.name not in _ATTRIBUTES:  # `.T` and `.data` are tensors of the model too
             trained = [value for value in values if provenance.parameters_of(value)]
             made = args[0] if made is None and args else made
-        if trained and self._takes_gradients:
+        # In a rerun, checkpointed functions run without gradients.
+        if trained and (torch.is_grad_enabled() or reruns() > 0):
             if not all(map(has_data, tensors_in(made))):
                 return
             try:
@@ -234,15 +228,6 @@ class Watching:
             provenance.spend(made)
         else:
             provenance.computes(call.name, call.kwargs, values, made)
-
-    @property
-    def _takes_gradients(self) -> bool:
-        """Whether a use has a gradient; in a rerun, checkpointed functions run without them."""
-        return torch.is_grad_enabled() or reruns() > 0
-
-    def _is_looking(self) -> bool:
-        """Return whether functions called now can be part of a measured use."""
-        return self.active and torch._C._functorch.peek_interpreter_stack() is None
 
     def _uses(self, call: Called, made: object, trained: Sequence[Tensor]) -> list[Tensor]:
         """Pass on the uses in a call and return the trained tensors that these uses account for."""

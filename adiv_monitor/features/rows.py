@@ -5,8 +5,6 @@ one cheap pass over each yields.
 """
 
 import math
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any
@@ -19,8 +17,6 @@ from torch import Tensor
 Index = np.ndarray[Any, np.dtype[np.int64]]
 Keys = np.ndarray[Any, np.dtype[np.float64]]
 HOST = torch.device("cpu")
-# Devices on which norms over a strided dimension, and dot products, are slower than NumPy's.
-SLOW = ("cpu",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +39,6 @@ class Rows:
     device: torch.device = HOST
     keys: Keys = field(default_factory=lambda: np.empty(0))
     bound: float = math.inf
-    # By what is made of a living tensor, and its id: its version, the result, and what ends it.
-    _made: dict[tuple[str, int], tuple[int, Tensor, object]] = field(
-        default_factory=dict, init=False, repr=False
-    )
 
     @cached_property
     def total(self) -> int:
@@ -59,23 +51,6 @@ class Rows:
         The result is float32, or float64 if the tensor is.
         """
         return to_compute_dtype(self.copied(tensor))
-
-    def inputs(self, tensor: Tensor) -> Tensor:
-        """Return `take` of the input of a layer, which others may have, too: don't write to it."""
-        return self._once("rows", tensor, self.take)
-
-    def lengths(self, tensor: Tensor) -> Float[Tensor, " rows"]:
-        """Return √Σ x² of all rows of such an input (*shape, channels): don't write to it."""
-        return self._once("lengths", tensor, lambda x: norms(x).flatten())
-
-    def _once(self, what: str, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Make something of a tensor once: queries, keys and values have the same input."""
-        made, key = self._made, (what, id(tensor))
-        version = -1 if tensor.is_inference() else tensor._version
-        if key not in made or made[key][0] != version:
-            end = weakref.ref(tensor, lambda _: made.pop(key, None))
-            made[key] = version, make(tensor), end
-        return made[key][1]
 
     def copied(self, tensor: Tensor) -> Tensor:
         """Gather the rows of a tensor as `take` does, in its own precision.
@@ -204,7 +179,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Return Σ a b over the last dimension, of tensors in the precision of the measures."""
-    if _vecdot is None or a.device.type not in SLOW or a.shape[-1] < _LONG:
+    if _vecdot is None or a.device.type != "cpu" or a.shape[-1] < _LONG:
         found: Tensor = torch.linalg.vecdot(a, b)
         return found
     with np.errstate(all="ignore"):
@@ -217,7 +192,7 @@ _vecdot, _LONG = getattr(np, "vecdot", None), 128
 
 def norms(x: Tensor, dim: int = -1) -> Tensor:
     """Return √Σ x² over one dimension in the precision of the measures, without a copy of x."""
-    is_slow = x.dim() > 2 and x.device.type in SLOW and x.stride(dim) > 1
+    is_slow = x.dim() > 2 and x.device.type == "cpu" and x.stride(dim) > 1
     if is_slow and x.dtype == compute_dtype(x):
         array = x.detach().movedim(dim, -1).numpy()
         return torch.from_numpy(np.asarray(np.einsum("...n,...n->...", array, array))).sqrt_()

@@ -6,7 +6,7 @@
   `MeasuredStep.gradient_is_final` gets `LayerRows` from `Capture.finish`, and computes e:
   `LayerInProgress`.
 - stepped: `step_ends`, also from `end_step` without an optimizer. `MeasuredStep.updated` computes
-  d. All hooks are off, but one waits for the next batch.
+  d. All hooks are off, but those that wait for the next batch.
 - read: `read`, as the next step begins or somebody asks. `Armed.contribution` makes one
   transfer to the host: `StepSums`, in a `RankContribution`. Once all ranks have sent theirs,
   `Ranks` calls `understand`: a `LayerReading` each, in the `StepReport`.

@@ -65,7 +65,8 @@ class ParameterSteps:
         self._gamma = self._copied.views
         self.keys = self._copied.keys
         sizes = torch.tensor([self._gamma[k].numel() for k in self.keys], dtype=torch.float64)
-        self.products = self._copied.sums(("gamma_gamma",), _square) | {"size": (sizes,)}
+        lengths = self._copied.sums(("gamma_gamma",), lambda x: (squares(x),))
+        self.products = lengths | {"size": (sizes,)}
         self._before: Flat | None = None  # θ before; after the step w, if not all is kept
         self._taken: Flat | None = None  # w
         self._after: list[tuple[int, int]] = []
@@ -142,10 +143,6 @@ _OF_UPDATE = ("theta_theta", "w_w", "w_gamma", "reached", "changed")
 _OF_APPLIED = ("a_a", "a_w", "a_gamma")
 
 
-def _square(x: Tensor) -> tuple[Tensor]:
-    return (squares(x),)
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     return dots(to_compute_dtype(a), to_compute_dtype(b))
 
@@ -188,7 +185,7 @@ def add_parameters(
 
     Args:
         sums: the numbers of the layers.
-        dots: dot products, by the names of `DOTS`, of the pieces of parameters.
+        dots: dot products, by the names of `OF_PARAMETERS`, of the pieces of parameters.
         pieces: by layer, by key of a piece, the share of its products that this rank counts.
         keys: the pieces.
     """

@@ -28,7 +28,7 @@ class Outgoing:
             - wrote: nonzero if the optimizer changed `.grad` during its step; the same of the
               weights after it.
             - skipped: > 0 if a fused optimizer found inf and did nothing.
-            - `DOTS`: dot products of pieces of parameters, by `ParameterSteps`.
+            - `OF_PARAMETERS`: dot products and counts of pieces, by `ParameterSteps`.
             - loss_change: realised change of the loss.
             - loss_changes: realised change of every sample's loss.
             - began, stepped: some weights as the optimizer's step began, and as it ended.

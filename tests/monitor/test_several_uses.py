@@ -1,10 +1,8 @@
 """Several uses of one parameter, repeated and replaced ones, calls without rows, and leaks."""
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from setups import EXACT, cosine, one_step
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.features import Rows
 from adiv_monitor.report import REALISED_MEASURES
 
 X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3).sin()
@@ -74,15 +71,6 @@ def test_an_input_that_layers_share_is_taken_anew_after_a_write() -> None:
     for measure in ("scale_mean", "scale_p50"):  # of all rows, of the sampled ones
         a, b = (getattr(layers[path], measure) for path in "ab")
         assert b == pytest.approx(4 * a)
-
-
-def test_what_is_taken_of_an_input_is_shared_while_that_lives() -> None:
-    rows, x = Rows((5,), np.array([1, 3])), X.clone()
-    for make in (rows.inputs, rows.lengths):
-        assert make(x) is make(x)
-    taken = [weakref.ref(make(x)) for make in (rows.inputs, rows.lengths)]
-    del x
-    assert [each() for each in taken] == [None, None]
 
 
 class Bends(nn.Module):

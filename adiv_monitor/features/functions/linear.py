@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, Whole, to_compute_dtype
+from adiv_monitor.features.rows import Rows, Whole, norms, to_compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 
@@ -36,10 +36,10 @@ def affine(
     of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> DenseFeatures:
-        return DenseFeatures(rows.inputs(x)[:, None], of_bias)
+        return DenseFeatures(rows.take(x)[:, None], of_bias)
 
     def whole(rows: Rows) -> Whole:
-        return Whole(rows.lengths(x), of_bias or 0.0)
+        return Whole(norms(x).flatten(), of_bias or 0.0)
 
     def times(v: Tensor) -> Tensor:
         return to_compute_dtype(x) @ v
