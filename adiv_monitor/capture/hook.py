@@ -23,6 +23,10 @@ from adiv_monitor.rerun.thread import is_traced
 
 _PLAIN = (Tensor, nn.Parameter)
 
+# Global hooks also see the wrapper of a compiled module, as they are meant to. Set once: each new
+# filter makes Python repeat the warnings that it has shown.
+warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+
 
 class Hook(partial[Any]):
     """A hook of the monitor on a module, a tensor or an optimizer; calls the partial function.
@@ -73,16 +77,11 @@ class GlobalHooks:
 
     def put_on(self) -> None:
         """Register the hooks; call `remove` afterwards, even if this raises."""
-        # torch warns that they also see the wrapper of a compiled module, as they are meant to.
-        warnings.filterwarnings(
-            "ignore", "Using `torch.compile.module.` when there are global hooks"
-        )
         if self._before is not None:
             self._handles.append(register_module_forward_pre_hook(self._before))
         always = self._before is not None
-        self._handles.append(
-            register_module_forward_hook(self._after, with_kwargs=True, always_call=always)
-        )
+        after = register_module_forward_hook(self._after, with_kwargs=True, always_call=always)
+        self._handles.append(after)
 
     def remove(self) -> None:
         """Remove the hooks."""

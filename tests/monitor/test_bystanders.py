@@ -290,3 +290,17 @@ def test_modes_and_checkpoints_around_the_training_do_not_see_the_monitor(
         runs.append([*model.parameters(), torch.get_rng_state(), torch.tensor(counts)])
     assert len(monitor.reports) == 3
     assert all(map(torch.equal, *runs))
+
+
+def test_warnings_of_other_code_are_shown_once() -> None:
+    """Every new filter would make Python repeat what it has shown."""
+    model, batch = mlp()
+    model.register_forward_hook(lambda *_: warnings.warn("of the model", stacklevel=1))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Monitor(model, optimizer, every_n_steps=1):
+            for _ in range(4):
+                loss_of(model, batch).backward()
+                optimizer.step()
+    assert [str(warning.message) for warning in shown].count("of the model") == 1
