@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import count
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -244,6 +245,32 @@ def paths_of_parameters(model: nn.Module) -> dict[int, str]:
             if p is not None:
                 found.setdefault(id(sharded.get(id(p), p)), Place(path, module, name).home[0])
     return found
+
+
+def unregistered(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """Return by id, with their names, the trainable leaves that are in plain attributes.
+
+    They may be in modules in lists and dictionaries.
+    """
+    return {
+        id(x): (f"{path}.{name}".lstrip("."), x)
+        for path, module in named_modules(model)
+        for attribute, value in vars(module).items()
+        if not attribute.startswith(("_parameters", "_buffers", "_modules"))
+        for name, x in _tensors(attribute, value)
+        if x.requires_grad and x.is_leaf
+    }
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
+    elif isinstance(value, (list, tuple, Mapping)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(f"{name}[{key!r}]", item)
 
 
 def structure(model: nn.Module, held: Mapping[int, Tensor]) -> object:

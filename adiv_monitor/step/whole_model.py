@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.selection import elements, named_modules, paths_of_parameters, trainable
+from adiv_monitor.capture.selection import (
+    elements,
+    named_modules,
+    paths_of_parameters,
+    trainable,
+    unregistered,
+)
 from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.maths.sums import Array, StepSums
 from adiv_monitor.step.training import Training
@@ -35,6 +41,7 @@ class WholeModel:
         # By id, the parameters that the optimizer did not step in the last measured step, as it
         # does not hold them or they had no gradient, with their norm as it began.
         self._untrained: dict[int, float] = {}
+        self._hidden = unregistered(training.model)
         self._capture: Capture | None = None
 
     def begins(self, capture: Capture, flags: Flags) -> None:
@@ -49,7 +56,8 @@ class WholeModel:
         flags["began"] = [sampled(self._sample)] if self._sample else []
         held = set(map(id, self._training.trained()))
         self._every = [*trainable(self._model)]
-        self._unheld = [p for p in self._every if p.grad is not None and id(p) not in held]
+        leaves = {id(p): p for p in (*self._every, *(x for _, x in self._hidden.values()))}
+        self._unheld = [p for p in leaves.values() if p.grad is not None and id(p) not in held]
         found = capture.cut_off()
         if found is not None:
             self._known_cut_off = set(map(id, found))
@@ -94,7 +102,7 @@ class WholeModel:
         unheld = [p for p in self._unheld if id(p) in same]
         paths, not_held = paths_of_parameters(self._model) if unheld else {}, Counter[str]()
         for p in unheld:
-            not_held[paths[id(p)]] += elements(p)
+            not_held[paths.get(id(p)) or self._hidden[id(p)][0]] += elements(p)
         began, stepped = (next(iter(flags.get(name, ())), None) for name in ("began", "stepped"))
         earlier, every = self._weights, self._every
         returned = None if began is None else earlier.returned(self._sample, began, stepped)

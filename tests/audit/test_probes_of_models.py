@@ -23,6 +23,7 @@ from trial_setups import (
 )
 
 from adiv_monitor.audit.experiments.observe import observe
+from adiv_monitor.audit.experiments.state import last_maps
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
@@ -152,6 +153,7 @@ SAMPLES: list[Row] = [
     ("reshape-scrambles", "two axes", reshaped((-1, 4, 3), (-1, 3, 4)), "reshapes"),
     ("reshape-scrambles", "three axes", reshaped((-1, 6, 2), (-1, 2, 2, 3)), "reshapes"),
     ("reshape-scrambles", "the samples", reshaped((12, -1)), "reshapes"),
+    ("reshape-scrambles", "rows of channels", reshaped((-1, 2, 1, 6), (-1, 2)), "reshapes"),
     ("reshape-scrambles", "an axis of one", reshaped((-1, 4, 3), (-1, 4, 1, 3)), ""),
     ("reshape-scrambles", "joined axes", reshaped((-1, 4, 3), (128, 3)), ""),
     ("reshape-scrambles", "a split axis", reshaped((-1, 4, 3), (-1, 2, 2, 3)), ""),
@@ -684,6 +686,21 @@ def test_features_that_are_ignored_are_named_and_constant_ones_are_not() -> None
         setup(),
     ):
         assert_said("input-partly-ignored", of, "")
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"), [(nn.MaxPool2d(2), (1, 9, 9)), (nn.AvgPool1d(4), (2, 35))]
+)
+def test_a_border_that_does_not_fit_is_not_named(pool: nn.Module, shape: tuple[int, ...]) -> None:
+    images = torch.randn(64, *shape)
+    model = nn.Sequential(pool, nn.Flatten(), nn.Linear(16, 3))
+    made = tuple(zip(images.split(32), torch.randint(3, (64,)).split(32), strict=True))
+    assert_said("input-partly-ignored", setup(model=model, batches=made), "")
+
+
+def test_a_transposed_convolution_may_be_the_last_layer() -> None:
+    decoder = nn.Unflatten(1, (2, 1, 1)), nn.ConvTranspose2d(2, 3, 1), nn.Flatten()
+    assert last_maps(setup(model=nn.Sequential(nn.Linear(12, 2), *decoder)).fork())[0] == ["2"]
 
 
 class Multiplied(nn.Module):

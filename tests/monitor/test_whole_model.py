@@ -70,6 +70,25 @@ def test_parameters_that_the_optimizer_does_not_hold_are_told(options: dict[str,
     assert StepReport.from_dict(later[0].to_dict(quantiles=True)) == later[0]
 
 
+def test_modules_in_a_plain_list_are_told() -> None:
+    """Torch does not register them, so that the optimizer does not get their parameters."""
+
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = [nn.Linear(6, 5)], nn.Linear(5, 3)
+            self.scale, self.seen = {"of": torch.ones(5, requires_grad=True)}, torch.zeros(5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.layers[0](x) * self.scale["of"]
+            return self.head(self.seen)
+
+    model = Listed()
+    first, *later = train(model, model.parameters())
+    hidden = {"layers[0].weight": 30, "layers[0].bias": 5, "scale['of']": 5}
+    assert [r.not_held for r in (first, *later)] == [{}, hidden, hidden]
+
+
 def _by_optimizer(parameters: list[nn.Parameter]) -> None:
     torch.optim.SGD(parameters, lr=0.1).step()
 

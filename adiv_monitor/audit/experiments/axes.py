@@ -171,7 +171,12 @@ def _cuts(shape: tuple[int, ...]) -> list[int]:
 
 
 def permutes(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Return whether a permutation of axes, or of the heads that an axis holds, has that shape."""
+    """Return whether a permutation of axes, or of the heads that an axis holds, has that shape.
+
+    So it is where (B, C, …) becomes rows of C, as if they had been permuted to (B, …, C).
+    """
+    if len(before) > max(2, len(after)) and before[1] == after[-1] > 1:
+        return True
     if len(before) > len(after):
         before, after = after, before
     if len(before) == 3 and len(after) == 4:  # (B, T, H·D) and (B, H, T, D)

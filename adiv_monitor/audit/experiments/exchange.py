@@ -356,7 +356,9 @@ def input_partly_ignored(setup: Setup, trained: Fork) -> Iterable[Fact]:
 def _parts(x: Tensor) -> Iterator[Part]:
     is_tokens = x.ndim == 2 and not x.is_floating_point()
     for axis, name in enumerate(("places",) if is_tokens else _AXES.get(x.ndim, ()), start=1):
-        length, count = x.shape[axis], min(x.shape[axis], PARTS)
+        # A convolution without padding may leave a border out: positions have larger parts.
+        most = 4 if axis > 1 and (x.ndim > 3 or x.shape[axis] > PARTS) else PARTS
+        length, count = x.shape[axis], min(x.shape[axis], most)
         edges = [i * length // count for i in range(count + 1)] if length > 1 else []
         yield from (Part(name, axis, range(*ends)) for ends in pairwise(edges))
 

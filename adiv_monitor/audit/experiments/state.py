@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from adiv_monitor.audit.experiments.questions import Look, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import held, train
+from adiv_monitor.capture.selection import unregistered
 from adiv_monitor.diagnosis.record import Fact, WeightStatistics
 from adiv_monitor.rerun.eager import forced_eager
 
@@ -127,9 +128,7 @@ class Hidden:
     def __init__(self, fork: Fork) -> None:
         known = {id(p) for p in (*fork.model.parameters(), *held(fork.optimizer))}
         self._count = sum(p.numel() for p in fork.model.parameters())
-        self._inside = {id(x): (f"{path}.{name}".lstrip("."), x)
-                        for path, module in fork.model.named_modules()
-                        for name, x in _attributes(module) if id(x) not in known}  # fmt: skip
+        self._inside = {k: x for k, x in unregistered(fork.model).items() if k not in known}
         self._known = known | self._inside.keys()
         self._anew: list[Fact] = []
 
@@ -147,24 +146,6 @@ class Hidden:
         found = [known for key, known in self._inside.items() if key in reached]
         every = self._count + sum(x.numel() for _, x in found)
         return (*(Fact(name, {"share": x.numel() / every}) for name, x in found), *self._anew)
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in plain attributes by name, also in modules in lists and dictionaries."""
-    for name, value in vars(module).items():
-        if not name.startswith(("_parameters", "_buffers", "_modules")):
-            yield from _tensors(name, value)
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, nn.Module):
-        yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
-    elif isinstance(value, (list, tuple, Mapping)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _tensors(f"{name}[{key!r}]", item)
 
 
 # The cost of a step
@@ -288,7 +269,7 @@ def last_maps(fork: Fork) -> tuple[list[str], set[str]]:
         normalised.update(made[id(x)][0] for x in inputs[:1] if id(x) in made)
 
     for path, module in fork.model.named_modules():
-        if isinstance(module, MAPS):
+        if isinstance(module, (*MAPS, nn.modules.conv._ConvTransposeNd)):
             module.register_forward_pre_hook(
                 lambda module, inputs: given.extend(x.grad_fn for x in tensors(inputs))
             )

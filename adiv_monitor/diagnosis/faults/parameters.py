@@ -49,7 +49,7 @@ def not_held(record: Record) -> Iterator[Finding]:
             (Evidence("share of the trainable parameters", share, could_train.LEAST_SHARE)
              if paths else Evidence("parameters not held", len(names), 0),),
             (Advice("pass these parameters to the optimizer: create it after the model is "
-                    "complete, or add a parameter group"),
+                    "complete, with modules in nn.ModuleList (not a plain list), or add a group"),
              Advice("set requires_grad=False, if these parameters should not be trained")),
              layers=paths or names)  # fmt: skip
 
