@@ -6,7 +6,7 @@ from dataclasses import replace
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.seen import seen_in, softmax_before
+from adiv_monitor.diagnosis.seen import activation_before, seen_in
 from adiv_monitor.report import AttentionReading, Spike, StepReport
 from adiv_monitor.report.wording import NO_GRADIENT
 
@@ -14,6 +14,8 @@ OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
 LAYERS = {name: reading() for name in "abc"}
 SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
 FAR = {name: reading(update_ratio=50.0) for name in "abc"}
+STILL_HIGH = tuple(3.9e4 + 100.0 * (-1) ** step for step in range(39))
+RISING_HIGH = tuple(4e4 * 0.99**step for step in range(40))
 CREEPING = tuple(550.0 - 0.4 * step + 1.5 * (-1) ** step for step in range(40))  # by 3 %
 USUAL = {"layers": LAYERS, "unsupported": {}, "optimizer": "SGD", "trainable": 1000}
 UP = (2.3, *(2.3 + 3 * step for step in range(39)))
@@ -41,7 +43,7 @@ def run(
         )
         for i in range(count)
     )
-    told = {"probed": seen_in(reports), "activated_output": softmax_before(reports)}
+    told = {"probed": seen_in(reports), "activated_output": activation_before(reports)}
     none = {"inputs": {}, "units": {}, "chance": None}
     return record(facts=OWN, reports=reports, losses=losses, **none, **told)
 
@@ -174,6 +176,10 @@ HITS = {
     ),
     "broadcast-loss": run(loss_module="MSELoss", loss_shapes=((64, 1), (64,))),
     "double-softmax": run(loss_module="CrossEntropyLoss", probabilities=True),
+    "activated-logits": run(loss_module="BCEWithLogitsLoss", probabilities=True),
+    "target-scale": run(
+        losses=(4e4, *STILL_HIGH), loss_module="MSELoss", layers={"a": reading(activation_rms=0.3)}
+    ),
     "seed-again": run(random_states=(1, 2)),
     "running-statistics": run(norm_passes=[1, 8, 23, 30, 45, 52]),
     "attention-saturated": run(losses=STILL, attention=LOOKS),
@@ -186,6 +192,13 @@ HITS = {
     "rate-gone of one group": run(**FADING),
     "rate-gone where the loss stands": run(
         losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
+    ),
+    "rate-gone where the loss does not halve": run(
+        losses=tuple(2.3 * 0.99**step for step in range(40)),
+        learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6),
+    ),
+    "rate-too-high by a first step that a run makes up for": run(
+        losses=(2.3, 30.0, 9.0, *(1.0,) * 37), layers=[FAR, *[LAYERS] * 5]
     ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
     "rate-rises by a jump of one group": run(
@@ -214,6 +227,11 @@ MEANT = {
     "a seed for each epoch": run(random_states=[(1, 2), (3, 4)] * 3),
     "two passes in each step": run(norm_passes=[2, 16, 30, 44, 58, 72]),
     "the rest of an epoch": run(norm_passes=[1, 8, 15, 23, 30, 37]),
+    "the rest of an accumulation": run(norm_passes=[4, 32, 58, 86, 114, 140]),
+    "outputs that are large at first": run(
+        losses=RISING_HIGH, loss_module="MSELoss", layers={"a": reading(activation_rms=200.0)}
+    ),
+    "probabilities of one's own loss": run(loss_module="BCELoss", probabilities=True),
     "statistics that are frozen": run(norm_passes=[5] * 6),
     "a group that is added later": run(
         groups=[{}, *[ONE_GROUP["groups"]] * 5], learning_rates=[(0.1,), *[(0.1, 0.0)] * 5]

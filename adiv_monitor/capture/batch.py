@@ -45,19 +45,20 @@ def _sum(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def are_probabilities(given: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return whether no output is below 0, and those of each sample sum to 1.
+    """Return whether no output is below 0, and none above 1, or those of each sample sum to 1.
 
     Args:
-        given: the arguments of a loss. The first of (samples, classes) outputs count, if the other
-            argument is of integers; nothing is returned for others, nor for many classes.
+        given: the arguments of a loss. Its first one counts, of one or two dimensions without many
+            classes. The sums do if the other one is of integers; else both are of one dtype.
     """
-    if len(given) != 2 or not all(map(_counts, given)) or given[1].dtype != torch.int64:
+    if len(given) != 2 or not all(map(_counts, given)) or not 0 < given[0].ndim <= 2:
         return ()
-    outputs = given[0][:_MOST_SAMPLES]
-    if outputs.ndim != 2 or not outputs.numel() or outputs.shape[1] > _MOST_CLASSES:
+    outputs, dtype = given[0][:_MOST_SAMPLES], given[1].dtype
+    sums = dtype == torch.int64 and outputs.ndim == 2
+    if not (sums or dtype == outputs.dtype) or not 0 < outputs[0].numel() <= _MOST_CLASSES:
         return ()
-    off = torch.maximum((outputs.sum(1) - 1).abs().amax(), -outputs.amin())
-    return (off < _ROUNDING,)
+    above = (outputs.sum(1) - 1).abs() if sums else outputs - 1
+    return (torch.maximum(above.amax(), -outputs.amin()) < _ROUNDING,)
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits

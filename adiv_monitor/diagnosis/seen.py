@@ -6,6 +6,7 @@ from adiv_monitor.diagnosis.record import ActivatedOutput, Fact, Probed
 from adiv_monitor.report import StepReport
 
 FEWEST = 3  # reports, in all of which it must be so
+_OWN = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}  # of a loss
 ENTRYWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 
 
@@ -16,10 +17,11 @@ def seen_in(reports: Sequence[StepReport]) -> dict[str, Probed]:
     return {name: Probed(facts) for name, of in found.items() if enough and (facts := tuple(of))}
 
 
-def softmax_before(reports: Sequence[StepReport]) -> ActivatedOutput | None:
-    """Return a softmax whose results a cross-entropy gets in all steps; None: none is known."""
-    takes = all(r.loss_module == "CrossEntropyLoss" and r.probabilities for r in reports)
-    return ActivatedOutput("softmax", None) if takes and len(reports) >= FEWEST else None
+def activation_before(reports: Sequence[StepReport]) -> ActivatedOutput | None:
+    """Return a softmax or sigmoid whose results the loss gets in all steps; None: none is known."""
+    losses = {r.loss_module if r.probabilities else "" for r in reports}
+    name = _OWN.get(losses.pop()) if len(losses) == 1 and len(reports) >= FEWEST else None
+    return ActivatedOutput(name, None) if name else None
 
 
 def _broadcast(reports: Sequence[StepReport]) -> Iterator[Fact]:

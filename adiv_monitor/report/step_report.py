@@ -181,9 +181,10 @@ class StepReport:
             they are drawn at random: √n times its deviation between the n samples.
         next_batch: `batch` of the next step: equal if the same batch came again; empty if it is
             not known.
-        probabilities: whether the step's first loss is called with outputs that are probabilities,
-            as from a softmax: none is below 0, and those of each sample sum to 1. Only those of at
-            most 100 classes, with labels of whole numbers, are looked at.
+        probabilities: whether the step's first loss is called with outputs that are probabilities.
+            With labels of whole numbers, as from a softmax: none is below 0, and those of each
+            sample sum to 1. With targets of the same dtype, as from a sigmoid: all are in [0, 1].
+            Only outputs of one or two dimensions, of at most 100 classes, are looked at.
         loss_module: the class name of the loss, if it is a module of torch's own; else "".
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first

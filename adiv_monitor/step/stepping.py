@@ -207,6 +207,6 @@ class Others:
             self.failures.warn(
                 "overtaken",
                 f"adiv_monitor: another optimizer ({name}) than the monitor's ({own}) trains the "
-                "parameters. Nothing is measured until the monitor's optimizer steps again; create "
-                "a new Monitor for the new optimizer",
+                "parameters. Nothing is measured until the monitor's optimizer steps again. "
+                "Give the monitor the one that steps; of a wrapper, the one inside",
             )

@@ -55,7 +55,8 @@ def test_what_is_done_on_purpose_is_no_fault(name: str) -> None:
 def test_an_audit_asks_by_its_own_probes(name: str) -> None:
     audited = replace(HITS[name], facts=FACTS)
     of_both = {"rate-too-high", "rate-gone", "group-rates", "rate-zero"}
-    of_both |= {"broadcast-loss", "double-softmax", "seed-again"}
+    of_both |= {"broadcast-loss", "double-softmax", "seed-again", "activated-logits"}
+    of_both |= {"target-scale"}
     assert not (CERTAIN - of_both) & found(audited).keys()
 
 

@@ -371,6 +371,19 @@ def test_what_the_loss_gets(last: nn.Module) -> None:
     assert report.probabilities is isinstance(last, nn.Softmax)
 
 
+@pytest.mark.parametrize("last", [nn.Sigmoid(), nn.Identity()])
+def test_what_a_loss_of_each_output_gets(last: nn.Module) -> None:
+    model, criterion = nn.Sequential(*two_layers(), last), nn.BCEWithLogitsLoss()
+
+    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
+        criterion(model(batch(number)), torch.ones(6, 3)).backward()
+        optimizer.step()
+
+    report, *_ = reports_of(model, step, 1, loss=criterion)
+    assert report.loss_module == "BCEWithLogitsLoss"
+    assert report.probabilities is isinstance(last, nn.Sigmoid)
+
+
 def test_only_a_loss_of_torchs_own_has_a_name() -> None:
     class Squeezes(nn.MSELoss):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

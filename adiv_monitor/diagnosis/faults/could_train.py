@@ -49,7 +49,7 @@ FAR = 30.0  # a factor that is far from 1
 ROUNDED = 1e-3  # by so much a constant factor on the gradient differs from step to step
 CLIPPED = 0.1  # the gradient used over that of the backward pass, if clipping takes the step
 GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of a usual schedule
-HARDLY = 1e-3  # of the peak: what is gone if the loss does not fall
+HARDLY = 1e-3  # of the peak: what is gone if the loss does not halve
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
 FALLS = 2  # back from a rise: one may be the first step of a schedule after its warm-up
@@ -334,11 +334,12 @@ def _spread(values: list[float]) -> float:
 @fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
        shown_by=reported("learning_rates"))  # fmt: skip
 def rate_gone(record: Record) -> Iterator[Finding]:
-    """Find a learning rate that is gone long before the end, sooner if the loss does not fall."""
+    """Find a learning rate that is gone long before the end, sooner if the loss does not halve."""
     rates = read.learning_rates(record)
     if len(rates) < FEWEST_MEASURED or not any(rates.values()) or min(rates.values()) < 0:
         return  # a rate of zero, or below, is another finding
-    limit = HARDLY if goes_badly(record) else GONE
+    halved = course.end(record) <= course.start(record) / 2
+    limit = GONE if halved and not goes_badly(record) else HARDLY
     if (since := _gone_since(rates, limit)) is not None:
         peak, last = max(rates.values()), max(rates)
         yield Finding("rate-gone", strength(record),

@@ -348,11 +348,12 @@ told(__name__, "running-statistics", "Running statistics that are no average", "
 def passes_without_a_step(record: Record) -> Iterator[Finding]:
     """Find passes in training mode, as of a validation, beside those of the steps.
 
-    Each step has as many as there are at least between two measured ones: micro-batches, views.
+    Each step has as many as there are at least between two measured ones (micro-batches, views),
+    where that is a whole number: the last step of an epoch may have fewer.
     """
     seen = [(r.step, r.norm_passes) for r in record.reports if r.norm_passes is not None]
     between = [(t - s, n - m) for (s, m), (t, n) in pairwise(seen)]
-    each = min((passes // steps for steps, passes in between), default=0)
+    each = min((n // steps for steps, n in between if not n % steps), default=0)
     all_, without = (sum(n - each * k * s for s, n in between) for k in (0, 1))
     if each > 0 and without > BESIDE * all_:
         yield Finding("running-statistics", "watch",

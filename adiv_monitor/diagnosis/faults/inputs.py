@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from adiv_monitor.diagnosis import readings as read
-from adiv_monitor.diagnosis.course import PEAK, is_unbounded, start
+from adiv_monitor.diagnosis.course import PEAK, fell, is_unbounded, start
 from adiv_monitor.diagnosis.faults.could_train import goes_badly
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, told
 from adiv_monitor.diagnosis.faults.rates import clip_norm, overshoot, suffers
 from adiv_monitor.diagnosis.faults.units import DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import InputStatistics, Record
+from adiv_monitor.diagnosis.seen import ENTRYWISE
 
 # End of `Record.first_non_finite` if a softmax, or another function, is given a row of −∞ alone.
 HIDDEN = ", which gets a row of nothing but -inf: all of its places are masked"
@@ -126,7 +127,8 @@ def input_scale(record: Record) -> Iterator[Finding]:
             evidence.append(Evidence("feature std ratio", ratio, UNEVEN_FEATURES, name))
         if evidence and _is_read(record, seen):
             said = " and ".join(f"{found.measure} {found.value:.3g}" for found in evidence)
-            yield Finding("input-scale", act_if(_costs(record, seen.std)),
+            harms, little = _costs(record, seen.std), std < SMALL_STD and fell(record)
+            yield Finding("input-scale", "act" if harms else "note" if little else "watch",
                 f"The entries of input {name!r} have an unsuitable scale ({said}): "
                 "initialisations and learning rates expect a standard deviation of about 1 in each "
                 "feature.", tuple(evidence),
@@ -244,14 +246,19 @@ def common_share(seen: InputStatistics) -> float:
 @fault("target-scale", "Targets, or a loss, of a very large scale", explains=LEARNING)
 def target_scale(record: Record) -> Iterator[Finding]:
     """Find a loss that is large by its unit, from large targets or a sum over the batch."""
-    if record.chance is not None and record.chance > LARGE_TARGETS and not is_unbounded(record):
+    chance, began = record.chance, [r for r in record.reports[:1] if r.loss_module in ENTRYWISE]
+    if chance is None and record.losses and began:  # its first loss, if the outputs begin small
+        *_, outputs = (math.nan, *(x.activation_rms for x in began[0].layers.values()))
+        least = min(record.losses[0], record.losses[-1])
+        chance = least if (outputs or math.nan) ** 2 < least / 4 else None
+    if chance is not None and chance > LARGE_TARGETS and not is_unbounded(record):
         faulty = suffers(record) or not all(map(math.isfinite, record.losses))
         smaller_steps = (Advice("learning rate × 0.1", "rate*0.1"),
                          Advice("use AdamW with learning rate 0.001", "adamw"))  # fmt: skip
         yield Finding("target-scale", "act" if faulty else "note",
-            f"A model whose outputs are all zero has a loss of {record.chance:.3g}: the targets "
+            f"A model whose outputs are all zero has a loss of about {chance:.3g}: the targets "
             "are in large units, or the loss is a sum.",
-            (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
+            (Evidence("loss of a constant prediction", chance, LARGE_TARGETS, step=0),),
             (Advice("standardise the targets, or use the mean of the loss instead of its sum"),
              *(() if read.scale_free(record) else smaller_steps)),
             "Clipping the gradient's norm makes all steps equally long.",

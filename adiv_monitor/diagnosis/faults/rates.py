@@ -320,7 +320,8 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     first = read.at_first(record, "update_ratio")
     moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
     limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
-    if moves > limit and not course.end(record) <= course.start(record) / 2:
+    peaked = max(record.losses, default=0.0) > course.PEAK * course.start(record) > 0
+    if moves > limit and (peaked or not course.end(record) <= course.start(record) / 2):
         evidence = Evidence("update_ratio, median layer", moves, limit, step=0)
         said = (f"The first step moved the activations of the median layer by {moves:.3g} times "
                 "their length.")  # fmt: skip

@@ -213,7 +213,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         advice = (Advice("train for more steps: the mean over more batches has less noise"),)
     elif course.rose(record):
         said = "rises"
-    elif little:
+    elif little or (fell and not audited):
         said = f"falls by less than {course.STILL:.0%}"
     elif (fell or course.may_have_fallen(record)) and start == record.chance:
         said = f"ends no lower than {start:.3g}, the loss of a constant prediction"

@@ -115,9 +115,10 @@ def activated_logits(record: Record) -> Iterator[Finding]:
     """Find an activation function between the last layer and a loss that has its own."""
     output = record.activated_output
     if output is not None and output.function != "softmax":
-        yield Finding("activated-logits", "act",
-            f"The loss uses the outputs of the {output.function} of {quoted(output.module or '')} "
-            "as logits, which should have no bounds.",
+        of = f" of {quoted(output.module)}" if output.module else ""
+        yield Finding("activated-logits", act_if(record.is_audited or suffers(record)),
+            f"The loss uses the outputs of the {output.function}{of} as logits, which should have "
+            "no bounds.",
             (Evidence("number of activation functions on the logits", 1.0),),
             (Advice("remove that function: the loss has its own", "plain-outputs"),),
             layers=(output.module,) if output.module else ())  # fmt: skip
