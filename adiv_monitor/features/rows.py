@@ -17,6 +17,7 @@ from torch import Tensor
 Index = np.ndarray[Any, np.dtype[np.int64]]
 Keys = np.ndarray[Any, np.dtype[np.float64]]
 HOST = torch.device("cpu")
+SLOW = ("cpu",)  # devices on which NumPy is faster for some norms and dot products
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +180,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Return Σ a b over the last dimension, of tensors in the precision of the measures."""
-    if _vecdot is None or a.device.type != "cpu" or a.shape[-1] < _LONG:
+    if _vecdot is None or a.device.type not in SLOW or a.shape[-1] < _LONG:
         found: Tensor = torch.linalg.vecdot(a, b)
         return found
     with np.errstate(all="ignore"):
@@ -192,7 +193,7 @@ _vecdot, _LONG = getattr(np, "vecdot", None), 128
 
 def norms(x: Tensor, dim: int = -1) -> Tensor:
     """Return √Σ x² over one dimension in the precision of the measures, without a copy of x."""
-    is_slow = x.dim() > 2 and x.device.type == "cpu" and x.stride(dim) > 1
+    is_slow = x.dim() > 2 and x.device.type in SLOW and x.stride(dim) > 1
     if is_slow and x.dtype == compute_dtype(x):
         array = x.detach().movedim(dim, -1).numpy()
         return torch.from_numpy(np.asarray(np.einsum("...n,...n->...", array, array))).sqrt_()

@@ -81,7 +81,8 @@ class Twin:
         for part in self._modules:
             for name in _TABLES:
                 hooks = vars(part).get(name, {}).items()
-                kept = [(key, hook) for key, hook in hooks if _makes_weights(hook)]
+                own = "torch.nn.utils."  # such as weight_norm
+                kept = [(key, x) for key, x in hooks if type(x).__module__.startswith(own)]
                 vars(part)[name] = OrderedDict(kept)
                 if kept:
                     part.training = False  # spectral_norm has taken its step
@@ -91,11 +92,6 @@ class Twin:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _makes_weights(hook: object) -> bool:
-    """Whether the hook is torch's own, of weight_norm or spectral_norm."""
-    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 class Waits(RuntimeError):
