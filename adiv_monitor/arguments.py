@@ -9,12 +9,13 @@ from torch.optim import Optimizer
 
 from adiv_monitor.capture.loss_hook import takes
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
-from adiv_monitor.report import MEASURES
+from adiv_monitor.report import MEASURES, LayerReading
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.schedule import Unasked
 from adiv_monitor.step.stepping import runs_hooks
 from adiv_monitor.step.training import Training
 
+_COLUMNS = {*MEASURES, *LayerReading.__annotations__, "step", "layer", "loss", "learning_rate"}
 DEFAULT_MAX_ROWS = 128
 DEFAULT_MAX_OVERHEAD = Unasked(0.01)
 
@@ -44,11 +45,11 @@ def check_training(training: Training) -> None:
     _check_layers(of)
     own = {} if of.own_measures is None else of.own_measures
     if not isinstance(own, Mapping) or not all(
-        isinstance(name, str) and name not in MEASURES and callable(f) for name, f in own.items()
+        isinstance(name, str) and name not in _COLUMNS and callable(f) for name, f in own.items()
     ):
         raise TypeError(
             f"Monitor(own_measures=…): got {own!r}, expected a dictionary of functions of a "
-            "layer's rows by name, none of which is that of a measure of the monitor"
+            "layer's rows by name, none of which is that of a measure or column of the monitor"
         )
     if of.optimizer is not None and not {*trainable(of.model)}.intersection(of.trained()):
         raise ValueError(

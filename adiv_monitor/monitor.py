@@ -408,8 +408,14 @@ class Monitor:
         """Continue counting steps from a saved state; call it before `attach`.
 
         Raises:
+            AdivError: the monitor is attached already.
             ValueError: the state was not returned by `state_dict`.
         """
+        if self._state != "new":
+            raise AdivError(
+                f"Monitor.load_state_dict: got a monitor that is {self._state}, expected a new "
+                "one; call it before attach()"
+            )
         is_state = isinstance(state, Mapping) and state.keys() >= {"step", "generator"}
         if not is_state or int(state["step"]) < 0:
             got = sorted(state) if isinstance(state, Mapping) else state

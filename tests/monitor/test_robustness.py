@@ -234,7 +234,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     *(
         ({"own_measures": wrong}, TypeError, r"^Monitor\(own_measures=…\): got .*, expected a dict")
-        for wrong in (["a"], {"a": 1}, {"descent": len}, {1: len})
+        for wrong in (["a"], {"a": 1}, {"descent": len}, {"loss": len}, {1: len})
     ),
     ({"alarms": ["update_cosin < 0"]}, ValueError, "update_cosine"),
     ({"alarms": ["update_cosine < __import__('os')"]}, ValueError, "expected .LAYERS:. MEASURE"),
@@ -266,6 +266,8 @@ def test_a_monitor_is_used_once() -> None:
     monitor.attach()
     with pytest.raises(AdivError, match="attached, expected a new one"):
         monitor.attach()
+    with pytest.raises(AdivError, match="attached, expected a new one; call it before attach"):
+        monitor.load_state_dict(monitor.state_dict())
     monitor.close()
     monitor.close()
     with pytest.raises(AdivError, match="closed, expected a new one; make another Monitor"):

@@ -259,8 +259,8 @@ def frozen(record: Record) -> Iterator[Finding]:
     if share > ENDED:
         harms = share > 0.5 and goes_badly(record)
         yield Finding("frozen", "watch" if harms else "note",
-            f"{these(record, paths)} are frozen (requires_grad is False), with {percent(share)} of "
-            f"the parameters; {these(record, read.maps(record))} train.",
+            f"The parameters of {these(record, paths)} are frozen (requires_grad is False), "
+            f"{percent(share)} of all; those of {these(record, read.maps(record))} train.",
             (Evidence("share of the parameters", share, ENDED),),
             (Advice("set requires_grad=True, unless these parameters should stay frozen"),),
             layers=paths)  # fmt: skip
