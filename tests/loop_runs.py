@@ -151,6 +151,7 @@ HITS = {
         layers=[LAYERS, LAYERS, *[HEAD] * 4], **without("", "", *["a"] * 4)
     ),
     "unshuffled": run(losses=STILL, layers=ALIKE),
+    "unshuffled where the loss does not halve": run(losses=WELL[:12] * 4, layers=ALIKE),
     "not-held since they were unfrozen": run(not_held=[*[{}] * 3, *[{"a": 900}] * 3]),
     "not-held": run(not_held=[{}, *[{"a": 900}] * 5]),
     "unreached": run(cut_off={"a": 400, "b": 20}),

@@ -107,7 +107,7 @@ class WholeModel:
         earlier, every = self._weights, self._every
         returned = None if began is None else earlier.returned(self._sample, began, stepped)
         return {
-            "trainable": sum(map(elements, every)),
+            "trainable": sum(map(elements, {*every, *unheld})),
             "frozen": _frozen(self._model) if every else {},
             "not_held": dict(not_held),
             "cut_off": capture.selection.by_module(cut_off),

@@ -87,6 +87,7 @@ def test_modules_in_a_plain_list_are_told() -> None:
     first, *later = train(model, model.parameters())
     hidden = {"layers[0].weight": 30, "layers[0].bias": 5, "scale['of']": 5}
     assert [r.not_held for r in (first, *later)] == [{}, hidden, hidden]
+    assert later[-1].trainable == 18 + sum(hidden.values())
 
 
 def _by_optimizer(parameters: list[nn.Parameter]) -> None:

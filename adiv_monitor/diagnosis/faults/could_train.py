@@ -65,6 +65,11 @@ def strength(record: Record) -> Strength:
     return act_if(goes_badly(record))
 
 
+def halves(record: Record) -> bool:
+    """Return whether the loss falls to half of its first value, or is not known to go badly."""
+    return not goes_badly(record) and not course.end(record) > course.start(record) / 2
+
+
 def goes_badly(record: Record) -> bool:
     """Return whether the loss is known, and does not fall."""
     return course.course(record) in ("rises", "does not fall")
@@ -338,8 +343,7 @@ def rate_gone(record: Record) -> Iterator[Finding]:
     rates = read.learning_rates(record)
     if len(rates) < FEWEST_MEASURED or not any(rates.values()) or min(rates.values()) < 0:
         return  # a rate of zero, or below, is another finding
-    halved = course.end(record) <= course.start(record) / 2
-    limit = GONE if halved and not goes_badly(record) else HARDLY
+    limit = GONE if halves(record) else HARDLY
     if (since := _gone_since(rates, limit)) is not None:
         peak, last = max(rates.values()), max(rates)
         yield Finding("rate-gone", strength(record),

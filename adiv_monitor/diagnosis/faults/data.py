@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import is_measure
+from adiv_monitor.diagnosis.faults import could_train
 from adiv_monitor.diagnosis.faults.could_train import FEWEST_MEASURED, FEWEST_SAME, goes_badly
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
@@ -192,12 +193,11 @@ def targets_ignored(record: Record) -> Iterator[Finding]:
 @finds("monitor")
 def sorted_samples(record: Record) -> Iterator[Finding]:
     """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
-    cosines = [*read.by_layer(record, "gradient_cosine").items()][-1:]
-    if len(record.reports) < FEWEST_SAME or not cosines or not goes_badly(record):
+    *_, (path, cosine) = ("", None), *read.by_layer(record, "gradient_cosine").items()
+    if len(record.reports) < FEWEST_SAME or cosine is None or could_train.halves(record):
         return
-    (path, cosine), *_ = cosines
     if cosine.above(ALIKE) and is_measure(record) and overshoot(record) is None:
-        yield Finding("unshuffled", "act",
+        yield Finding("unshuffled", act_if(goes_badly(record)),
             "The samples of a batch seem to be sorted by their class or target: in a typical step, "
             f"all ask {named(record, path)} for the same change (cosine {cosine.value:.3g}).",
             (Evidence("gradient_cosine", cosine.value, ALIKE, path),),

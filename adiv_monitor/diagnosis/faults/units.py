@@ -132,10 +132,6 @@ def _dead(units: UnitStatistics) -> float:
     return units.dead / max(units.units, 1)
 
 
-def _saturated(units: UnitStatistics) -> float:
-    return units.saturated * (units.function in FLAT_AT_BOTH_ENDS)
-
-
 def _dead_by_measures(record: Record) -> Iterator[Finding]:
     """Find layers that no row sends a gradient to, while layers behind them get one.
 
@@ -161,7 +157,8 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
 @fault("saturated-units", "Saturated units")
 def saturated_units(record: Record) -> Iterator[Finding]:
     """Find activation functions with many entries where they are flat and pass no gradient."""
-    if saturated := _shares(record, _saturated, SATURATED_WATCH):
+    flat = FLAT_AT_BOTH_ENDS
+    if saturated := _shares(record, lambda x: x.saturated * (x.function in flat), SATURATED_WATCH):
         first, *_ = layers = tuple(saturated)
         share, function = saturated[first], record.units[first].function
         yield Finding("saturated-units", act_if(share > SATURATED_ACT and suffers(record)),
