@@ -55,7 +55,8 @@ def are_probabilities(given: Sequence[Any]) -> tuple[Tensor, ...]:
         return ()
     outputs, dtype = given[0][:_MOST_SAMPLES], given[1].dtype
     sums = dtype == torch.int64 and outputs.ndim == 2
-    if not (sums or dtype == outputs.dtype) or not 0 < outputs[0].numel() <= _MOST_CLASSES:
+    few = outputs.numel() > 0 and outputs.shape[1:].numel() <= _MOST_CLASSES
+    if not (few and (sums or dtype == outputs.dtype)):
         return ()
     above = (outputs.sum(1) - 1).abs() if sums else outputs - 1
     return (torch.maximum(above.amax(), -outputs.amin()) < _ROUNDING,)

@@ -267,8 +267,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, value
     elif isinstance(value, nn.Module):
         yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
-    elif isinstance(value, (list, tuple, Mapping)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    elif isinstance(value, (list, tuple, dict)):  # other mappings may compute their values
+        items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             yield from _tensors(f"{name}[{key!r}]", item)
 

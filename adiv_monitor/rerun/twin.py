@@ -80,9 +80,8 @@ class Twin:
         """Take off all hooks but those that make weights, which make them as in evaluation."""
         for part in self._modules:
             for name in _TABLES:
-                hooks = vars(part).get(name, {}).items()
-                own = "torch.nn.utils."  # such as weight_norm
-                kept = [(key, x) for key, x in hooks if type(x).__module__.startswith(own)]
+                every = vars(part).get(name, {}).items()  # those of weight_norm are kept
+                kept = [x for x in every if type(x[1]).__module__.startswith("torch.nn.utils.")]
                 vars(part)[name] = OrderedDict(kept)
                 if kept:
                     part.training = False  # spectral_norm has taken its step

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture.batch import are_probabilities
 
 
 class Net(nn.Module):
@@ -382,6 +383,11 @@ def test_what_a_loss_of_each_output_gets(last: nn.Module) -> None:
     report, *_ = reports_of(model, step, 1, loss=criterion)
     assert report.loss_module == "BCEWithLogitsLoss"
     assert report.probabilities is isinstance(last, nn.Sigmoid)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (4, 3, 2), (4, 101)])
+def test_what_no_probabilities_are_looked_for_in(shape: tuple[int, ...]) -> None:
+    assert are_probabilities((torch.rand(shape), torch.rand(shape))) == ()
 
 
 def test_only_a_loss_of_torchs_own_has_a_name() -> None:

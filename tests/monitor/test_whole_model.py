@@ -1,5 +1,6 @@
 """What a report says about the whole model: what its optimizer trains in a step or not, and why."""
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import count
@@ -70,6 +71,13 @@ def test_parameters_that_the_optimizer_does_not_hold_are_told(options: dict[str,
     assert StepReport.from_dict(later[0].to_dict(quantiles=True)) == later[0]
 
 
+class Unset(UserDict[str, int]):
+    """Settings, one of which has no value yet, as of Hydra."""
+
+    def __getitem__(self, key: str) -> int:
+        raise LookupError(key)
+
+
 def test_modules_in_a_plain_list_are_told() -> None:
     """Torch does not register them, so that the optimizer does not get their parameters."""
 
@@ -78,6 +86,7 @@ def test_modules_in_a_plain_list_are_told() -> None:
             super().__init__()
             self.layers, self.head = [nn.Linear(6, 5)], nn.Linear(5, 3)
             self.scale, self.seen = {"of": torch.ones(5, requires_grad=True)}, torch.zeros(5)
+            self.settings = Unset(a=1)
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen = self.layers[0](x) * self.scale["of"]
