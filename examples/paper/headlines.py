@@ -215,6 +215,39 @@ def last_behind(than: str, size: int) -> tuple[int, int]:
     return last, (last + 1) * updates
 
 
+def of_widths() -> Iterator[Headline]:
+    """Figs 2, 3 and 5, panel by panel: the best and the worst of the paper's seven maps."""
+    for activation in ("tanh", "leaky", "none"):
+        panels: dict[tuple[int, int], dict[str, float]] = {}
+        for (method, *panel), mean in _means_of_widths(activation).items():
+            panels.setdefault((panel[0], panel[1]), {})[method] = mean
+        constant = [of.pop("constant-scale") - of["affine-like"] for of in panels.values()]
+        order = [sorted(of, key=of.__getitem__) for of in panels.values()]
+        if activation == "none":
+            last = sum(set(of[:2]) == {"standard", "batchnorm"} for of in order)
+            yield "Fig 5: standard and batchnorm are last", f"{last} of {len(order)} panels"
+        else:
+            first = sum(of[-1] == "affine-like" for of in order)
+            yield (
+                f"Figs 2, 3, {activation}: affine-like is first",
+                f"{first} of {len(order)} panels",
+            )
+            what = f"Figs 2, 3, {activation}: constant-scale − affine-like"
+            low, high = (plus(of(constant), float("nan"), sign=True) for of in (min, max))
+            yield what, f"{low} to {high}"
+
+
+def _means_of_widths(activation: str) -> dict[tuple[str, int, int], float]:
+    """By method, depth and width; batch normalisation tested on batches, as in the paper."""
+    found: dict[tuple[str, int, int], list[float]] = {}
+    for run in runs("widths"):
+        if run["activation"] == activation:
+            key = BY_BATCH if run["method"] == "batchnorm" else "test_accuracy"
+            place = run["method"], run["depth"], run["width"]
+            found.setdefault(place, []).append(at_the_end(run, key))
+    return {place: statistics.fmean(values) for place, values in found.items()}
+
+
 def of_readings() -> Iterator[Headline]:
     """What BatchNorm changes, and whether readings foretell the end of a long training."""
     end = table1()
@@ -280,7 +313,7 @@ def headlines() -> Iterable[Headline]:
     """All of them."""
     parts = (
         *(of_table1, of_fair, of_gradient_only, of_hundred, of_depth),
-        *(of_own_setting, of_overtaking, of_readings),
+        *(of_own_setting, of_overtaking, of_widths, of_readings),
     )
     for part in (*parts, of_optimizers, of_schedules, of_alignments):
         yield from part()

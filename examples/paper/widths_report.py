@@ -86,7 +86,7 @@ def _panel(axes: Axes, runs: Sequence[Run]) -> None:
         epochs = of_method[0]["epoch"][:shortest]
         marker = "o" if shortest == 1 else ""
         means = [mean for mean, _ in by_epoch]
-        axes.plot(epochs, means, marker, ls="-", color=COLOURS[method], lw=1, label=method)
+        axes.plot(epochs, means, marker=marker, color=COLOURS[method], lw=1, label=method)
         if not any(math.isnan(error) for _, error in by_epoch):
             low, high = ([m + sign * e for m, e in by_epoch] for sign in (-1, 1))
             axes.fill_between(epochs, low, high, color=COLOURS[method], alpha=0.2, lw=0)

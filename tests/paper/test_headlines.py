@@ -38,6 +38,7 @@ def of_question(module: Any) -> Callable[[Runs], str]:
 PAGES: dict[str, Callable[[Runs], str]] = {
     "table1": table.text,
     "widths": lambda runs: widths_report.text(runs, 2),
+    "fig4": lambda runs: widths_report.text(runs, 2),
     "readings": readings_report.text,
     "convolutional": convolutional.text,
     "projections": projections.text,
