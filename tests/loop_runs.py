@@ -15,7 +15,7 @@ LAYERS = {name: reading() for name in "abc"}
 SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
 FAR = {name: reading(update_ratio=50.0) for name in "abc"}
 STILL_HIGH = tuple(3.9e4 + 100.0 * (-1) ** step for step in range(39))
-RISING_HIGH = tuple(4e4 * 0.99**step for step in range(40))
+SLOWLY = tuple(2.3 * 0.99**step for step in range(40))  # by a third
 CREEPING = tuple(550.0 - 0.4 * step + 1.5 * (-1) ** step for step in range(40))  # by 3 %
 USUAL = {"layers": LAYERS, "unsupported": {}, "optimizer": "SGD", "trainable": 1000}
 UP = (2.3, *(2.3 + 3 * step for step in range(39)))
@@ -151,7 +151,7 @@ HITS = {
         layers=[LAYERS, LAYERS, *[HEAD] * 4], **without("", "", *["a"] * 4)
     ),
     "unshuffled": run(losses=STILL, layers=ALIKE),
-    "unshuffled where the loss does not halve": run(losses=WELL[:12] * 4, layers=ALIKE),
+    "unshuffled where the loss does not halve": run(losses=SLOWLY, layers=ALIKE),
     "not-held since they were unfrozen": run(not_held=[*[{}] * 3, *[{"a": 900}] * 3]),
     "not-held": run(not_held=[{}, *[{"a": 900}] * 5]),
     "unreached": run(cut_off={"a": 400, "b": 20}),
@@ -195,8 +195,7 @@ HITS = {
         losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
     ),
     "rate-gone where the loss does not halve": run(
-        losses=tuple(2.3 * 0.99**step for step in range(40)),
-        learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6),
+        losses=SLOWLY, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
     ),
     "rate-too-high by a first step that a run makes up for": run(
         losses=(2.3, 30.0, 9.0, *(1.0,) * 37), layers=[FAR, *[LAYERS] * 5]
@@ -230,7 +229,9 @@ MEANT = {
     "the rest of an epoch": run(norm_passes=[1, 8, 15, 23, 30, 37]),
     "the rest of an accumulation": run(norm_passes=[4, 32, 58, 86, 114, 140]),
     "outputs that are large at first": run(
-        losses=RISING_HIGH, loss_module="MSELoss", layers={"a": reading(activation_rms=200.0)}
+        losses=tuple(2e4 * x for x in SLOWLY),
+        loss_module="MSELoss",
+        layers={"a": reading(activation_rms=200.0)},
     ),
     "probabilities of one's own loss": run(loss_module="BCELoss", probabilities=True),
     "statistics that are frozen": run(norm_passes=[5] * 6),

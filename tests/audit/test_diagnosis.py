@@ -642,6 +642,7 @@ STUCK = Trial("overfit", 100, 2.0, 2.3, None, 0.01)
 ON = tuple(1 - 0.1 * i for i in range(STEPS))
 HIGH = (30.0, *WELL[1:])
 WIDE = {"0": replace(INPUTS, std=160.0)}
+NARROW = {"0": replace(INPUTS, std=0.05)}
 LONGER = {"0": replace(INPUTS, std=6.0)}
 NORMED = {"a": reading(), "n": reading(kind="gain", update_ratio=1e-4), "b": reading()}
 QUIET = reading(descent=1e-9, scale_mean=33.0)
@@ -693,6 +694,9 @@ FURTHER = [  # a finding and its strength, or "no" where it is not made, and a r
      record(losses=HIGH, rates={10.0: Trial("rate", STEPS, -0.03, 0.03, None, 0.01)})),
     ("bad-initialisation no", record(losses=HIGH, inputs=WIDE)),
     ("input-scale watch", record(inputs=WIDE, facts=adam())),
+    ("input-scale note", record(inputs=NARROW, facts=adam())),
+    ("input-scale watch", record(inputs=NARROW, facts=adam(), losses=())),
+    ("input-scale act", record(inputs=NARROW)),
     ("input-scale watch", alone(NORMED, inputs=WIDE)),
     ("input-scale no", record({"a": reading(scale_mean=65.0, scale_p50=2.0)}, inputs=LONGER)),
     ("input-scale act", record({"a": reading(scale_p50=60.0)}, inputs=LONGER)),

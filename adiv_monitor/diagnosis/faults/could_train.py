@@ -66,7 +66,7 @@ def strength(record: Record) -> Strength:
 
 
 def halves(record: Record) -> bool:
-    """Return whether the loss falls to half of its first value, or is not known to go badly."""
+    """Return whether the loss ends at half of its first value or below, or is not known."""
     return not goes_badly(record) and not course.end(record) > course.start(record) / 2
 
 
