@@ -14,7 +14,7 @@ from adiv_monitor.monitor import Monitor
 from adiv_monitor.printable import printable
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import Sink
-from adiv_monitor.sinks.borrowed import borrowed
+from adiv_monitor.sinks.borrowed import BorrowedSink, borrowed
 from adiv_monitor.sinks.scalars import Metrics, Scalars
 from adiv_monitor.step.own_measures import OwnMeasure
 from adiv_monitor.step.schedule import Unasked
@@ -76,7 +76,7 @@ class Settings:
 
     layers: LayerChoice
     metrics: Metrics
-    sinks: tuple[Sink, ...]
+    sinks: tuple[BorrowedSink, ...]
     monitor: Mapping[str, Any]
 
     @classmethod

@@ -242,14 +242,15 @@ class DivergenceCallback(Callback):
             return []
         metrics = self._metrics(name)
         loggers = [sink for logger in trainer.loggers for sink in logger_sinks(logger, metrics)]
-        if not self._settings.sinks and not any(takes_pictures(sink) for sink in loggers):
+        given = self._settings.sinks
+        if not (given or trainer.fast_dev_run or any(map(takes_pictures, loggers))):  # type: ignore[attr-defined]
             kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(
                 f"DivergenceCallback: {kinds} takes numbers only; for findings and heat maps pass "
                 "DivergenceCallback(sinks=[HtmlSink('run.html')])",
                 stacklevel=2,
             )
-        return [*loggers, *self._settings.sinks]
+        return [*loggers, *(sink.of(name) for sink in given)]
 
     def _announce(self, trainer: "Trainer") -> None:
         """Set metrics to None, which a checkpoint skips; it refuses metrics that do not exist."""

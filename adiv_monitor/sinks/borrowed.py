@@ -15,13 +15,16 @@ class BorrowedSink:
     def __init__(self, sink: Sink) -> None:
         self.borrowed = sink
         self.write = sink.write
-        self._flush = getattr(sink, "flush", None)
         self.add_losses = getattr(sink, "add_losses", None)
 
     def close(self) -> None:
         """Flush the sink; the user may go on with it after the training."""
-        if callable(self._flush):
-            self._flush()
+        getattr(self.borrowed, "flush", lambda: None)()
+
+    def of(self, name: str) -> "BorrowedSink":
+        """Return the sink of one of several monitors; a page of its own, if it writes one."""
+        named = getattr(self.borrowed, "named", None)
+        return BorrowedSink(named(name)) if name and named else self
 
 
 def borrowed(sinks: Sequence[object], owner: str) -> tuple[BorrowedSink, ...]:

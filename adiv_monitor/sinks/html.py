@@ -40,7 +40,12 @@ class HtmlSink(CourseSink):
                 'pip install "adiv-monitor[audit]"'
             )
         self._path = file_path("HtmlSink", path)
-        self._check_beside()
+        for other in (beside(self._path, ending) for ending in _BESIDE):
+            if not is_ours(other):
+                raise FileExistsError(
+                    f"HtmlSink(path=…): got {self._path}, beside which it would write {other}, "
+                    "which it did not write: expected another name"
+                )
         super().__init__(_FIRST)
 
     @property
@@ -48,13 +53,9 @@ class HtmlSink(CourseSink):
         """Path of the page, for the closing line of a run; "" if it was never written."""
         return str(self._path) if self.shown else ""
 
-    def _check_beside(self) -> None:
-        for other in (beside(self._path, ending) for ending in _BESIDE):
-            if not is_ours(other):
-                raise FileExistsError(
-                    f"HtmlSink(path=…): got {self._path}, beside which it would write {other}, "
-                    "which it did not write: expected another name"
-                )
+    def named(self, name: str) -> "HtmlSink":
+        """Return the sink of one of several monitors, whose page has its name, too."""
+        return HtmlSink(self._path.with_stem(f"{self._path.stem}-{name}"))
 
     def show(self) -> None:
         """Write the page with all reports so far, and the files beside it."""

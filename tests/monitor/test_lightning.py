@@ -1,6 +1,7 @@
 """The callback agrees with a monitor in a plain loop, in every setting of Lightning's Trainer."""
 
 import importlib
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from adiv_monitor import StepReport
 from adiv_monitor.lightning import DivergenceCallback
-from adiv_monitor.sinks import MemorySink
+from adiv_monitor.sinks import HtmlSink, MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars
 
 pytestmark = QUIET
@@ -259,6 +260,19 @@ def test_each_optimizer_has_a_monitor_of_its_own(caplog: pytest.LogCaptureFixtur
         assert (report.coverage, report.unmeasured) == (1.0, {}), "of what its optimizer trains"
     for name in reports:
         assert f"adiv.summary.{name}/update_cosine_min" in run.callback_metrics
+
+
+def test_each_optimizer_has_a_page_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    page = HtmlSink(tmp_path / "run.html")
+    trainer(callbacks=DivergenceCallback(1, sinks=[page], on_error="raise")).fit(Pair(), loader())
+    for name, layer, steps in (("optimizer_0", "generator", 8), ("optimizer_1", "critic", 16)):
+        reports = json.loads((tmp_path / f"run-{name}.json").read_text())["record"]["reports"]
+        assert [(report["step"], *report["layers"]) for report in reports] == [
+            (step, layer) for step in range(steps)
+        ]
+    assert not (tmp_path / "run.html").exists()
 
 
 def test_a_choice_may_leave_an_optimizer_out() -> None:
