@@ -172,6 +172,7 @@ HITS = {
     ),
     "rate-zero": run(learning_rates=(0.0,), losses=STILL),
     "rate-zero of one group": run(**ONE_GROUP, learning_rates=(0.1, 0.0)),
+    "settings-off by exchanged betas": run(settings={"beta1": (0.999,), "beta2": (0.9,)}),
     "settings-off by a rate below zero": run(
         losses=RISING, learning_rates=rates(0.1, 0.05, 0.01, -0.01, -0.05, -0.1)
     ),
@@ -228,6 +229,8 @@ MEANT = {
     "two passes in each step": run(norm_passes=[2, 16, 30, 44, 58, 72]),
     "the rest of an epoch": run(norm_passes=[1, 8, 15, 23, 30, 37]),
     "the rest of an accumulation": run(norm_passes=[4, 32, 58, 86, 114, 140]),
+    "the rest of an accumulation in each step": run(every=1, norm_passes=[3, 6, 7, 10, 13, 14]),
+    "an accumulation that grows": run(norm_passes=[1, 8, 15, 22, 50, 78]),
     "outputs that are large at first": run(
         losses=tuple(2e4 * x for x in SLOWLY),
         loss_module="MSELoss",
@@ -300,6 +303,7 @@ MEANT = {
     "momentum that cycles": run(
         settings=[{"momentum": (0.85 + 0.1 * (i % 2),)} for i in range(6)]
     ),
+    "averages of one length": run(settings={"beta1": (0.95,), "beta2": (0.95,)}),
     "a large epsilon, as the loss falls": run(settings={"beta1": (0.9,), "eps": (1e-3,)}),
     "a head with a higher rate": run(layers=LAYERS | {"c": reading(update_ratio=0.2)}, **GROUPS),
     "batches that differ, as the loss falls": run(9, every=4, **SPREAD),

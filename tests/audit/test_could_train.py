@@ -127,7 +127,12 @@ def test_what_one_finding_says_the_others_do_not() -> None:
     assert diagnose(GONE)[0].name == "rate-gone", "which is why steps are lost to rounding"
     assert found(CLIPPED)["loss-stuck"].advice[0].fix is None
     assert found(NO_RATE)["rate-zero"].layers == ("c",)
-    assert "adversarial" not in found(STUCK)["loss-stuck"].summary
+    groups = run(learning_rates=(0.1, 0.2), norm_passes=[1, 8, 15, 22, 29, 36])
+    twice = replace(groups, reports=(groups.reports[0], *groups.reports))  # as of two fits
+    assert found(twice) == found(groups)
+    of_module = run(losses=STILL, loss_module="CrossEntropyLoss")
+    assert ADVERSARIAL in found(STUCK)["loss-stuck"].summary
+    assert ADVERSARIAL not in found(of_module)["loss-stuck"].summary
 
 
 def test_what_the_monitor_sees_of_the_loss_takes_three_steps() -> None:
@@ -151,7 +156,7 @@ def test_the_group_whose_rate_is_gone_is_named() -> None:
     fading = run(**FADING, groups={"a": 0, "b": 1, "c": 1})
     finding = found(fading)["rate-gone"]
     assert (finding.layers, finding.since, finding.strength) == (("a",), 14, "watch")
-    assert "param_groups[0] is below 0.001 of its peak" in finding.summary
+    assert "of param_groups[0], over that of the other groups, is below 0.001" in finding.summary
 
 
 def test_groups_whose_rates_jump_are_named_together() -> None:

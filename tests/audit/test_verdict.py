@@ -64,6 +64,8 @@ ROWS = [
     Said("2 weaker findings below.", told(fault(strength="note"), fault(strength="note")), told()),
     Said("It is so. The audit did not find the cause.",
          told(fault(name="loss-stuck", strength="watch")), told(NOT_PAID)),
+    Said("It is so. The audit did not find the cause.",
+         told(fault(name="behind-reference", strength="watch")), told(TRAIT)),
     Said("It is so. The likely cause: So.",
          told(fault(name="loss-stuck", strength="watch"), UNREAD),
          told(fault(name="loss-stuck", strength="watch"))),

@@ -343,31 +343,22 @@ def rate_gone(record: Record) -> Iterator[Finding]:
     rates = read.learning_rates(record)
     if len(rates) < FEWEST_MEASURED or not any(rates.values()) or min(rates.values()) < 0:
         return  # a rate of zero, or below, is another finding
-    limit = GONE if halves(record) else HARDLY
-    if (since := _gone_since(rates, limit)) is not None:
-        peak, last = max(rates.values()), max(rates)
-        yield Finding("rate-gone", strength(record),
-            f"By step {since:,}, the schedule has the learning rate below {limit:g} of its peak.",
-            (Evidence("learning rate over its peak", rates[last] / peak, limit, step=last),),
-            (Advice("make the schedule as long as the training, in batches or in epochs"),),
-            "A higher base learning rate decays as soon.", since=since)  # fmt: skip
-        return
-    gone: dict[int, int] = {}  # group → since when
-    known = [report.learning_rates for report in record.reports if report.learning_rates]
-    for i, of_group in enumerate(zip(*known, strict=False)):
-        pairs = zip(rates.items(), of_group, strict=True)
-        shares = {step: rate / largest for (step, largest), rate in pairs if largest > 0}
-        if len(shares) > 1 and (since := _gone_since(shares, HARDLY)) is not None:
-            gone[i] = since
-    if gone:
-        groups, since = listed([f"param_groups[{i}]" for i in gone]), min(gone.values())
-        yield Finding("rate-gone", strength(record),
-            f"By step {since:,}, the learning rate of {groups} is below {HARDLY:g} of its peak, "
-            "measured by that of the other groups.",
-            (Evidence("groups whose learning rate is gone", len(gone), 0.0),),
-            (Advice("look for a decay of the groups that is applied in each step, not once"),),
-            layers=tuple(p for p, of in record.reports[-1].groups.items() if of in gone),
-            since=since)  # fmt: skip
+    known = {report.step: report.learning_rates for report in record.reports}
+    of_groups = {i: {step: known[step][i] / rate for step, rate in rates.items() if rate > 0}
+                 for i in range(min(len(known[step]) for step in rates))}  # fmt: skip
+    for i, of in {-1: rates, **of_groups}.items():
+        limit, last = GONE if i < 0 and halves(record) else HARDLY, max(of)
+        if len(of) > 1 and (since := _gone_since(of, limit)) is not None:
+            group = f" of param_groups[{i}], over that of the other groups," * (i >= 0)
+            yield Finding("rate-gone", strength(record),
+                f"By step {since:,}, the learning rate{group} is below {limit:g} of its peak.",
+                (Evidence("learning rate over its peak", of[last] / max(of.values()), limit,
+                          step=last),),
+                (Advice("make the schedule as long as the training, in batches or in epochs; apply "
+                        "a decay of single groups once, not in each step"),),
+                "A higher base learning rate decays as soon.", since=since, layers=tuple(
+                    p for p, j in record.reports[-1].groups.items() if i == j))  # fmt: skip
+            return
 
 
 def _gone_since(rates: Mapping[int, float], limit: float) -> int | None:

@@ -348,14 +348,15 @@ told(__name__, "running-statistics", "Running statistics that are no average", "
 def passes_without_a_step(record: Record) -> Iterator[Finding]:
     """Find passes in training mode, as of a validation, beside those of the steps.
 
-    Each step has as many as there are at least between two measured ones (micro-batches, views),
-    where that is a whole number: the last step of an epoch may have fewer.
+    Each step has as many as there mostly are between two measured ones (micro-batches, views),
+    where that is a whole number: the last of an epoch may have fewer, and later ones have more.
     """
     seen = [(r.step, r.norm_passes) for r in record.reports if r.norm_passes is not None]
     between = [(t - s, n - m) for (s, m), (t, n) in pairwise(seen)]
-    each = min((n // steps for steps, n in between if not n % steps), default=0)
+    whole = [n // steps for steps, n in between if steps and not n % steps]
+    each = max(whole, key=whole.count, default=0)
     all_, without = (sum(n - each * k * s for s, n in between) for k in (0, 1))
-    if each > 0 and without > BESIDE * all_:
+    if 0 < each >= whole[-1] and without > BESIDE * all_:
         yield Finding("running-statistics", "watch",
             f"Of {all_:,} passes in training mode, which running statistics took in, {without:,} "
             "belong to no step, as where a validation runs in training mode.",

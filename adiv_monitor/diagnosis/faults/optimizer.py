@@ -62,6 +62,7 @@ def settings_off(record: Record) -> Iterator[Finding]:
     if times > DECAY_ACT and goes_badly(record):
         limits["weight_decay"] = _setting(record, "weight_decay") / times
     limits |= {"lr": math.inf, **({"eps": LARGE_EPSILON} if read.scale_free(record) else {})}
+    limits["beta1"] = math.sqrt(max(0.0, _setting(record, "beta2"))) or 1.0  # else Adam may diverge
     settings = [{**report.settings, "lr": report.learning_rates} for report in record.reports]
     for name, limit in limits.items() if several(record) else ():
         first, *_, last = (of.get(name, ()) for of in settings)
@@ -194,7 +195,9 @@ def projection_fights(record: Record) -> Iterator[Finding]:
     applied, layers = read.by_layer(record, "applied_cosine"), tuple(cosines)
     uphill = any(p in applied and applied[p].below(0) for p in layers)
     where, cosine = read.named(record, layers[0]), cosines[layers[0]]
-    yield Finding("projection-fights", act_if(uphill or suffers(record)),
+    turns = not undone and read.scale_free(record)  # as Adam does, if few entries are far larger
+    yield Finding("projection-fights", act_if(uphill or suffers(record)) if not turns else
+        "watch" if suffers(record) else "note",
         f"Code that runs after the optimizer's step changes the weights of {where} again: the "
         f"change that remains has a cosine of {cosine:.3g} with the optimizer's step." if undone
         else f"Code that runs within the step changes the weights of {where}, unless the optimizer "

@@ -110,7 +110,7 @@ MOVES_TOO_FAR = 1.0
 MOVES_TOO_FAR_UNSEEN = 10.0  # limit if the losses are unknown, so that they may fall all the same
 OVERSHOOTS = 10 * HEALTH["update_ratio"].healthy[1]
 KILLS = 1.0  # the same, if a layer gets no gradient any more afterwards: a move by its own length
-LEAST_GAIN = 0.1  # rms of a weight's entries · √fan-in: below it, its outputs begin near zero
+LEAST_GAIN = 0.1  # rms of outputs over that of inputs: below it, a layer begins near zero
 RATES_APART = 10.0  # times the learning rate of most layers
 UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
@@ -318,7 +318,8 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     if course.tells_nothing(record):
         return
     first = read.at_first(record, "update_ratio")
-    moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
+    is_seen = bool(first) and record.reports[0].coverage > 0.5  # of most parameters
+    moves = median([t.value for t in first[0].values()] or [0.0]) if is_seen else 0.0
     limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
     peaked = max(record.losses, default=0.0) > course.PEAK * course.start(record) > 0
     if moves > limit and (peaked or not course.end(record) <= course.start(record) / 2):
@@ -346,7 +347,9 @@ def overshoot(record: Record) -> tuple[str, read.Typical, float] | None:
     residual branch, a head) moves far relative to its output and is healthy.
     """
     dead = {p for x in record.reports[-1:] for p, r in x.layers.items() if r.idle_share == 1}
-    near_zero = {p for p, weight in record.weights.items() if weight.gain < LEAST_GAIN}
+    near_zero = {p for x in record.reports[:1] for p, r in x.layers.items()
+                 if r.activation_rms is not None and r.activation_rms
+                 <= LEAST_GAIN * math.sqrt((r.scale_mean or 0.0) / (r.features or 1))}  # fmt: skip
     killed, moves = False, []
     for report in record.reports:
         killed |= any((report.layers[p].idle_share or 0.0) < 1 for p in dead & {*report.layers})

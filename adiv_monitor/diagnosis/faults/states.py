@@ -197,6 +197,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         return
     little, rises = not audited and course.fell_little(record), read.still_rises(record)
     told = audited or course.is_measure(record)
+    known = audited or any(report.loss_module for report in record.reports)
     own = median([r.descent for r in record.reports if r.descent is not None] or [0.0])
     vain = told and not audited and course.course(record) == "does not fall" and (
         own * len(record.losses) > IN_VAIN * start and rates.overshoot(record) is None)  # fmt: skip
@@ -216,7 +217,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     elif little or (fell and not audited):
         said = f"falls by less than {course.STILL:.0%}"
     elif (fell or course.may_have_fallen(record)) and start == record.chance:
-        said = f"ends no lower than {start:.3g}, the loss of a constant prediction"
+        said = f"ends hardly below {start:.3g}, the loss of a constant prediction"
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
         f"The loss {said}: {record.losses[0]:.3g} at first, {end:.3g} at the end."
         + " However, the model overfits one small batch."
@@ -227,7 +228,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         "random, or targets are unrelated to them."
         * vain
         + " That is no fault of generative adversarial networks, of reinforcement learning, or of "
-        "a run that was resumed." * (not told),
+        "a run that was resumed." * (not (told and known)),
         (Evidence("loss", end, start),), advice * (not rises))  # fmt: skip
 
 
