@@ -100,14 +100,15 @@ class Mean(nn.Module):
         super().__init__()
         self.map = nn.Linear(1, 3)
 
-    def forward(self, x: Tensor, *more: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *more: Tensor, **labels: Tensor) -> Tensor:
         return self.map(x.mean(1, keepdim=True))
 
 
 def test_inputs_are_named_and_labels_and_tokens_are_none() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        return nn.functional.cross_entropy(model(x, [x, x - 1], x.long(), labels=y.float()), y)
+        given = dict.fromkeys(("labels", "annots", "gt_boxes", "truth"), y.float())
+        return nn.functional.cross_entropy(model(x, [x, x - 1], x.long(), **given), y)
 
     assert found(Mean(), batches(), loss).keys() == {"x", "1.0", "1.1"}
 

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -192,6 +193,29 @@ def own_loss() -> Case:
     return OwnLoss(), blobs()[:1], None
 
 
+class OnGraph(nn.Module):
+    """A graph convolution over a sparse adjacency matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 6)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        return torch.sparse.mm(adjacency, self.last(self.first(x).relu()))
+
+
+def few_labelled_nodes(sparse: bool) -> Case:
+    (x, y), nodes = blobs()[0], torch.arange(32)
+    adjacency = (nodes % 6 == nodes[:, None] % 6) / 6.0
+    batch = x, adjacency.to_sparse() if sparse else adjacency, y, nodes % 5 == 0
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        x, adjacency, y, is_labelled = batch
+        return functional.cross_entropy(model(x, adjacency)[is_labelled], y[is_labelled])
+
+    return OnGraph(), [batch], loss
+
+
 CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "standardised in forward": (standardised_in_forward, ("input-scale", "input-mean")),
     "batch normalisation first": (batch_norm_first, ("input-scale", "input-mean")),
@@ -200,6 +224,8 @@ CASES: dict[str, tuple[Callable[[], Case], tuple[str, ...]]] = {
     "a frozen reference": (frozen_reference, ("frozen",)),
     "gates that begin at zero": (zero_gates, ("vanishing",)),
     "bags of instances": (bags, ("softmax-over-samples",)),
+    "a graph of few labels": (partial(few_labelled_nodes, False), ("class-untaught",)),
+    "a sparse graph": (partial(few_labelled_nodes, True), ("class-untaught",)),
 }
 
 RATES = {"gates that begin at zero": 1e-3}

@@ -146,6 +146,12 @@ def diffused(level: float) -> Of:
     return of
 
 
+def other_noise(model: nn.Module, batch: Any) -> Tensor:
+    """Compare with noise that is drawn behind the model."""
+    predicted = model(batch[0] + torch.randn_like(batch[0]))
+    return F.mse_loss(predicted, torch.randn_like(predicted))
+
+
 def hidden_places(model: nn.Module, batch: Any) -> Tensor:
     hidden = torch.rand(batch[0].shape) < 0.05
     return ((model(batch[0] * ~hidden) - batch[0][:, :3]) * hidden[:, :3]).square().mean()
@@ -157,6 +163,7 @@ DRAWN: list[Row] = [
     ("labels-unrelated", "little of them", by(noised(True, 0.3)), ""),
     ("labels-unrelated", "noise that the inputs hardly hold", by(diffused(0.1)),
      "the noise that randn_like"),
+    ("labels-unrelated", "other noise than the inputs hold", by(other_noise), "those that randn"),
     ("labels-unrelated", "noise", by(diffused(0.7)), ""),
     ("labels-unrelated", "hidden places", by(hidden_places), ""),
 ]  # fmt: skip
@@ -233,6 +240,10 @@ def modulo(x: Tensor) -> Tensor:
     return x % 4
 
 
+def unlabelled(x: Tensor) -> Tensor:
+    return torch.where(x % 4 > 0, x % 4, 255)
+
+
 def filled(x: Tensor) -> Tensor:
     lengths = torch.tensor([[4], [9], [6], [7]])
     return torch.where(torch.arange(9) < lengths, x % 3 + 1, 0)
@@ -244,6 +255,7 @@ def next_ones(model: nn.Module, batch: Any) -> Tensor:
 
 
 of_pixels = of_outputs(lambda z, y: F.cross_entropy(z, y, ignore_index=0))
+of_ignored = of_outputs(lambda z, y: F.cross_entropy(z, y, ignore_index=255))
 of_chosen = of_outputs(lambda z, y: F.cross_entropy(z[y > 0], y[y > 0]))
 of_masked = of_outputs(lambda z, y: (F.cross_entropy(z, y, reduction="none") * (y > 0)).mean())
 
@@ -300,6 +312,7 @@ UNTAUGHT: list[Row] = [
     ("class-untaught", "chosen", tagged(of_chosen, modulo), "label 0 has a gradient"),
     ("class-untaught", "pixels", tagged(of_pixels, modulo, pixels=True), "label 0 has a gradient"),
     ("class-untaught", "masked pixels", tagged(of_masked, modulo, pixels=True), "label 0 has"),
+    ("class-untaught", "ignored, and no class", tagged(of_ignored, unlabelled, pixels=True), ""),
     ("class-untaught", "all", tagged(of_flat(-100), modulo), ""),
     ("class-untaught", "padding", tagged(of_flat(0), filled), ""),
     ("class-untaught", "padding before", tagged(of_flat(0), lambda x: filled(x).flip(1)), ""),

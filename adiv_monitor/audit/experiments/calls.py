@@ -251,7 +251,7 @@ def undropped(call: Call) -> object:
 
 
 # Words in the names of arguments that are not inputs.
-_NO_INPUTS = ("label", "target", "mask")
+_NO_INPUTS = ("label", "target", "mask", "annot", "box", "truth")
 
 
 def by_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -80,10 +80,6 @@ def noting(made: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
     return note
 
 
-def _is_of_samples(x: Tensor, batch: Any) -> bool:
-    return x.layout is torch.strided and x.ndim > 0 and len(x) == size_of(batch)
-
-
 def change_inputs(
     model: nn.Module, change: Callable[[str, Tensor], Tensor], everything: bool = False
 ) -> RemovableHandle:
@@ -147,7 +143,7 @@ class ChangedInputs:
             self.inputs, self.names = [], []
 
         def instead(name: str, x: Tensor) -> Tensor:
-            if not _is_of_samples(x, self._batch):
+            if x.is_sparse or x.shape[:1] != (size_of(self._batch),):
                 return x
             self.inputs.append(x.detach())
             self.names.append(name)

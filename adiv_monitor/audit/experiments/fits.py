@@ -284,7 +284,7 @@ def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[Tensor]
     fork, gets = still(setup.fork()), list[Tensor]()
 
     def note(module: nn.Module, args: Any) -> None:
-        gets.extend(x.detach().double() for x in tensors(args))
+        gets.extend(tensors(args))  # a function of torch's would be a call with a number
 
     def change(call: Call) -> Any:
         if call.number != number:
@@ -295,4 +295,5 @@ def _drawn(setup: Setup, number: int | None) -> tuple[list[Tensor], list[Tensor]
 
     for module in fork.model.modules():
         module.register_forward_pre_hook(note)
-    return compared_in(fork, setup.batches[0], change=change)[0], gets
+    own = compared_in(fork, setup.batches[0], change=change)[0]
+    return own, [x.detach().double() for x in gets]

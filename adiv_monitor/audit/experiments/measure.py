@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, given
@@ -152,7 +152,8 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
     self-distillation) or that a memory holds. It is False if the loss can't be computed this way.
     """
     try:
-        after = replace(setup, model=trained.model, loss=trained.loss, optimizer=_any)
+        after = replace(setup, model=trained.model, loss=trained.loss,
+                        optimizer=lambda model: SGD(model.parameters()))  # fmt: skip
         if not all(map(torch.equal, _given(setup), _given(after))):
             return True
         paths, _ = last_maps(setup.fork())
@@ -168,7 +169,8 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
 
         def with_kept(fork: Fork) -> Tensor:
             known = iter(kept)
-            return _loss(fork, paths, lambda x: x if (y := next(known)) is None else _leaf(y))
+            return _loss(fork, paths, lambda x: (
+                x if (y := next(known)) is None else y.clone().requires_grad_()))  # fmt: skip
 
         fork, last = after.fork(), after.fork()
         changed = with_kept(fork)
@@ -182,10 +184,6 @@ def moving_targets(setup: Setup, trained: Fork) -> bool:
         return False
 
 
-def _any(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters())
-
-
 def _given(setup: Setup) -> list[Tensor]:
     """Return what functions that draw samples are given in the first batch's loss."""
     calls = calls_of(setup.fork(), lambda call: call.name in _DRAW)
@@ -197,10 +195,6 @@ def _loss(fork: Fork, paths: Sequence[str], change: Callable[[Tensor], Tensor]) 
     for path in paths:
         fork.model.get_submodule(path).register_forward_hook(lambda m, args, out: change(out))
     return fork.first_loss()
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.clone().requires_grad_()
 
 
 def same(loss: Tensor, other: Tensor | float) -> bool:

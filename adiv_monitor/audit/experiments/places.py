@@ -49,10 +49,12 @@ class _Outputs:
         self.given += [x.detach() for x in tensors((args, kwargs))]
 
     def see(self, call: Call) -> None:
-        """Note the targets."""
+        """Note the targets; classes beyond the scores, as an `ignore_index` may be, become −1."""
         target = call.argument(1, "target") if call.name in (*CLASSIFIES, *LOSSES) else None
         if isinstance(target, Tensor):
-            self.targets.append(target.detach())
+            scores, y = call.argument(0, "input"), target.detach()
+            is_class = call.name in ("cross_entropy", "nll_loss") and 0 < y.ndim < scores.ndim
+            self.targets.append(y.where(y < scores.shape[1], -1) if is_class else y)
 
     def at(self, labels: Tensor) -> Tensor | None:
         """Return which labels' places have a gradient in some output; None: no output has them.
@@ -148,7 +150,8 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
     """Yield how many parts of an output have no gradient in any batch, along each of its axes.
 
     That is so before and after training. Outputs without any gradient are not used. Costly steps
-    leave no passes for so many batches. A single place may be chosen, and padding left out.
+    leave no passes for so many batches. A single place may be chosen, and padding left out, or
+    samples that a mask marks, such as unlabelled nodes of a graph.
     """
     read: dict[tuple[int, str], Tensor] = {}
     if setup.is_costly:
@@ -163,7 +166,10 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
             if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
                 continue
             columns = 1 if g.ndim > 3 else g.ndim - 1
-            for axis in range(g.ndim):
+            is_marked = any(
+                x.dtype == torch.bool and x.shape == g.shape[:1] for x in tensors(batch)
+            )
+            for axis in range(is_marked, g.ndim):
                 of = "columns" if axis == columns else f"places along axis {axis}"
                 of = of if axis else "samples of a batch"
                 each = g.movedim(axis, 0).flatten(1).ne(0).any(1)

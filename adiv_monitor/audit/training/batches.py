@@ -125,12 +125,12 @@ def size_of(batch: Any) -> int:
 def first(batch: Any, samples: int) -> Any:
     """Return the first samples of a batch; the batch itself if it has no more samples than that.
 
-    Every tensor of the batch's length is cut; all samples share the other tensors.
+    Every dense tensor of the batch's length is cut; all samples share the other tensors.
     """
     size = size_of(batch)
     if size <= samples:
         return batch
-    return mapped(batch, lambda x: x[:samples] if x.ndim and len(x) == size else x)
+    return mapped(batch, lambda x: x[:samples] if x.shape[:1] == (size,) and not x.is_sparse else x)
 
 
 def called(model: nn.Module, batch: Any) -> Any:

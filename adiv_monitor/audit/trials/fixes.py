@@ -353,11 +353,7 @@ def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CAL
     change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
 
 
-def _taken_for_logits(fork: Fork) -> list[Call]:
-    return [*filter(None, [activation(fork)])]
-
-
-@fix("plain-outputs", rescales=True, find=_taken_for_logits)
+@fix("plain-outputs", rescales=True, find=lambda fork: [*filter(None, [activation(fork)])])
 @fix("outputs-without-dropout", find=dropped)
 def _left_out(fork: Fork, layers: Layers, record: Seen, find: Callable[[Fork], list[Call]]) -> None:
     """Leave out functions that act on the outputs, in front of the loss."""
