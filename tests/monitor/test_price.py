@@ -97,17 +97,6 @@ class Scaled(nn.Module):
         return x
 
 
-class Bent(nn.Module):
-    """A layer and a parameter without a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.whole = nn.Linear(4, 4), Whole()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.whole(self.inner(x))
-
-
 def tied(count: int) -> nn.Module:
     layers = [nn.Linear(4, 4) for _ in range(count)]
     for layer in layers[1:]:
@@ -126,7 +115,9 @@ SIZED: dict[str, Callable[[int], nn.Module]] = {
     "layers": lambda count: nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))),
     "layers in modules": tree,
     "tied layers": tied,
-    "modules measured as a whole": lambda count: nn.Sequential(*(Bent() for _ in range(count))),
+    "modules measured as a whole": lambda count: nn.Sequential(
+        *(MODELS["whole"]() for _ in range(count))
+    ),
 }
 
 
