@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Tied
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
@@ -301,18 +302,9 @@ def test_layers_that_are_left_out_are_looked_through() -> None:
         Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=lambda path, module: False))
 
 
-class Grows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x[: len(x) - int(self.linear.bias[0] > 1)])
-
-
 def test_other_samples_than_at_the_reference_are_refused() -> None:
-    model = Grows()
+    shorter = lambda m, x: m.linear(x[: len(x) - int(m.linear.bias[0] > 1)])  # noqa: E731
+    model = Computes(shorter, linear=nn.Linear(4, 4))
     alignment = Alignment(model, Probe(torch.randn(6, 4)))
     nn.init.constant_(model.linear.bias, 2)
     with pytest.raises(AdivError, match="same samples"):
@@ -377,17 +369,10 @@ def test_what_is_not_finite_leaves_the_other_layers_readings(where: str) -> None
 
 def test_a_probe_takes_a_mapping_of_any_kind_and_a_single_pattern() -> None:
     """As the encodings of Hugging Face's tokenizers are."""
-
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x))
-
+    parts = {"first": nn.Linear(16, 16), "last": nn.Linear(16, 4)}
+    model = Computes(lambda m, x: m.last(m.first(x)), **parts)
     probe = Probe(UserDict(x=torch.randn(8, 16)), layers="la*")
-    assert [layer.path for layer in Alignment(Named(), probe).layers] == ["last"]
+    assert [layer.path for layer in Alignment(model, probe).layers] == ["last"]
 
 
 def test_what_a_probe_can_not_be() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from audited import batches, cross_entropy, mlp, seen, sgd, unasked
+from computes import Computes
 from torch import Tensor, nn
 
 from adiv_monitor import audit
@@ -207,16 +208,12 @@ def test_hooks_and_schedulers_are_told_of() -> None:
 
 
 def test_a_model_with_its_own_loss() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
+    def forward(model: nn.Module, inputs: Tensor, labels: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=nn.functional.cross_entropy(model.inner(inputs), labels))
 
-        def forward(self, inputs: Tensor, labels: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(loss=nn.functional.cross_entropy(self.inner(inputs), labels))
-
+    own = Computes(forward, inner=mlp())
     data = [{"labels": y, "inputs": x} for x, y in batches()]
-    assert set(audit(Own(), data, **{**QUICK, "loss": None}).record.inputs) == {"inputs"}
+    assert set(audit(own, data, **{**QUICK, "loss": None}).record.inputs) == {"inputs"}
 
 
 def test_a_loss_of_outputs_and_targets_is_as_one_of_model_and_batch() -> None:

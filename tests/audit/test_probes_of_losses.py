@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trial_setups import (
@@ -158,21 +159,16 @@ RANGES: list[Row] = [
 # Samples, places and pairs
 
 
-class ByTime(nn.Module):
+def over_time(targets: Callable[[Tensor], Tensor]) -> Setup:
     """A recurrent network that returns time first, (T, B, classes)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(4, 8), nn.Linear(8, 3)
+    def by_time(model: nn.Module, x: Tensor) -> Tensor:
+        return model.head(model.gru(x.transpose(0, 1))[0])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x.transpose(0, 1))[0])
-
-
-def over_time(targets: Callable[[Tensor], Tensor]) -> Setup:
     made = tuple((torch.randn(6, 5, 4), torch.randint(3, (6, 5))) for _ in range(4))
     of = of_outputs(lambda z, y: F.cross_entropy(z.flatten(0, 1), targets(y).flatten()))
-    return setup(model=ByTime(), batches=made, loss=of)
+    model = Computes(by_time, gru=nn.GRU(4, 8), head=nn.Linear(8, 3))
+    return setup(model=model, batches=made, loss=of)
 
 
 def cut_off() -> nn.Module:
@@ -830,15 +826,9 @@ def test_a_run_whose_loss_has_no_gradient_is_to_be_acted_on() -> None:
 # Outputs that pass a function which the loss has, too
 
 
-class Calls(nn.Module):
-    """A model that applies a function to a layer's outputs."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(12, 3), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer(x))
+def calls(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a model that applies a function to a layer's outputs."""
+    return Computes(lambda m, x: function(m.layer(x)), layer=nn.Linear(12, 3))
 
 
 def poisson(log_input: bool) -> OfPair:
@@ -858,23 +848,23 @@ def binary(of: OfPair) -> OfPair:
         (nn.Identity(), F.cross_entropy, None),
         (nn.Sigmoid(), binary(BCE), "sigmoid"),
         (nn.Sigmoid(), binary(F.binary_cross_entropy), None),
-        (Calls(torch.exp), poisson(True), "exp"),
+        (calls(torch.exp), poisson(True), "exp"),
         (nn.Softplus(), poisson(True), "softplus"),
         (nn.Identity(), poisson(True), None),
-        (Calls(torch.exp), poisson(False), None),
+        (calls(torch.exp), poisson(False), None),
         (nn.Softplus(), poisson(False), None),
     ],
 )
 def test_a_function_behind_the_last_layer_that_the_loss_has_too(
     last: Any, of: OfPair, name: str | None
 ) -> None:
-    model = last if isinstance(last, Calls) else nn.Sequential(mlp(), last)
+    model = last if isinstance(last, Computes) else nn.Sequential(mlp(), last)
     found = activated_output(setup(model=model, loss=of_outputs(of)).fork())
-    path = "" if isinstance(last, Calls) else "1"
+    path = "" if isinstance(last, Computes) else "1"
     assert found == (name and ActivatedOutput(name, path))
 
 
 @pytest.mark.parametrize("function", [lambda x: x.clamp(min=0), lambda x: x.relu()[:, :3]])
 def test_a_relu_that_is_called_is_told(function: Any) -> None:
-    found = activated_output(setup(model=Calls(function)).fork())
+    found = activated_output(setup(model=calls(function)).fork())
     assert found == ActivatedOutput("relu", "")

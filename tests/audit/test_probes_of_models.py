@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 from trial_setups import (
@@ -125,21 +126,13 @@ def of_nodes() -> Setup:
     return setup(batches=[(x, y, edges) for x, y in batches()], loss=of)
 
 
-class Second(nn.Module):
-    """Attention along the first axis; learnt positions tell that the second one is that of time."""
-
-    def __init__(self, positions: bool) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.randn(1, 5, 8)) if positions else 0.0
-        self.attends = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attends(x + self.places)
-
-
 def along_the_second(positions: bool) -> Setup:
+    """Attention along the first axis; learnt positions tell that the second one is that of time."""
+    places = nn.Parameter(torch.randn(1, 5, 8)) if positions else 0.0
+    attends = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    model = Computes(lambda m, x: m.attends(x + m.places), places=places, attends=attends)
     made = ((torch.randn(7, 5, 8), torch.randint(3, (7, 5))),)
-    return setup(model=Second(positions), loss=of_places, batches=made)
+    return setup(model=model, loss=of_places, batches=made)
 
 
 @of_outputs
@@ -205,24 +198,19 @@ def under_no_grad(net: Any, x: Tensor) -> Tensor:
     return net.head(z)
 
 
-class Coded(nn.Module):
+def coded(draw: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
     """An autoencoder with a code of mean and spread."""
 
-    def __init__(self, draw: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.draw = nn.Linear(12, 4), nn.Linear(2, 12), draw
+    def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = model.encoder(x).chunk(2, 1)
+        return model.decoder(draw(mean, spread.exp())), mean
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, spread = self.encoder(x).chunk(2, 1)
-        return self.decoder(self.draw(mean, spread.exp())), mean
-
-
-def coded(draw: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
     def of(model: nn.Module, batch: Any) -> Tensor:
         made, mean = model(batch[0])
         return functional.mse_loss(made, batch[0]) + 0.01 * mean.square().mean()
 
-    return lambda: setup(model=Coded(draw), loss=of)
+    make = lambda: Computes(forward, encoder=nn.Linear(12, 4), decoder=nn.Linear(2, 12))  # noqa: E731
+    return with_model(make, loss=of)
 
 
 def unassigned(net: Any, x: Tensor) -> Tensor:
@@ -470,16 +458,10 @@ def in_eval(keeps: bool) -> nn.Module:
     return Kept(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
 
-class Residual(nn.Module):
-    """A sum with a branch that drops entries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(12, 12), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.layer(x)
-        return z + self.drop(z.relu())
+def residual(m: nn.Module, x: Tensor) -> Tensor:
+    """Compute a sum with a branch that drops entries."""
+    z = m.layer(x)
+    return z + m.drop(z.relu())
 
 
 def ends_in(last: nn.Module, of: Any = loss) -> Setup:
@@ -525,7 +507,8 @@ OUTPUTS: list[Row] = [
     ("dropout-on-outputs", "hidden", with_model(lambda: hidden(nn.ReLU(), nn.Dropout(0.3))), ""),
     ("dropout-on-outputs", "of rate 0", lambda: ends_in(nn.Dropout(0.0)), ""),
     ("dropout-on-outputs", "in a branch", with_model(
-        Residual, loss=lambda m, b: functional.mse_loss(m(b[0]), b[0])), ""),
+        lambda: Computes(residual, layer=nn.Linear(12, 12), drop=nn.Dropout(0.2)),
+        loss=lambda m, b: functional.mse_loss(m(b[0]), b[0])), ""),
 ]  # fmt: skip
 ROWS = [*SAMPLES, *GRADIENTS, *TOKENS, *OUTPUTS]
 
@@ -703,13 +686,9 @@ def test_a_transposed_convolution_may_be_the_last_layer() -> None:
     assert last_maps(setup(model=nn.Sequential(nn.Linear(12, 2), *decoder)).fork())[0] == ["2"]
 
 
-class Multiplied(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0
-
-
 def test_a_module_that_loses_the_inputs_is_named() -> None:
     """Through a whole run: the question gives the name, and the run that inputs do not matter."""
-    seen = observe(setup(model=nn.Sequential(Multiplied(), mlp()), steps=12), every_n_steps=6)
+    zeros = Computes(lambda m, x: x * 0)
+    seen = observe(setup(model=nn.Sequential(zeros, mlp()), steps=12), every_n_steps=6)
     first, *_ = diagnose(seen)
-    assert first.name == "input-ignored" and "Multiplied '0'" in first.summary
+    assert first.name == "input-ignored" and "Computes '0'" in first.summary

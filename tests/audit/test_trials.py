@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from trial_setups import loss, mlp, ran, setup, sgd
 
@@ -389,15 +390,7 @@ def test_a_loss_that_was_learnt_and_rose_again_is_no_proof(lowest: float, proves
 
 @pytest.mark.slow
 def test_what_is_not_overfitted_gets_all_samples_and_other_rates() -> None:
-    class Blind(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(torch.zeros_like(x))
-
-    blind = setup(model=Blind())
+    blind = setup(model=Computes(lambda m, x: m.inner(torch.zeros_like(x)), inner=mlp()))
     trial = overfit(blind, ran(blind))
     assert trial is not None and trial.runs == 4
     assert trial.loss > 0.5 * trial.loss_without and not trial.falls

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from computes import Computes
 from faults.scenarios import Odd
 from setups import one_step, same
 from torch import Tensor, nn
@@ -30,14 +31,9 @@ class Functions(nn.Module):
         return torch.bmm(x, self.each.expand(len(x), -1, -1))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, rnn: nn.Module) -> None:
-        super().__init__()
-        self.rnn = rnn
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.rnn(x)[0]
-        return 1 * result  # the very output that `backward` is called on does not arrive
+def recurrent(rnn: nn.Module) -> nn.Module:
+    """Return a module whose very output, which `backward` is called on, does not arrive."""
+    return Computes(lambda m, x: 1 * m.rnn(x)[0], rnn=rnn)
 
 
 # A module of four inputs and outputs, and how often it is called.
@@ -46,9 +42,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "functions": (Functions, 1),
     "weight norm": (lambda: weight_norm(nn.Linear(4, 4)), 10),
     "no rule": (Odd, 2),
-    "lstm": (lambda: Recurrent(nn.LSTM(4, 4, 2)), 1),
-    "projected lstm": (lambda: Recurrent(nn.LSTM(4, 6, 2, proj_size=4)), 1),
-    "gru": (lambda: Recurrent(nn.GRU(4, 4, 2)), 1),
+    "lstm": (lambda: recurrent(nn.LSTM(4, 4, 2)), 1),
+    "projected lstm": (lambda: recurrent(nn.LSTM(4, 6, 2, proj_size=4)), 1),
+    "gru": (lambda: recurrent(nn.GRU(4, 4, 2)), 1),
 }
 
 

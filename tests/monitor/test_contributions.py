@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from adiv_layers import AffineLikeLinear
+from computes import Computes
 from setups import one_step
 from torch import Tensor, nn
 from torch.nn import functional
@@ -130,14 +131,8 @@ def test_a_gradient_of_rounding_errors_leads_to_no_conclusion(dtype: torch.dtype
     assert MORE in note and "of 'key' " in note
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x.tanh(), use_reentrant=self.reentrant)
+def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model.inner, x.tanh(), use_reentrant=True)
 
 
 def image(module: nn.Module) -> nn.Module:
@@ -147,7 +142,7 @@ def image(module: nn.Module) -> nn.Module:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 6),
     "conv": lambda: image(nn.Conv2d(2, 6, (1, 2))),
-    "re-entrant": lambda: Checkpointed(reentrant=True),
+    "re-entrant": lambda: Computes(checkpointed, inner=nn.Linear(6, 6)),
     "attention": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
     "affine-like": lambda: AffineLikeLinear(6, 6),
 }
