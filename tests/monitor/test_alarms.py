@@ -219,36 +219,25 @@ def adamw(lr: float) -> Any:
 
 @pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(
-    ("kind", "make"),
-    [
-        ("mlp", sgd(0.1)),
-        ("mlp", adamw(0.01)),
-        ("cnn", sgd(0.05, momentum=0.9)),
-        ("cnn", adamw(0.003)),
-    ],
-)
-def test_the_preset_raises_nothing_over_healthy_runs(kind: str, make: Any) -> None:
-    monitor, said = run(kind, make)
-    assert [alarm for made in monitor.reports for alarm in made.alarms] == []
-    assert said == []
-
-
-@pytest.mark.slow(one_in=7)
-@pytest.mark.parametrize(
     ("kind", "make", "poison", "rule"),
     [
+        ("mlp", sgd(0.1), None, ""),
+        ("mlp", adamw(0.01), None, ""),
+        ("cnn", sgd(0.05, momentum=0.9), None, ""),
+        ("cnn", adamw(0.003), None, ""),
         ("mlp", sgd(1e3), None, "update_ratio > 10"),
         ("mlp", sgd(1e30), None, "non_finite"),
         ("cnn", sgd(1e20), None, "non_finite"),
         ("mlp", sgd(0.1), 10, "non_finite"),
     ],
 )
-def test_the_preset_raises_something_over_runs_that_blow_up(
+def test_the_preset_raises_something_over_runs_that_blow_up_alone(
     kind: str, make: Any, poison: int | None, rule: str
 ) -> None:
-    monitor, said = run(kind, make, poison=poison)
-    assert rule in {alarm.rule for made in monitor.reports for alarm in made.alarms}
-    assert any(rule in text for text in said)
+    monitor, said = run(kind, make, poison)
+    raised = {alarm.rule for made in monitor.reports for alarm in made.alarms}
+    assert rule in raised if rule else not raised
+    assert any(rule in text for text in said) if rule else not said
 
 
 # Alarms that stop

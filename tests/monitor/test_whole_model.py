@@ -214,30 +214,20 @@ def test_what_is_cut_off_from_the_loss_is_told(
     assert [r.cut_off for r in reports] == [TRUNK] * 4
 
 
-def frozen(model: nn.Module) -> None:
-    model.get_submodule("trunk").requires_grad_(False)
-
-
-def nothing(model: nn.Module) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("model", "change", "loss"),
+    ("way", "trains", "loss"),
     [
-        (lambda: Two(""), nothing, squares),
-        (lambda: Two("beside"), nothing, squares),
-        (lambda: Two("beside"), nothing, evaluated),
-        (lambda: Two("detach"), frozen, squares),
-        (lambda: Two("no_grad"), frozen, squares),
+        ("", True, squares),
+        ("beside", True, squares),
+        ("beside", True, evaluated),
+        ("detach", False, squares),
+        ("no_grad", False, squares),
     ],
 )
-def test_what_is_unused_or_frozen_is_not_cut_off(
-    model: Callable[[], nn.Module], change: Callable[[nn.Module], None], loss: Loss
-) -> None:
-    made = model()
-    change(made)
-    reports = train(made, made.parameters(), loss)
+def test_what_is_unused_or_frozen_is_not_cut_off(way: str, trains: bool, loss: Loss) -> None:
+    model = Two(way)
+    model.trunk.requires_grad_(trains)
+    reports = train(model, model.parameters(), loss)
     assert [r.cut_off for r in reports] == [{}] * 3
 
 
