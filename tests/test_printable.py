@@ -40,23 +40,10 @@ STEERING = (
 PICTURE = "![x](http://elsewhere.org/x.png)"
 MARKDOWN = (
     *(PICTURE, f"`{PICTURE}`", f"`{PICTURE}", f"```{PICTURE}`", f"``a`{PICTURE}`b", f"a|{PICTURE}"),
-    *(
-        f"\\`{PICTURE}`",
-        f"a`{PICTURE}`",
-        f"\n\n{PICTURE}",
-        f"`\n\n{PICTURE}\n\n`",
-        "[x](http://a.b)",
-    ),
-    *("<img src=http://a.b>", "<http://a.b>", "**bold**", "__bold__", "~~gone~~", "# head\n# head"),
-    *(
-        "![x][y]\n\n[y]: http://a.b",
-        "\\",
-        "a\\",
-        "|\n|---|\n|x|",
-        "a`b`c`" + PICTURE,
-        "*",
-        "&lt;b&gt;",
-    ),
+    *(f"\\`{PICTURE}`", f"a`{PICTURE}`", f"\n\n{PICTURE}", f"`\n\n{PICTURE}\n\n`"),
+    *("[x](http://a.b)", "<img src=http://a.b>", "<http://a.b>", "![x][y]\n\n[y]: http://a.b"),
+    *("**bold**", "__bold__", "~~gone~~", "# head\n# head", "|\n|---|\n|x|", "&lt;b&gt;"),
+    *("\\", "a\\", "a`b`c`" + PICTURE, "*"),
 )
 
 
@@ -79,16 +66,8 @@ def of(name: str) -> StepReport:
 
 def found(name: str) -> Finding:
     advice = (Advice(f"Give {name} another one", None),)
-    return Finding(
-        "exploding",
-        "act",
-        f"{name} explodes.",
-        (),
-        advice,
-        f"Not {name}.",
-        layers=(name,),
-        against=(),
-    )
+    given = ("exploding", "act", f"{name} explodes.", (), advice, f"Not {name}.")
+    return Finding(*given, layers=(name,), against=())
 
 
 def record_of(one: StepReport) -> Record:
