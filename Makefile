@@ -61,12 +61,10 @@ models: $(VENV)/.whole
 	mkdir -p docs
 	$(BIN)/python tests/benchmarks/covered.py --write docs/models.md
 
-# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page; the
-# house in CONTRIBUTING.md, from the imports.
+# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page.
 schema: $(VENV)/.dev
 	$(BIN)/python tests/report_schema.py
 	$(BIN)/python tests/finding_texts.py
-	$(BIN)/python tests/house.py
 
 # Which changes of the core does no test notice? A sample; FILE=: every change of one file.
 mutants: $(VENV)/.mutants
