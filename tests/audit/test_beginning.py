@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from audited import Batch, mlp, seen
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -180,15 +181,10 @@ def test_a_sound_model_has_none() -> None:
     assert Wiring(input_matters=wiring.input_matters) == wiring
 
 
-class Ignores(nn.Module):
-    """A model that ignores its input."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.map, self.share = nn.Linear(6, 3), share
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return nn.functional.dropout(self.map(self.share * x) + 1)
+def ignoring(share: float) -> nn.Module:
+    """Return a model that hears only this share of its input."""
+    heard = lambda m, x, labels=None: nn.functional.dropout(m.map(share * x) + 1)  # noqa: E731
+    return Computes(heard, map=nn.Linear(6, 3))
 
 
 def named(model: nn.Module, batch: Batch) -> Tensor:
@@ -201,5 +197,5 @@ def by_place(model: nn.Module, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("loss", [named, by_place])
 def test_inputs_that_make_no_difference(loss: Any) -> None:
-    assert seen(Ignores(0), loss=loss).wiring.input_matters == 0
-    assert seen(Ignores(1), loss=loss).wiring.input_matters > 0.1
+    assert seen(ignoring(0), loss=loss).wiring.input_matters == 0
+    assert seen(ignoring(1), loss=loss).wiring.input_matters > 0.1

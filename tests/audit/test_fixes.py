@@ -224,17 +224,11 @@ def test_a_softmax_that_is_called_before_the_loss_is_left_out(within: bool) -> N
     assert torch.equal(fork.loss(fork.model, (x, y)), plain)
 
 
-class Places(nn.Module):
-    """Sums over places, whose order makes no difference, of embeddings or of patches."""
-
-    def __init__(self, first: nn.Module) -> None:
-        super().__init__()
-        self.first, self.last = first, nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.first(x)
-        rows = made if made.ndim == 3 else made.flatten(2).mT
-        return self.last(rows.tanh().mean(1))
+def of_places(m: nn.Module, x: Tensor) -> Tensor:
+    """Sum over places, whose order makes no difference, of embeddings or of patches."""
+    made = m.first(x)
+    rows = made if made.ndim == 3 else made.flatten(2).mT
+    return m.last(rows.tanh().mean(1))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +239,8 @@ class Places(nn.Module):
     ],
 )
 def test_places_get_vectors_of_their_own(first: nn.Module, x: Tensor) -> None:
-    fork = setup(model=Places(first), batches=((x, torch.zeros(4).long()),)).fork()
+    model = Computes(of_places, first=first, last=nn.Linear(8, 3))
+    fork = setup(model=model, batches=((x, torch.zeros(4).long()),)).fork()
     other = x.flip(1) if x.ndim == 2 else x.unflatten(3, (3, 2)).flip(3).flatten(3)
     torch.testing.assert_close(outputs(fork, x), outputs(fork, other))
     FIXES["positions"].apply(fork)

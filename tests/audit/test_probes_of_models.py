@@ -94,28 +94,23 @@ def among_samples(net: Any, x: Tensor) -> Tensor:
     return z + (z @ z.T).softmax(1) @ z
 
 
-class Packed(nn.Module):
+def packed(apart: bool) -> Setup:
     """The mean over each graph's nodes, or over all nodes of the batch."""
 
-    def __init__(self, apart: bool) -> None:
-        super().__init__()
-        self.layer, self.head, self.apart = nn.Linear(5, 8), nn.Linear(8, 3), apart
-
-    def forward(self, x: Tensor, graph: Tensor, count: int) -> Tensor:
-        nodes = self.layer(x).relu()
-        if not self.apart:
-            return self.head(nodes.mean(0, keepdim=True)).expand(count, -1)
+    def forward(m: nn.Module, x: Tensor, graph: Tensor, count: int) -> Tensor:
+        nodes = m.layer(x).relu()
+        if not apart:
+            return m.head(nodes.mean(0, keepdim=True)).expand(count, -1)
         sums = torch.zeros(count, 8).index_add(0, graph, nodes)
-        return self.head(sums / graph.bincount()[:, None])
+        return m.head(sums / graph.bincount()[:, None])
 
-
-def packed(apart: bool) -> Setup:
     def of(model: nn.Module, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch[0], batch[1], len(batch[2])), batch[2])
 
     graph = torch.arange(6).repeat_interleave(torch.tensor([3, 5, 4, 6, 3, 4]))
     made = tuple((torch.randn(25, 5), graph, torch.arange(6) % 3) for _ in range(4))
-    return setup(model=Packed(apart), batches=made, loss=of)
+    model = Computes(forward, layer=nn.Linear(5, 8), head=nn.Linear(8, 3))
+    return setup(model=model, batches=made, loss=of)
 
 
 def of_nodes() -> Setup:
@@ -423,16 +418,10 @@ def pinched() -> nn.Module:
     return hidden(into, nn.Sigmoid(), out, nn.ReLU())
 
 
-class Branched(nn.Module):
-    """A sum of features and a branch of them, in front of a last layer."""
-
-    def __init__(self, branch: nn.Module, last: nn.Module) -> None:
-        super().__init__()
-        self.first, self.branch, self.last = nn.Linear(12, 16), branch, last
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.first(x)
-        return self.last(z + self.branch(z))
+def branched(branch: nn.Module, last: nn.Module) -> nn.Module:
+    """Return a sum of features and a branch of them, in front of a last layer."""
+    of = lambda m, x: m.last((z := m.first(x)) + m.branch(z))  # noqa: E731
+    return Computes(of, first=nn.Linear(12, 16), branch=branch, last=last)
 
 
 def attended(x: Tensor, rate: float) -> Tensor:
@@ -480,9 +469,9 @@ OUTPUTS: list[Row] = [
      with_model(lambda: hidden(of_scale(nn.BatchNorm1d(16), 0.1), nn.ReLU())), ""),
     ("outputs-constant", "zeros", with_model(pinched), "ReLU '4'"),
     ("outputs-constant", "a branch that begins at 0",
-     with_model(lambda: Branched(of_scale(nn.LayerNorm(16), 0.0), nn.Linear(16, 3))), ""),
+     with_model(lambda: branched(of_scale(nn.LayerNorm(16), 0.0), nn.Linear(16, 3))), ""),
     ("outputs-constant", "a constant branch",
-     with_model(lambda: Branched(nn.GroupNorm(16, 16), nn.Identity())), ""),
+     with_model(lambda: branched(nn.GroupNorm(16, 16), nn.Identity())), ""),
     ("outputs-constant", "a last layer that begins at 0",
      with_model(lambda: hidden(last=of_scale(nn.Linear(16, 3), 0.0))), ""),
     ("dropout-in-eval", "a function", dropping(lambda x, _: functional.dropout(x, 0.5)), "50%"),
@@ -546,15 +535,6 @@ def test_dropout_on_what_is_compared_is_named_and_left_out(of: Any) -> None:
         FIXES["outputs-without-dropout"].apply(bare.fork())
 
 
-class Pair(nn.Module):
-    """A part that a loss of two views calls by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))
-
-
 def views(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     x, net = batch[0], model.net
     return net(x + 0.3 * torch.randn_like(x)), net(x + 0.3 * torch.randn_like(x))
@@ -579,7 +559,9 @@ def classified(model: nn.Module, batch: Any) -> Tensor:
 def test_outputs_that_collapse_are_told_where_the_loss_keeps_none_apart(
     of_views: Any, is_named: bool
 ) -> None:
-    of = setup(model=Pair(), loss=of_views)
+    torch.manual_seed(0)  # a part that a loss of two views calls by itself
+    part = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))
+    of = setup(model=nn.ModuleDict({"net": part}), loss=of_views)
     trained = of.fork()
     assert answer("collapsed", of, trained) == Probed()
     with torch.no_grad():

@@ -97,23 +97,17 @@ def test_what_begins_while_one_layer_is_checked_is_soon_told_of_all() -> None:
     assert later.notes[0].startswith("The gradient of '0', '2' holds more")
 
 
-class Keys(nn.Module):
-    """Attention, whose gradient of `key.bias` is exactly zero: it shifts all scores of a query."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        return functional.scaled_dot_product_attention(q, k, v)
+def attends(m: nn.Module, x: Tensor) -> Tensor:
+    """Attend: the gradient of `key.bias` is exactly zero, as it shifts all scores of a query."""
+    return functional.scaled_dot_product_attention(m.query(x), m.key(x), m.value(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gradient_of_rounding_errors_leads_to_no_conclusion(dtype: torch.dtype) -> None:
     """A gradient of rounding errors differs between devices and ranks; it changes no reading."""
     torch.manual_seed(0)
-    model, x = Keys().to(dtype), torch.randn(16, 12, 8, dtype=dtype)
+    layers = {name: nn.Linear(8, 8, dtype=dtype) for name in ("query", "key", "value")}
+    model, x = Computes(attends, **layers), torch.randn(16, 12, 8, dtype=dtype)
 
     def step(make: Callable[[Tensor], Tensor]) -> StepReport:
         def between(model: nn.Module) -> None:

@@ -158,23 +158,14 @@ def test_a_parameter_of_which_a_part_is_used_says_so() -> None:
     assert report.unmeasured == {"positions": 22 * 4}
 
 
-class Refused(nn.Module):
-    """One parameter is refused, one is unused, and one is used outside of `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refused, self.unused = nn.Parameter(torch.randn(11, 4)), nn.Parameter(torch.ones(4))
-        self.outside = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.embedding(x, self.refused, sparse=True)
-
-
 def test_each_parameter_of_a_module_has_its_own_reason() -> None:
     def loss(model: nn.Module) -> Tensor:
         return (model(torch.randint(11, (8,))) * model.outside).square().mean()
 
-    why = trained(Refused(), loss)[0].unsupported
+    parts = {"refused": (11, 4), "unused": (4,), "outside": ()}
+    own = {name: nn.Parameter(torch.randn(shape)) for name, shape in parts.items()}
+    look_up = lambda m, x: functional.embedding(x, m.refused, sparse=True)  # noqa: E731
+    why = trained(Computes(look_up, **own), loss)[0].unsupported
     assert why["refused"].startswith("sparse=True")
     assert why["unused"] == "no gradient reached it in this step"
     assert "outside of `forward`" in why["outside"]

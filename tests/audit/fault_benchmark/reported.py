@@ -241,36 +241,23 @@ def both_ways(run: Run) -> None:
     recurrent.lstm = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
 
 
-class Pixels(nn.Module):
-    """Images as (samples, height, width, channels), which convolutions want otherwise."""
-
-    def __init__(self, scrambled: bool = False) -> None:
-        super().__init__()
-        self.scrambled = scrambled
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, h, w, c = x.shape
-        return x.reshape(b, c, h, w) if self.scrambled else x.permute(0, 3, 1, 2)
+def pixels(m: nn.Module, x: Tensor) -> Tensor:
+    """Take images (samples, height, width, channels), which convolutions want otherwise."""
+    b, h, w, c = x.shape
+    return x.reshape(b, c, h, w) if m.scrambled else x.permute(0, 3, 1, 2)
 
 
-class Heads(nn.Module):
-    """Attention of two heads, which a view makes of the width, or rather of places and width."""
-
-    def __init__(self, width: int, scrambled: bool = False) -> None:
-        super().__init__()
-        self.scrambled = scrambled
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, width = x.shape
-        if self.scrambled:
-            q, k, v = (y.reshape(b, 2, t, width // 2) for y in self.qkv(x).chunk(3, -1))
-        else:
-            parts = [y.reshape(b, t, 2, width // 2) for y in self.qkv(x).chunk(3, -1)]
-            q, k, v = (y.transpose(1, 2) for y in parts)
-        y = functional.scaled_dot_product_attention(q, k, v)
-        y = y.reshape(b, t, width) if self.scrambled else y.transpose(1, 2).reshape(b, t, width)
-        return x + self.project(y)
+def heads(m: nn.Module, x: Tensor) -> Tensor:
+    """Attend by two heads, which a view makes of the width, or rather of places and width."""
+    b, t, width = x.shape
+    if m.scrambled:
+        q, k, v = (y.reshape(b, 2, t, width // 2) for y in m.qkv(x).chunk(3, -1))
+    else:
+        parts = [y.reshape(b, t, 2, width // 2) for y in m.qkv(x).chunk(3, -1)]
+        q, k, v = (y.transpose(1, 2) for y in parts)
+    y = functional.scaled_dot_product_attention(q, k, v)
+    y = y.reshape(b, t, width) if m.scrambled else y.transpose(1, 2).reshape(b, t, width)
+    return x + m.project(y)
 
 
 class Cell(nn.Module):
@@ -287,16 +274,9 @@ class Cell(nn.Module):
         return h
 
 
-class Branch(nn.Module):
-    """Two layers beside a weak shortcut."""
-
-    def __init__(self, width: int, cut: bool = False) -> None:
-        super().__init__()
-        self.cut = cut
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.1 * x + self.second(self.first(x.data if self.cut else x).relu())
+def branch(m: nn.Module, x: Tensor) -> Tensor:
+    """Compute two layers beside a weak shortcut."""
+    return 0.1 * x + m.second(m.first(x.data if m.cut else x).relu())
 
 
 def _rows() -> Run:
@@ -310,14 +290,17 @@ def _pixels() -> Run:
     """Two channels: an image and its mirror image."""
     batches = [(torch.stack([x[:, 0], x[:, 0].flip(1)], -1), y) for x, y in data.images()]
     body = nn.Sequential(
-        *(Pixels(), nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+        Computes(pixels, scrambled=False),
+        *(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
     )
     return healthy.classify(networks.Net(body, nn.Linear(256, 10)), batches, AdamW, 3e-3)
 
 
 def _heads() -> Run:
     embed = (networks.Patches(), nn.Linear(16, 32), networks.Positions(4, 32))
-    body = nn.Sequential(*embed, Heads(32), nn.LayerNorm(32), nn.Flatten())
+    layers = {"qkv": nn.Linear(32, 96), "project": nn.Linear(32, 32)}
+    attends = Computes(heads, scrambled=False, **layers)
+    body = nn.Sequential(*embed, attends, nn.LayerNorm(32), nn.Flatten())
     return healthy.classify(networks.Net(body, nn.Linear(128, 10)), data.images(), AdamW, 3e-3)
 
 
@@ -329,7 +312,9 @@ def _remembered() -> Run:
 
 
 def _branch() -> Run:
-    body = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), Branch(48), nn.ReLU())
+    first, *layers = nn.Linear(64, 48), nn.Linear(48, 48), nn.Linear(48, 48)
+    beside = Computes(branch, cut=False, first=layers[0], second=layers[1])
+    body = nn.Sequential(first, nn.ReLU(), beside, nn.ReLU())
     return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.5)
 
 
