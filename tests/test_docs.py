@@ -167,21 +167,6 @@ PICTURES = {
 }
 
 
-def test_every_picture_has_its_command_under_it() -> None:
-    shown = [name for page in DOCS.rglob("*.md") for name in pictures_of(page)]
-    assert sorted({name for name, _ in PICTURES}) == sorted(set(shown))
-    for name, command in PICTURES:
-        script = re.fullmatch(r"`python (docs/figures|tests/benchmarks)/\w+\.py( \S+)*`", command)
-        assert script, f"{name}: {command}"
-        if script[1] == "docs/figures":
-            assert not script[2] or script[2].strip() == name
-        assert (DOCS / "images" / f"{name}.png").is_file()
-
-
-def pictures_of(page: Path) -> list[str]:
-    return re.findall(r"!\[[^\]]*\]\(\S*?([\w-]+)\.png\)", page.read_text())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_script_makes_its_pictures(
@@ -213,17 +198,6 @@ def test_every_measure_is_explained() -> None:
     others = {*ATTENTION_MEASURES, *ALIGNMENT_MEASURES}
     families = ("kappa_", "spectral_")
     assert {n for n in others if f"`{n}`" not in text and not n.startswith(families)} == set()
-
-
-def test_every_measure_names_its_function() -> None:
-    """In the theory, by a link that the strict build follows."""
-    theory = "".join(page.read_text() for page in (DOCS / "theory").glob("*.md"))
-    from adiv_monitor.maths import attention, measures
-
-    for module in (measures, attention):
-        functions = {n for n in (*MEASURES, *ATTENTION_MEASURES) if hasattr(module, n)}
-        linked = set(re.findall(rf"{re.escape(module.__name__)}\.(\w+)\)", theory))
-        assert functions - linked == set()
 
 
 # The site
