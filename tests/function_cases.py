@@ -39,11 +39,6 @@ class Of:
     one_pass: bool = True
 
     @property
-    def is_all(self) -> bool:
-        """Whether the whole result depends on the use."""
-        return self.part is everything
-
-    @property
     def path(self) -> str:
         path = self.weight or self.bias
         assert path is not None

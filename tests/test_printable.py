@@ -10,14 +10,12 @@ from unicodedata import category
 
 import pytest
 from example_audits import made_up
-from example_reports import attention, reading, report
+from example_reports import attention, reading, report, running
 
 from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Advice, Finding
-from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import printable
 from adiv_monitor.report import Alarm, StepReport
@@ -70,16 +68,10 @@ def found(name: str) -> Finding:
     return Finding(*given, layers=(name,), against=())
 
 
-def record_of(one: StepReport) -> Record:
-    running = Running()
-    running.add(one)
-    return running.record()
-
-
 def markdowns(name: str) -> list[str]:
     one = of(name)
     return [
-        findings_text([found(name)], record_of(one)),
+        findings_text([found(name)], running(one).record()),
         _not_measured(one),
         _bullets(one.notes),
         "\n".join(worst_lines(one, ["update_cosine"])),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from audited import cross_entropy
 from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
@@ -26,10 +27,6 @@ def mlp(*widths: int) -> nn.Sequential:
 def after(function: Callable[[Tensor], Tensor], network: nn.Module) -> nn.Module:
     """Return a network behind a fixed function of its input."""
     return Computes(lambda m, x: m.network(function(x)), network=network)
-
-
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def squared(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

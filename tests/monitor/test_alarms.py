@@ -25,12 +25,15 @@ from adiv_monitor.sinks import JsonlSink, MemorySink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import summary_scalars
 
 
+def layer(kind: str = "linear", **values: Any) -> LayerReading:
+    return LayerReading(kind, 4, 8, 0, 1.0, **values)
+
+
 def report(**values: float) -> StepReport:
     """Return a report of one layer per value of update_cosine, with a standard error of 0.1."""
+    errors = {"update_cosine": 0.1}
     layers = {
-        name.replace("_", "."): LayerReading(
-            *("linear", 4, 8, 0, 1.0), update_cosine=value, standard_error={"update_cosine": 0.1}
-        )
+        name.replace("_", "."): layer(update_cosine=value, standard_error=errors)
         for name, value in values.items()
     }
     return StepReport(7, layers, {}, 1.0)
@@ -119,11 +122,8 @@ def test_a_rule_that_finds_nothing_to_compare_is_said_once() -> None:
 
 
 def unfinished(**non_finite: tuple[str, ...]) -> dict[str, LayerReading]:
-    """Return a report of one layer per name, with its non-finite tensors."""
-    return {
-        name.replace("_", "."): LayerReading(*("linear", 4, 8, 0, 1.0), non_finite=what)
-        for name, what in non_finite.items()
-    }
+    """Return one layer per name, with its non-finite tensors."""
+    return {name: layer(non_finite=what) for name, what in non_finite.items()}
 
 
 def test_what_is_not_finite_raises_one_alarm_of_what_was_so_first() -> None:
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_finite_is_an_alarm_of_no_layer() -> None:
 
 
 def read(step: int, kind: str = "linear", **values: float) -> StepReport:
-    return StepReport(step, {"a": LayerReading(kind, 4, 8, 0, 1.0, **values)}, {}, 1.0)  # type: ignore[arg-type]
+    return StepReport(step, {"a": layer(kind, **values)}, {}, 1.0)
 
 
 def test_the_preset_is_made_of_what_healthy_layers_read() -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from adiv_layers import AffineLikeLinear
 from computes import Computes
-from setups import one_step
+from setups import one_step, trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 from adiv_monitor.capture.selection import listed
 
 FROM_ROWS = "estimated from rows alone"
@@ -84,13 +84,12 @@ def test_what_is_not_of_the_rows_is_told_at_once(change: str) -> None:
 
 def test_what_begins_while_one_layer_is_checked_is_soon_told_of_all() -> None:
     model, x, y = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=16) as monitor:
-        for penalty in (0, 0, 0, 0.001, 0.001, 0.001):
-            optimizer.zero_grad()
-            (functional.cross_entropy(model(x), y) + penalised(penalty)(model)).backward()
-            optimizer.step()
-    sound, begins, later = monitor.reports[2], monitor.reports[3], monitor.reports[5]
+    penalties = iter([0, 0, 0, 0.001, 0.001, 0.001])
+
+    def loss(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(x), y) + penalised(next(penalties))(model)
+
+    *_, sound, begins, _, later = trained(model, loss, 6, max_rows=16)
     assert not sound.notes
     assert begins.notes[0].startswith("The gradient of '2' holds more")
     assert begins.notes[1].startswith("The gradient of '0' seems to hold more")
