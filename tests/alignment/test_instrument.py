@@ -153,20 +153,16 @@ def test_groups_of_a_convolution_never_align_above_one() -> None:
     assert reading.cumulative == pytest.approx(1, abs=1e-6)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(10, 24), nn.Linear(24, 3)
-        self.attend = nn.MultiheadAttention(24, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        return self.head(hidden + self.attend(hidden, hidden, hidden)[0])
+def attends(m: nn.Module, x: Tensor) -> Tensor:
+    hidden = m.embed(x)
+    return m.head(hidden + m.attend(hidden, hidden, hidden)[0])
 
 
 def test_projections_of_attention() -> None:
     x = torch.randn(3, 5, 10, dtype=torch.float64)
-    before, after, readings = read(Attention().double(), x, max_rows=None)
+    parts = {"embed": nn.Linear(10, 24), "head": nn.Linear(24, 3)}
+    model = Computes(attends, attend=nn.MultiheadAttention(24, 2, batch_first=True), **parts)
+    before, after, readings = read(model.double(), x, max_rows=None)
     names = [f"attend.{part}" for part in ("q", "k", "v", "out_proj")]
     assert list(readings) == ["embed", *names, "head"]
     z0, z = ((of.embed(x)).detach().flatten(0, 1) for of in (before, after))

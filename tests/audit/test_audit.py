@@ -318,23 +318,12 @@ def test_an_optimizer_of_frozen_parameters_alone_is_found() -> None:
     assert len(report.record.reports) == 6
 
 
-class HeadFirst(nn.Module):
-    """Registers its layers in another order than the one in which they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(6))
-        self.never = nn.Linear(6, 12)
-        self.head = nn.Linear(12, 3)
-        self.late = nn.Linear(12, 12)
-        self.early = nn.Linear(6, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.late(self.early(x + self.bias).relu()).relu())
-
-
 def test_layers_stand_in_the_order_in_which_they_run() -> None:
-    record = seen(HeadFirst())
+    """They are registered in another order."""
+    sizes = {"never": (6, 12), "head": (12, 3), "late": (12, 12), "early": (6, 12)}
+    parts = {name: nn.Linear(*size) for name, size in sizes.items()}
+    forward = lambda m, x: m.head(m.late(m.early(x + m.bias).relu()).relu())  # noqa: E731
+    record = seen(Computes(forward, bias=nn.Parameter(torch.zeros(6)), **parts))
     for report in record.reports:
         assert list(report.layers)[1:] == ["early", "late", "head"]
     assert list(record.weights) == ["early", "late", "head", "never"]

@@ -317,14 +317,12 @@ def attends(weighing: Weighing) -> Callable[[], Setup]:
     return lambda: setup(model=Attending(weighing))
 
 
-class Weighed(nn.Module):
-    def __init__(self, axis: int) -> None:
-        super().__init__()
-        self.score, self.head, self.axis = nn.Linear(4, 1), nn.Linear(4, 3), axis
-
-    def forward(self, x: Tensor) -> Tensor:
+def weighed(axis: int) -> nn.Module:
+    def sums(m: nn.Module, x: Tensor) -> Tensor:
         x = x.view(len(x), 3, 4)
-        return self.head((self.score(x).softmax(self.axis) * x).sum(1))
+        return m.head((m.score(x).softmax(axis) * x).sum(1))
+
+    return Computes(sums, score=nn.Linear(4, 1), head=nn.Linear(4, 3))
 
 
 class OfTokens(nn.Module):
@@ -381,8 +379,8 @@ TOKENS: list[Row] = [
     ("attention-axis", "the keys, by einsum", attends(einsum(3)), ""),
     ("attention-axis", "slots", attends(slots), ""),
     ("attention-axis", "clusters", attends(clusters), ""),
-    ("softmax-of-one", "a single score", with_model(lambda: Weighed(-1)), "axis of length 1"),
-    ("softmax-of-one", "three scores", with_model(lambda: Weighed(1)), ""),
+    ("softmax-of-one", "a single score", with_model(lambda: weighed(-1)), "axis of length 1"),
+    ("softmax-of-one", "three scores", with_model(lambda: weighed(1)), ""),
     ("future-leak", "both ways", text(ahead(1), BOTH), "later input tokens"),
     ("future-leak", "both ways, its own loss", text(own_loss, BOTH), "later input tokens"),
     ("future-leak", "one way", text(ahead(1)), ""),

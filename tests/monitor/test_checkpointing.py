@@ -17,18 +17,15 @@ from adiv_monitor import StepReport
 X = torch.linspace(-2, 3, 60, dtype=torch.float64).view(5, 3, 4).sin()
 
 
-class Functions(nn.Module):
+def functions() -> nn.Module:
     """A layer that is not called, a parameter of its own, and a weight that is repeated."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.shift = nn.Parameter(torch.randn(4))
-        self.each = nn.Parameter(torch.randn(4, 4))
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        x = functional.linear(x, m.layer.weight, m.layer.bias) + m.shift
+        return torch.bmm(x, m.each.expand(len(x), -1, -1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = functional.linear(x, self.layer.weight, self.layer.bias) + self.shift
-        return torch.bmm(x, self.each.expand(len(x), -1, -1))
+    own = {"shift": nn.Parameter(torch.randn(4)), "each": nn.Parameter(torch.randn(4, 4))}
+    return Computes(compute, layer=nn.Linear(4, 4), **own)
 
 
 def recurrent(rnn: nn.Module) -> nn.Module:
@@ -39,7 +36,7 @@ def recurrent(rnn: nn.Module) -> nn.Module:
 # A module of four inputs and outputs, and how often it is called.
 MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "layers": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), 1),
-    "functions": (Functions, 1),
+    "functions": (functions, 1),
     "weight norm": (lambda: weight_norm(nn.Linear(4, 4)), 10),
     "no rule": (Odd, 2),
     "lstm": (lambda: recurrent(nn.LSTM(4, 4, 2)), 1),

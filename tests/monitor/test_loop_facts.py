@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from computes import Computes
 from setups import trained
 from torch import Tensor, nn
 from torch.nn import functional
@@ -275,15 +276,10 @@ def test_passes_of_another_networks_step_are_none_of_this_one(first: str) -> Non
 # --- the batches ----------------------------------------------------------------------------------
 
 
-class Embedded(nn.Module):
-    """A model whose inputs are integers, with an input dropout of no effect on them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.last = nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.embed(x).mean(1))
+def embedded() -> nn.Module:
+    """A model whose inputs are integers."""
+    parts = {"embed": nn.Embedding(5, 4, max_norm=1.0), "last": nn.Linear(4, 3)}
+    return Computes(lambda m, x: m.last(m.embed(x).mean(1)), **parts)
 
 
 def tokens(number: int) -> Tensor:
@@ -294,7 +290,7 @@ def tokens(number: int) -> Tensor:
 @pytest.mark.slow(one_in=9)
 @pytest.mark.parametrize(
     ("model", "draw"),
-    [(two_layers, batch), (Embedded, tokens), (Net, batch)],
+    [(two_layers, batch), (embedded, tokens), (Net, batch)],
     ids=["reals", "integers", "norms"],
 )
 @pytest.mark.parametrize("asked", [{}, {"layers_per_step": 1}, {"realised": True}])
