@@ -16,7 +16,7 @@ PIP = $(PINS) $(BIN)/python -m pip install --no-compile $(if $(TORCH_INDEX),--ex
 # torch anew, which takes longer than most tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all tests lint style words types docs tutorial bench models schema gpu mutants clean
+.PHONY: demo test test-all tests lint style types docs tutorial bench models schema gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -35,14 +35,11 @@ test-all: $(VENV)/.whole lint
 tests: $(VENV)/.dev
 	$(PYTEST)
 
-lint: style words types
+lint: style types
 
 style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-words: $(VENV)/.dev
-	$(BIN)/python -m pytest --quiet --noconftest tests/test_words.py
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -64,12 +61,10 @@ models: $(VENV)/.whole
 	mkdir -p docs
 	$(BIN)/python tests/benchmarks/covered.py --write docs/models.md
 
-# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page; the
-# house in CONTRIBUTING.md, from the imports.
+# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page.
 schema: $(VENV)/.dev
 	$(BIN)/python tests/report_schema.py
 	$(BIN)/python tests/finding_texts.py
-	$(BIN)/python tests/house.py
 
 # Which changes of the core does no test notice? A sample; FILE=: every change of one file.
 mutants: $(VENV)/.mutants

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -127,29 +128,16 @@ class LowRank(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class RootMeanSquare(nn.Module):
+def root_mean_square(m: nn.Module, x: Tensor) -> Tensor:
     """RMSNorm without the rounding to float32 of the transformers library's own."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    return m.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
 
 
-class Language(nn.Module):
-    """A small language model of the transformers library, called with embeddings."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(SAMPLES, TOKENS, dtype=torch.long)
-        mask[2, :2] = 0
-        hidden: Tensor = self.model(inputs_embeds=x, attention_mask=mask).last_hidden_state
-        return hidden
+def of_embeddings(m: nn.Module, x: Tensor) -> Tensor:
+    """Call a language model of the transformers library, with the start of a sample masked."""
+    mask = torch.ones(SAMPLES, TOKENS, dtype=torch.long)
+    mask[2, :2] = 0
+    return m.model(inputs_embeds=x, attention_mask=mask).last_hidden_state
 
 
 def language(name: str, **options: Any) -> Callable[[], tuple[nn.Module, str]]:
@@ -157,10 +145,10 @@ def language(name: str, **options: Any) -> Callable[[], tuple[nn.Module, str]]:
         transformers = pytest.importorskip("transformers")
         config = getattr(transformers, f"{name}Config")(vocab_size=11, **options)
         config._attn_implementation = "sdpa"
-        model = Language(getattr(transformers, f"{name}Model")(config))
+        model = Computes(of_embeddings, model=getattr(transformers, f"{name}Model")(config))
         for path, module in list(model.named_modules()):
             if type(module).__name__.endswith("RMSNorm"):
-                model.set_submodule(path, RootMeanSquare(module.weight))
+                model.set_submodule(path, Computes(root_mean_square, weight=module.weight))
         paths = [p for p, m in model.named_modules() if type(m).__name__.endswith("Attention")]
         return model, paths[-1]
 

@@ -1,17 +1,12 @@
-"""The import graph of the package, and its drawing in CONTRIBUTING.md: `make schema`."""
+"""The import graph of the package."""
 
 import ast
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "adiv_monitor"
-PAGE = ROOT / "CONTRIBUTING.md"
-_BLOCK = re.compile(r"(?<=<!-- drawn by tests/house.py -->\n\n```text\n).*?(?=```)", re.DOTALL)
-# Entry points of Python, which only re-export names from other modules.
-DOORS = ("__init__", "__main__")
 
 Graph = Mapping[str, set[str]]
 
@@ -92,21 +87,6 @@ def circle(graph: Graph) -> Sequence[str]:
     return next((ring for name in sorted(graph) if (ring := walk([name]))), ())
 
 
-def from_the_roof(graph: Graph) -> list[str]:
-    """Return all nodes in topological order: each before, and near, the nodes it imports."""
-    order: list[str] = []
-
-    def walk(name: str) -> None:
-        if name not in order:
-            for other in sorted(graph.get(name, ()), reverse=True):
-                walk(other)
-            order.append(name)
-
-    for name in sorted(graph, reverse=True):
-        walk(name)
-    return order[::-1]
-
-
 def reached(graph: Graph, names: Iterable[str]) -> set[str]:
     """Return all direct and indirect imports of these nodes."""
     found: set[str] = set()
@@ -116,42 +96,3 @@ def reached(graph: Graph, names: Iterable[str]) -> set[str]:
         found |= new
         left += new
     return found
-
-
-def picture() -> str:
-    """Draw the folders in topological order: each with the folders it imports and its purpose.
-
-    An import that another drawn import implies is left out.
-    """
-    graph = {name: others for name, others in between(room).items() if name not in DOORS}
-    lines = []
-    for name in from_the_roof(graph):
-        under = graph.get(name, set())
-        rests = sorted(under - reached(graph, under))
-        lines.append((_shown(name), ", ".join(rests), _purpose(name)))
-    first, second = (max(len(line[i]) for line in lines) + 2 for i in (0, 1))
-    return "".join(f"{a:<{first}}{b:<{second}}{c}".rstrip() + "\n" for a, b, c in lines)
-
-
-def _file(name: str) -> Path:
-    folder = (ROOT / "layers" if name == "adiv_layers" else PACKAGE) / name
-    return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-
-
-def _shown(name: str) -> str:
-    return f"{name}/" if _file(name).name == "__init__.py" else f"{name}.py"
-
-
-def _purpose(name: str) -> str:
-    """Return the first clause of its docstring."""
-    said = ast.get_docstring(tree(_file(name))) or ""
-    return re.split(r"[:.;](?: |\n|$)", said, maxsplit=1)[0]
-
-
-def drawn() -> str:
-    """Return the text of CONTRIBUTING.md with the current drawing."""
-    return _BLOCK.sub(lambda _: picture(), PAGE.read_text(encoding="utf-8"), count=1)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(drawn(), encoding="utf-8")

@@ -48,91 +48,39 @@ KNOWN = ROOT / "tests" / "mutants.md"
 COPIED = ("adiv_monitor", "layers", "tests", "examples", "docs", "README.md", "pyproject.toml")
 LONGEST = 600  # seconds: a test that takes longer has noticed a mutant that never ends
 
-# The tests that meet the mutants of a file: those of its path, then those of its folders. Names are
-# of files in tests/monitor, or in the folder that they begin with.
-_ATTENTION = "attention_scores attention_measures"
-_RANKS = "messages distributed sharded"
-_LAYERS = "layers/functional layers/modules layers/convolutions layers/attention"
+# The tests that meet the mutants of a folder, or of a file. Names are of files in tests/monitor, or
+# in the folder that they begin with.
 TESTS = {
     "adiv_monitor/alignment/": "alignment/ratio alignment/uses alignment/models "
     "alignment/instrument alignment/logits alignment/monitor alignment/width",
     "adiv_monitor/capture/": "several_uses bookkeeping whole_modules contributions models "
-    "gradients robustness derived",
-    "adiv_monitor/capture/batch.py": "loop_facts",
-    "adiv_monitor/capture/capture.py": "trace sampling whole_model",
-    "adiv_monitor/capture/catch.py": "uneven_rows checkpointing",
-    "adiv_monitor/capture/check.py": "sampled_readings uneven_rows",
-    "adiv_monitor/capture/coverage.py": "report whole_model",
-    "adiv_monitor/capture/forwards.py": "bystanders torch_paths",
-    "adiv_monitor/capture/guard.py": "monitor/faults/boundaries",
-    "adiv_monitor/capture/hook.py": "bystanders",
-    "adiv_monitor/capture/layer_rows.py": "uneven_rows sampling",
-    "adiv_monitor/capture/layers.py": "features",
-    "adiv_monitor/capture/loss_hook.py": "losses",
-    "adiv_monitor/capture/passes.py": "losses loop_facts",
-    "adiv_monitor/capture/sampling.py": "sampling",
-    "adiv_monitor/capture/selection.py": "turns whole_model",
-    "adiv_monitor/capture/site.py": "trace deep_models",
-    "adiv_monitor/capture/trace.py": "trace",
-    "adiv_monitor/capture/watch.py": "deep_models bystanders",
-    "adiv_monitor/capture/watching.py": "jagged trace bystanders functions realised",
-    "adiv_monitor/capture/weights/": "derived shared_weights",
-    "adiv_monitor/capture/weights/shards.py": "sharded",
-    "adiv_monitor/features/": "features corrected_layers functions models",
-    "adiv_monitor/features/corrected.py": "corrected_layers",
-    "adiv_monitor/features/functions/contraction.py": "several_uses",
-    "adiv_monitor/features/functions/linear.py": "functions attention_scores",
-    "adiv_monitor/features/recurrent.py": "recurrent",
-    "adiv_monitor/features/registry.py": "whole_modules jagged",
-    "adiv_monitor/features/rows.py": "sampled_readings uneven_rows",
-    "adiv_monitor/maths/": "standard_errors invariants against_reference uneven_rows",
-    "adiv_monitor/maths/attention.py": _ATTENTION,
-    "adiv_monitor/maths/readings.py": "sizes shared_weights sampled_readings realised "
-    "attention_measures",
-    "adiv_monitor/maths/scores.py": _ATTENTION,
-    "adiv_monitor/maths/sums.py": "own_measures messages",
-    "adiv_monitor/maths/totals.py": "dots",
-    "adiv_monitor/probe/": "realised bit_identical alignment/instrument alignment/uses",
-    "adiv_monitor/probe/attention.py": _ATTENTION,
-    "adiv_monitor/rerun/": "derived whole_modules torch_paths models realised bit_identical",
-    "adiv_monitor/rerun/surroundings.py": "bystanders audit/beginning",
-    "adiv_monitor/rerun/thread.py": "bystanders",
-    "adiv_monitor/step/": "standard_errors sizes models gradients against_reference",
-    "adiv_monitor/step/armed.py": "own_measures plain_steps losses whole_model optimizers "
-    "robustness distributed",
-    "adiv_monitor/step/controller.py": "plain_steps losses optimizers robustness",
-    "adiv_monitor/step/every_norm.py": "spikes",
-    "adiv_monitor/step/failures.py": "robustness monitor/faults/boundaries",
-    "adiv_monitor/step/gradient_check.py": "contributions sampled_readings shared_weights",
-    "adiv_monitor/step/loss_log.py": "losses spikes",
-    "adiv_monitor/step/loss_watch.py": "spikes",
-    "adiv_monitor/step/masters.py": "optimizer_table whole_model",
-    "adiv_monitor/step/measured_step.py": "several_uses own_measures contributions whole_modules",
-    "adiv_monitor/step/merge.py": _RANKS,
-    "adiv_monitor/step/messages.py": _RANKS,
-    "adiv_monitor/step/outcome.py": "own_measures contributions sampled_readings whole_model "
-    "spikes realised",
-    "adiv_monitor/step/own_measures.py": "own_measures",
-    "adiv_monitor/step/flat.py": "dots optimizers",
-    "adiv_monitor/step/parameter_steps.py": "dots optimizers optimizer_table sharded",
-    "adiv_monitor/step/probing.py": "realised attention_measures",
-    "adiv_monitor/step/ranks.py": _RANKS,
-    "adiv_monitor/step/run_history.py": "turns trace",
-    "adiv_monitor/step/schedule.py": "schedule",
-    "adiv_monitor/step/stepping.py": "plain_steps losses optimizers robustness",
-    "adiv_monitor/step/training.py": "turns whole_model",
-    "adiv_monitor/step/transfer.py": "own_measures",
-    "adiv_monitor/step/unsharded.py": "sharded",
-    "adiv_monitor/step/vectors.py": "dots uneven_rows",
-    "adiv_monitor/step/whole_model.py": "whole_model",
-    "layers/adiv_layers/forms.py": _LAYERS,
-    "layers/adiv_layers/functional.py": _LAYERS,
+    "gradients robustness derived loop_facts losses trace sampling uneven_rows checkpointing "
+    "bystanders sampled_readings shared_weights features jagged functions realised deep_models "
+    "torch_paths whole_model turns report sharded monitor/faults/boundaries",
+    "adiv_monitor/features/": "features corrected_layers functions models recurrent "
+    "attention_scores several_uses whole_modules jagged sampled_readings uneven_rows",
+    "adiv_monitor/maths/": "standard_errors invariants against_reference uneven_rows dots "
+    "attention_scores attention_measures sizes shared_weights sampled_readings realised "
+    "own_measures messages",
+    "adiv_monitor/probe/": "realised bit_identical alignment/instrument alignment/uses "
+    "attention_scores attention_measures",
+    "adiv_monitor/rerun/": "derived whole_modules torch_paths models realised bit_identical "
+    "bystanders audit/beginning",
+    "adiv_monitor/step/": "standard_errors sizes models gradients against_reference own_measures "
+    "plain_steps losses whole_model optimizers robustness optimizer_table spikes schedule dots "
+    "contributions sampled_readings shared_weights several_uses whole_modules realised turns "
+    "trace attention_measures uneven_rows messages distributed sharded monitor/faults/boundaries",
+    "layers/adiv_layers/forms.py": "layers/functional layers/modules layers/convolutions "
+    "layers/attention",
+    "layers/adiv_layers/functional.py": "layers/functional layers/modules layers/convolutions "
+    "layers/attention",
 }
 
 
 def tests_of(file: str) -> list[str]:
-    fitting = sorted((path for path in TESTS if file.startswith(path)), key=len, reverse=True)
-    names = dict.fromkeys(name for path in fitting for name in TESTS[path].split())
+    """Return the tests of a file's folder; first those that are named like the file."""
+    (names,) = (tests.split() for path, tests in TESTS.items() if file.startswith(path))
+    names.sort(key=lambda name: Path(file).stem not in name)
     places = (name.rpartition("/") for name in names)
     return [f"tests/{folder or 'monitor'}/test_{test}.py" for folder, _, test in places]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 # Measures that have errors where rows are sampled, also where one pass tells all scales.
 SAMPLED = {
@@ -39,8 +40,8 @@ class LayerTruth:
     gamma: Tensor
     u: Tensor
     theta: Tensor
-    module: nn.Module = field(default_factory=nn.Module)
-    inputs: list[Tensor] = field(default_factory=list)
+    outputs: Callable[..., Tensor]  # of values of the layer's own parameters
+    values: list[Tensor]
 
 
 @dataclass
@@ -107,43 +108,19 @@ def _grad(p: Tensor) -> Tensor:
 
 
 def _truth(old: nn.Module, new: nn.Module, gradient: Sequence[Tensor], saved: _Saved) -> LayerTruth:
-    def outputs(change: dict[str, Tensor]) -> Tensor:
-        module = copy.deepcopy(old)
-        with torch.no_grad():
-            for name, value in change.items():
-                getattr(module, name).copy_(value)
-            return torch.cat([rows_of(old, module(x)) for x in saved.inputs])
+    def outputs(parameters: Mapping[str, Tensor]) -> Tensor:
+        calls = [functional_call(old, dict(parameters), (x,)) for x in saved.inputs]
+        return torch.cat([rows_of(old, z) for z in calls])
 
     old_p = {name: p.detach() for name, p in old._parameters.items() if p is not None}
     new_p = {name: p.detach() for name, p in new._parameters.items() if p is not None}
-    plain = {name: p - g for (name, p), g in zip(old_p.items(), gradient, strict=True)}
-    z = outputs({})
-    zero = torch.zeros_like(z)
-    return LayerTruth(
-        G=torch.cat([rows_of(old, g) for g in saved.outputs]),
-        z=z,
-        e=z - outputs(plain),
-        d=z - outputs(new_p),
-        by_weight=outputs({"weight": new_p["weight"]}) - z,
-        by_bias=outputs({"bias": new_p["bias"]}) - z if "bias" in new_p else zero,
-        scale=torch.cat([_scale(old, x) for x in saved.inputs]),
-        features=torch.cat([_features(old, x) for x in saved.inputs]),
-        gamma=torch.cat([g.flatten() for g in gradient]),
-        u=torch.cat([(new_p[name] - old_p[name]).flatten() for name in old_p]),
-        theta=torch.cat([old_p[name].flatten() for name in old_p]),
-        module=old,
-        inputs=saved.inputs,
+    G = torch.cat([rows_of(old, g) for g in saved.outputs])
+    return function_truth(
+        *(outputs, old_p, new_p, dict(zip(old_p, gradient, strict=True)), G),
+        weight="weight",
+        bias="bias" if "bias" in old_p else None,
+        groups=groups_of(old, G.shape[1]),
     )
-
-
-def _scale(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ‖∂z_rn/∂Θ‖² for the first output n of every group."""
-    module = copy.deepcopy(module)
-    parameters = [p for p in module._parameters.values() if p is not None]
-    z = rows_of(module, module(x))
-    groups = groups_of(module, z.shape[1])
-    first = z[:, :: z.shape[1] // groups]
-    return _squares(first, parameters)
 
 
 def _squares(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -159,16 +136,6 @@ def _each(values: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
         values, parameters, one_hot, retain_graph=True, is_grads_batched=True
     )
     return [g.reshape(len(values), -1) for g in gradients]
-
-
-def _features(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ∂z_rn/∂W for the first output n of every group: the row's φ_W, padded with zeros."""
-    module = copy.deepcopy(module)
-    z = rows_of(module, module(x))
-    groups = groups_of(module, z.shape[1])
-    first = z[:, :: z.shape[1] // groups]
-    weight = module._parameters["weight"]
-    return _each(first.sum(1), [weight])[0]
 
 
 def function_truth(
@@ -217,14 +184,16 @@ def function_truth(
         gamma=torch.cat([gradient[name].flatten() for name in names]),
         u=torch.cat([(new[name] - old[name]).flatten() for name in names]),
         theta=torch.cat([old[name].flatten() for name in names]),
+        outputs=lambda *values: outputs({**old, **dict(zip(names, values, strict=True))}),
+        values=[old[name] for name in names],
     )
 
 
-def projected(truth: LayerTruth, outputs: Callable[..., Tensor], values: Sequence[Tensor]) -> float:
+def attainable_cosine(truth: LayerTruth) -> float:
     """Return the ceiling: cosine of the nonzero rows of G and their projection onto ∂z/∂Θ."""
     active = truth.G.norm(dim=1) > 0
     jacobians = torch.autograd.functional.jacobian(
-        lambda *parts: outputs(*parts)[active].flatten(), tuple(values), vectorize=True
+        lambda *parts: truth.outputs(*parts)[active].flatten(), tuple(truth.values), vectorize=True
     )
     columns = torch.cat([j.reshape(len(j), -1) for j in jacobians], dim=1)
     G = truth.G[active].flatten()
@@ -296,16 +265,3 @@ def _mean(values: Sequence[float]) -> float:
 def _cos(a: Tensor, b: Tensor) -> float:
     norms = float(a.norm()) * float(b.norm())
     return float((a * b).sum()) / norms if norms else math.nan
-
-
-def attainable_cosine(truth: LayerTruth) -> float:
-    """Return the ceiling over all rows: G projected onto the columns of the Jacobian ∂z/∂Θ."""
-    module = copy.deepcopy(truth.module)
-    parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None}
-
-    def outputs(*values: Tensor) -> Tensor:
-        named = dict(zip(parameters, values, strict=True))
-        calls = [torch.func.functional_call(module, named, (x,)) for x in truth.inputs]
-        return torch.cat([rows_of(module, z) for z in calls])
-
-    return projected(truth, outputs, list(parameters.values()))

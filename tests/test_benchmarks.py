@@ -14,7 +14,6 @@ import pytest
 import rows
 import spikes
 import torch
-import transfer
 from models import TASKS, Trainer
 
 
@@ -78,19 +77,6 @@ def test_says_what_is_covered_and_what_is_not(tmp_path: Path) -> None:
     assert "called ten times" not in missing
     assert "| function of parameters in a dict | `weight` | 40 | " in missing
     assert "none is given" not in missing
-
-
-def test_what_is_written_of_transfer_is_what_was_run() -> None:
-    results = Path(transfer.__file__).parent / "results"
-    runs, held_out = (transfer.read(results / "transfer.jsonl", m) for m in ("loss", "held_out"))
-    lines = [*transfer.transfer_lines(runs, held_out), *transfer.kinds_lines(runs)]
-    fresh = (transfer.read(results / "transfer-fresh.jsonl", m) for m in ("loss", "held_out"))
-    lines += transfer.fresh_lines(*fresh)
-    assert "\n".join(lines).rstrip() in (results / "transfer.md").read_text()
-    for kind, name in (("mlp", "adam"), ("mlp", "sgd"), ("gpt", "adam"), ("gpt", "sgd")):
-        curves = [runs[kind, name, "mup", width] for width in transfer.WIDTHS[kind]]
-        rates = [transfer.best(curve) for curve in curves]
-        assert max(rates) - min(rates) <= 5  # half a decade
 
 
 def test_a_measured_step_of_small_layers_makes_few_calls() -> None:

@@ -10,14 +10,12 @@ from unicodedata import category
 
 import pytest
 from example_audits import made_up
-from example_reports import attention, reading, report
+from example_reports import attention, reading, report, running
 
 from adiv_monitor.audit.command import output
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.finding import Advice, Finding
-from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import printable
 from adiv_monitor.report import Alarm, StepReport
@@ -40,23 +38,10 @@ STEERING = (
 PICTURE = "![x](http://elsewhere.org/x.png)"
 MARKDOWN = (
     *(PICTURE, f"`{PICTURE}`", f"`{PICTURE}", f"```{PICTURE}`", f"``a`{PICTURE}`b", f"a|{PICTURE}"),
-    *(
-        f"\\`{PICTURE}`",
-        f"a`{PICTURE}`",
-        f"\n\n{PICTURE}",
-        f"`\n\n{PICTURE}\n\n`",
-        "[x](http://a.b)",
-    ),
-    *("<img src=http://a.b>", "<http://a.b>", "**bold**", "__bold__", "~~gone~~", "# head\n# head"),
-    *(
-        "![x][y]\n\n[y]: http://a.b",
-        "\\",
-        "a\\",
-        "|\n|---|\n|x|",
-        "a`b`c`" + PICTURE,
-        "*",
-        "&lt;b&gt;",
-    ),
+    *(f"\\`{PICTURE}`", f"a`{PICTURE}`", f"\n\n{PICTURE}", f"`\n\n{PICTURE}\n\n`"),
+    *("[x](http://a.b)", "<img src=http://a.b>", "<http://a.b>", "![x][y]\n\n[y]: http://a.b"),
+    *("**bold**", "__bold__", "~~gone~~", "# head\n# head", "|\n|---|\n|x|", "&lt;b&gt;"),
+    *("\\", "a\\", "a`b`c`" + PICTURE, "*"),
 )
 
 
@@ -79,28 +64,14 @@ def of(name: str) -> StepReport:
 
 def found(name: str) -> Finding:
     advice = (Advice(f"Give {name} another one", None),)
-    return Finding(
-        "exploding",
-        "act",
-        f"{name} explodes.",
-        (),
-        advice,
-        f"Not {name}.",
-        layers=(name,),
-        against=(),
-    )
-
-
-def record_of(one: StepReport) -> Record:
-    running = Running()
-    running.add(one)
-    return running.record()
+    given = ("exploding", "act", f"{name} explodes.", (), advice, f"Not {name}.")
+    return Finding(*given, layers=(name,), against=())
 
 
 def markdowns(name: str) -> list[str]:
     one = of(name)
     return [
-        findings_text([found(name)], record_of(one)),
+        findings_text([found(name)], running(one).record()),
         _not_measured(one),
         _bullets(one.notes),
         "\n".join(worst_lines(one, ["update_cosine"])),

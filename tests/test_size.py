@@ -38,11 +38,6 @@ def part_of(path: Path) -> str:
     return next(named, "report and top level")
 
 
-def test_blanks_comments_and_docstrings_are_no_code() -> None:
-    source = '"""What."""\n\n# Why.\nx = (1,\n     2)\n\ndef f():\n    """Do."""\n'
-    assert code_lines(source, ast.parse(source)) == 3
-
-
 @pytest.mark.parametrize("part", CEILINGS)
 def test_a_part_stays_below_its_ceiling(part: str) -> None:
     paths = [path for path in PACKAGE.rglob("*.py") if part_of(path) == part]

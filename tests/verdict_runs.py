@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,10 +60,6 @@ class Net(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def _nothing(net: Net) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class State:
     """The state of a training.
@@ -80,7 +77,7 @@ class State:
 
     rate: float = 0.1
     rates: Callable[[int], float] = lambda step: 1.0
-    prepare: Callable[[Net], None] = _nothing
+    prepare: Callable[[Net], object] = lambda net: None
     frozen: str = ""
     spread: float = 1.5
     breaks: int | None = None
@@ -100,14 +97,6 @@ class State:
         return net, optimizer, LambdaLR(optimizer, self.rates)
 
 
-def _kill_second(net: Net) -> None:
-    nn.init.constant_(net.second.bias, -100.0)
-
-
-def _freeze_second(net: Net) -> None:
-    net.second.requires_grad_(False)
-
-
 def _learn(net: Net) -> None:
     optimizer = SGD(net.parameters(), lr=0.3)
     for x, labels in batches(0.5):
@@ -123,9 +112,9 @@ STATES: Mapping[str, State] = {
     "flat: random labels": State(spread=torch.inf),
     "diverged": State(rate=100.0, function=torch.tanh),
     "learning rate too low": State(rate=1e-5),
-    "dead units": State(prepare=_kill_second),
+    "dead units": State(prepare=lambda net: nn.init.constant_(net.second.bias, -100.0)),
     "frozen by a learning rate of 0": State(frozen="second"),
-    "frozen by requires_grad": State(prepare=_freeze_second),
+    "frozen by requires_grad": State(prepare=lambda net: net.second.requires_grad_(False)),
     "decayed": State(rates=lambda step: 1.0 if step < DECAYS else 1e-3),
     "warm-up": State(rates=lambda step: 1e-3 * (step + 1) / STEPS),
     "converged": State(rate=0.3, spread=0.5),
@@ -248,11 +237,7 @@ def _plain(state: State, sinks: list[Sink], folder: Path, *, says_loss: bool = T
             schedule.step()
 
 
-def _without_loss(state: State, sinks: list[Sink], folder: Path) -> None:
-    _plain(state, sinks, folder, says_loss=False)
-
-
 LOOPS: Mapping[str, Callable[[State, list[Sink], Path], None]] = {
     "plain": _plain,
-    "plain, without the loss": _without_loss,
+    "plain, without the loss": partial(_plain, says_loss=False),
 }

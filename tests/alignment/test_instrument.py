@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Tied
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
@@ -152,20 +153,16 @@ def test_groups_of_a_convolution_never_align_above_one() -> None:
     assert reading.cumulative == pytest.approx(1, abs=1e-6)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(10, 24), nn.Linear(24, 3)
-        self.attend = nn.MultiheadAttention(24, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        return self.head(hidden + self.attend(hidden, hidden, hidden)[0])
+def attends(m: nn.Module, x: Tensor) -> Tensor:
+    hidden = m.embed(x)
+    return m.head(hidden + m.attend(hidden, hidden, hidden)[0])
 
 
 def test_projections_of_attention() -> None:
     x = torch.randn(3, 5, 10, dtype=torch.float64)
-    before, after, readings = read(Attention().double(), x, max_rows=None)
+    parts = {"embed": nn.Linear(10, 24), "head": nn.Linear(24, 3)}
+    model = Computes(attends, attend=nn.MultiheadAttention(24, 2, batch_first=True), **parts)
+    before, after, readings = read(model.double(), x, max_rows=None)
     names = [f"attend.{part}" for part in ("q", "k", "v", "out_proj")]
     assert list(readings) == ["embed", *names, "head"]
     z0, z = ((of.embed(x)).detach().flatten(0, 1) for of in (before, after))
@@ -301,18 +298,9 @@ def test_layers_that_are_left_out_are_looked_through() -> None:
         Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=lambda path, module: False))
 
 
-class Grows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x[: len(x) - int(self.linear.bias[0] > 1)])
-
-
 def test_other_samples_than_at_the_reference_are_refused() -> None:
-    model = Grows()
+    shorter = lambda m, x: m.linear(x[: len(x) - int(m.linear.bias[0] > 1)])  # noqa: E731
+    model = Computes(shorter, linear=nn.Linear(4, 4))
     alignment = Alignment(model, Probe(torch.randn(6, 4)))
     nn.init.constant_(model.linear.bias, 2)
     with pytest.raises(AdivError, match="same samples"):
@@ -377,17 +365,10 @@ def test_what_is_not_finite_leaves_the_other_layers_readings(where: str) -> None
 
 def test_a_probe_takes_a_mapping_of_any_kind_and_a_single_pattern() -> None:
     """As the encodings of Hugging Face's tokenizers are."""
-
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x))
-
+    parts = {"first": nn.Linear(16, 16), "last": nn.Linear(16, 4)}
+    model = Computes(lambda m, x: m.last(m.first(x)), **parts)
     probe = Probe(UserDict(x=torch.randn(8, 16)), layers="la*")
-    assert [layer.path for layer in Alignment(Named(), probe).layers] == ["last"]
+    assert [layer.path for layer in Alignment(model, probe).layers] == ["last"]
 
 
 def test_what_a_probe_can_not_be() -> None:

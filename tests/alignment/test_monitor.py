@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES, loss_of
-from setups import mlp, one_step
+from setups import mlp, one_step, trained
 from torch import nn
 
 from adiv_monitor import Monitor
@@ -38,17 +38,16 @@ def test_it_is_read_right_after_the_step_against_the_weights_at_attach() -> None
     case = CASES["mlp"]
     model, x = case.model(), case.batches(1, 5)[0][0]
     by_hand = Alignment(model, Probe(x))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    read = []
-    with Monitor(model, optimizer, every_n_steps=1, alignment=Probe(x)) as monitor:
-        for batch in case.batches(2):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            read.append(by_hand.read())
-            with torch.no_grad():  # changes after the step must not count
-                next(model.parameters()).mul_(1.5)
-    assert [dict(report.alignment) for report in monitor.reports] == read
+    read, batches = [], iter(case.batches(2))
+
+    def after(step: int) -> None:
+        read.append(by_hand.read())
+        with torch.no_grad():  # changes after the step must not count
+            next(model.parameters()).mul_(1.5)
+
+    loss = lambda model: loss_of(model, next(batches))  # noqa: E731
+    reports = trained(model, loss, 2, after=after, alignment=Probe(x))
+    assert [dict(report.alignment) for report in reports] == read
 
 
 class Breaks(nn.Linear):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from audited import batches, cross_entropy, mlp, seen, sgd, unasked
+from computes import Computes
 from torch import Tensor, nn
 
 from adiv_monitor import audit
@@ -207,16 +208,12 @@ def test_hooks_and_schedulers_are_told_of() -> None:
 
 
 def test_a_model_with_its_own_loss() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
+    def forward(model: nn.Module, inputs: Tensor, labels: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=nn.functional.cross_entropy(model.inner(inputs), labels))
 
-        def forward(self, inputs: Tensor, labels: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(loss=nn.functional.cross_entropy(self.inner(inputs), labels))
-
+    own = Computes(forward, inner=mlp())
     data = [{"labels": y, "inputs": x} for x, y in batches()]
-    assert set(audit(Own(), data, **{**QUICK, "loss": None}).record.inputs) == {"inputs"}
+    assert set(audit(own, data, **{**QUICK, "loss": None}).record.inputs) == {"inputs"}
 
 
 def test_a_loss_of_outputs_and_targets_is_as_one_of_model_and_batch() -> None:
@@ -321,23 +318,12 @@ def test_an_optimizer_of_frozen_parameters_alone_is_found() -> None:
     assert len(report.record.reports) == 6
 
 
-class HeadFirst(nn.Module):
-    """Registers its layers in another order than the one in which they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(6))
-        self.never = nn.Linear(6, 12)
-        self.head = nn.Linear(12, 3)
-        self.late = nn.Linear(12, 12)
-        self.early = nn.Linear(6, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.late(self.early(x + self.bias).relu()).relu())
-
-
 def test_layers_stand_in_the_order_in_which_they_run() -> None:
-    record = seen(HeadFirst())
+    """They are registered in another order."""
+    sizes = {"never": (6, 12), "head": (12, 3), "late": (12, 12), "early": (6, 12)}
+    parts = {name: nn.Linear(*size) for name, size in sizes.items()}
+    forward = lambda m, x: m.head(m.late(m.early(x + m.bias).relu()).relu())  # noqa: E731
+    record = seen(Computes(forward, bias=nn.Parameter(torch.zeros(6)), **parts))
     for report in record.reports:
         assert list(report.layers)[1:] == ["early", "late", "head"]
     assert list(record.weights) == ["early", "late", "head", "never"]

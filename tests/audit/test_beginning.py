@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from audited import Batch, mlp, seen
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,21 +52,12 @@ def test_layers_in_front_of_a_normalisation_are_told() -> None:
     assert [path for path, weight in found.items() if weight.normalised] == ["0"]
 
 
-class Bare(nn.Module):
-    """Multiplies by parameters that no layer holds; the first is drawn without a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Parameter(torch.randn(300, 200)), nn.Linear(200, 5)
-        self.latents = nn.Parameter(torch.randn(200))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head((x @ self.first + self.latents).relu())
-
-
 def test_parameters_that_no_layer_holds_have_gains() -> None:
+    """The first is drawn without a scale."""
     torch.manual_seed(0)
-    of = setup(Bare())
+    bare = {"first": nn.Parameter(torch.randn(300, 200)), "head": nn.Linear(200, 5)}
+    bare["latents"] = nn.Parameter(torch.randn(200))
+    of = setup(Computes(lambda m, x: m.head((x @ m.first + m.latents).relu()), **bare))
     found = weights(of)
     assert list(found) == ["head", "first"] and found["first"].bare
     assert found["first"].gain == pytest.approx(math.sqrt(300), rel=0.02)
@@ -83,18 +75,6 @@ def test_knowing_nothing_costs_the_logarithm_of_the_classes(behind: tuple[nn.Mod
     assert chance(setup(net(*behind))) == pytest.approx(math.log(5))
 
 
-class Tied(nn.Module):
-    """Scores of words by a product with the words' own vectors, behind a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.words = nn.Linear(300, 300), nn.Parameter(torch.randn(5, 300))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + self.body(x)) @ self.words.T
-
-
 @pytest.mark.parametrize(
     ("of", "known"),
     [
@@ -103,20 +83,17 @@ class Tied(nn.Module):
     ],
 )
 def test_a_cross_entropy_of_a_residual_model_has_a_constant_prediction(of: Any, known: Any) -> None:
-    tied = setup(Tied(), lambda model, batch: of(model(batch[0]), batch[1]))
+    """Scores of words are products with the words' own vectors."""
+    parts = {"body": nn.Linear(300, 300), "words": nn.Parameter(torch.randn(5, 300))}
+    model = Computes(lambda m, x: (x + m.body(x)) @ m.words.T, **parts)
+    tied = setup(model, lambda model, batch: of(model(batch[0]), batch[1]))
     assert chance(tied) == (known and pytest.approx(known))
 
 
-class Heads(nn.Module):
+def heads() -> nn.Module:
     """Two heads on one body; the one of the classes is a stack of its own, and runs first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.classes, self.value = nn.Linear(300, 20), net(), nn.Linear(20, 1)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.classes(x), self.value(self.body(x).relu_())[:, 0]
+    parts = {"body": nn.Linear(300, 20), "classes": net(), "value": nn.Linear(20, 1)}
+    return Computes(lambda m, x: (m.classes(x), m.value(m.body(x).relu_())[:, 0]), **parts)
 
 
 def of_heads(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -126,7 +103,7 @@ def of_heads(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_each_head_is_a_last_layer(frozen: bool) -> None:
-    model = Heads()
+    model = heads()
     model.classes.requires_grad_(not frozen)
     of = setup(model, of_heads)
     assert {path for path, weight in weights(of).items() if weight.last} == {"classes.2", "value"}
@@ -180,15 +157,10 @@ def test_a_sound_model_has_none() -> None:
     assert Wiring(input_matters=wiring.input_matters) == wiring
 
 
-class Ignores(nn.Module):
-    """A model that ignores its input."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.map, self.share = nn.Linear(6, 3), share
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return nn.functional.dropout(self.map(self.share * x) + 1)
+def ignoring(share: float) -> nn.Module:
+    """Return a model that hears only this share of its input."""
+    heard = lambda m, x, labels=None: nn.functional.dropout(m.map(share * x) + 1)  # noqa: E731
+    return Computes(heard, map=nn.Linear(6, 3))
 
 
 def named(model: nn.Module, batch: Batch) -> Tensor:
@@ -201,5 +173,5 @@ def by_place(model: nn.Module, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("loss", [named, by_place])
 def test_inputs_that_make_no_difference(loss: Any) -> None:
-    assert seen(Ignores(0), loss=loss).wiring.input_matters == 0
-    assert seen(Ignores(1), loss=loss).wiring.input_matters > 0.1
+    assert seen(ignoring(0), loss=loss).wiring.input_matters == 0
+    assert seen(ignoring(1), loss=loss).wiring.input_matters > 0.1

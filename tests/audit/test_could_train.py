@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from example_reports import running
 from loop_runs import (
     AVERAGED,
     CREEPING,
@@ -25,7 +26,6 @@ from adiv_monitor.diagnosis.course import course
 from adiv_monitor.diagnosis.diagnose import running_headline
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.running import Running
 
 CERTAIN = {name.split()[0] for name in HITS}
 
@@ -136,9 +136,7 @@ def test_what_one_finding_says_the_others_do_not() -> None:
 
 
 def test_what_the_monitor_sees_of_the_loss_takes_three_steps() -> None:
-    two = Running()
-    for report in HITS["broadcast-loss"].reports[:2]:
-        two.add(report)
+    two = running(*HITS["broadcast-loss"].reports[:2])
     assert not two.record().probed, "two steps tell nothing"
     two.add(HITS["broadcast-loss"].reports[2])
     assert [*two.record().probed] == ["broadcast-loss"]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from audited import cross_entropy
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,20 +25,9 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*[x for a, b in pairs for x in (nn.Linear(a, b), nn.ReLU())][:-1])
 
 
-class After(nn.Module):
-    """A network behind a fixed function of its input."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], network: nn.Module) -> None:
-        super().__init__()
-        self.function, self.network = function, network
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.network(self.function(x))
-        return found
-
-
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
+def after(function: Callable[[Tensor], Tensor], network: nn.Module) -> nn.Module:
+    """Return a network behind a fixed function of its input."""
+    return Computes(lambda m, x: m.network(function(x)), network=network)
 
 
 def squared(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -53,7 +44,7 @@ def standardised_in_forward() -> Case:
     batches = blobs(1e3)
     x = torch.cat([batch[0] for batch in batches])
     mean, std = x.mean(0), x.std(0)
-    return After(lambda x: (x - mean) / std, mlp(16, 64, 6)), batches, cross_entropy
+    return after(lambda x: (x - mean) / std, mlp(16, 64, 6)), batches, cross_entropy
 
 
 def batch_norm_first() -> Case:
@@ -69,7 +60,7 @@ def fourier_features() -> Case:
         return torch.cat([angles.sin(), angles.cos()], 1)
 
     batches = list(zip(places.split(64), targets.split(64), strict=True))
-    return After(features, mlp(64, 64, 1)), batches, squared
+    return after(features, mlp(64, 64, 1)), batches, squared
 
 
 def adversarial() -> Case:
@@ -178,19 +169,14 @@ def differential_equation() -> Case:
     return model, [(torch.rand(32, 1),)], loss
 
 
-class OwnLoss(nn.Module):
-    """Returns a plain dict, as many training frameworks do."""
-
-    def __init__(self, key: str = "loss") -> None:
-        super().__init__()
-        self.key, self.net = key, mlp(16, 16, 6)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {self.key: functional.cross_entropy(self.net(x), y)}
+def with_own_loss(key: str = "loss") -> nn.Module:
+    """Return a model that returns a plain dict, as many training frameworks' do."""
+    of = lambda m, x, y: {key: functional.cross_entropy(m.net(x), y)}  # noqa: E731
+    return Computes(of, net=mlp(16, 16, 6))
 
 
 def own_loss() -> Case:
-    return OwnLoss(), blobs()[:1], None
+    return with_own_loss(), blobs()[:1], None
 
 
 class OnGraph(nn.Module):
@@ -262,27 +248,21 @@ def test_of_correct_programs_with_unusual_losses_there_is_nothing_to_act_on(
 def test_a_dict_without_a_loss_is_told() -> None:
     expected = "gave dict, expected a model that gives its own loss, as the `loss`"
     with pytest.raises(TypeError, match=expected):
-        audit(OwnLoss("nll"), blobs()[:1], steps=2)
+        audit(with_own_loss("nll"), blobs()[:1], steps=2)
 
 
-class Recurrent(nn.Module):
-    """A recurrent network, which reads the four parts of a sample one after the other."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.head = inner, nn.Linear(16, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.inner(x.view(-1, 4, 4))[0][:, -1])
-        return found
+def recurrent(inner: nn.Module) -> nn.Module:
+    """Return a network that reads the four parts of a sample one after the other."""
+    of = lambda m, x: m.head(m.inner(x.view(-1, 4, 4))[0][:, -1])  # noqa: E731
+    return Computes(of, inner=inner, head=nn.Linear(16, 6))
 
 
 @pytest.mark.parametrize(
     "make",
     [
         lambda: mlp(16, 64, 6),
-        lambda: Recurrent(nn.LSTM(4, 16, batch_first=True)),
-        lambda: Recurrent(nn.GRU(4, 16, batch_first=True)),
+        lambda: recurrent(nn.LSTM(4, 16, batch_first=True)),
+        lambda: recurrent(nn.GRU(4, 16, batch_first=True)),
         lambda: nn.Sequential(nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 8, 3), nn.ReLU(),
                               nn.Flatten(), nn.Linear(112, 6)),
     ],

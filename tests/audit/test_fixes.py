@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from made_records import reading, record
 from torch import Tensor, nn
 from trial_setups import batches, cnn, images, loss, mlp, setup, sgd
@@ -208,20 +209,14 @@ def test_the_users_model_and_randomness_stay_as_they_are(name: str) -> None:
 def test_a_softmax_that_is_called_before_the_loss_is_left_out(within: bool) -> None:
     """In forward(), or in the loss."""
 
-    class Called(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(12, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            z: Tensor = self.layer(x)
-            return z.softmax(1) if within else z
+    def called(model: nn.Module, x: Tensor) -> Tensor:
+        return model.layer(x).softmax(1) if within else model.layer(x)
 
     def taking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         z = model(batch[0])
         return nn.functional.cross_entropy(z if within else z.softmax(1), batch[1])
 
-    fork = setup(model=Called(), loss=taking).fork()
+    fork = setup(model=Computes(called, layer=nn.Linear(12, 3)), loss=taking).fork()
     x, y = fork.batches[0]
     plain = nn.functional.cross_entropy(fork.model.layer(x), y)
     assert fork.loss(fork.model, (x, y)) != plain
@@ -229,17 +224,11 @@ def test_a_softmax_that_is_called_before_the_loss_is_left_out(within: bool) -> N
     assert torch.equal(fork.loss(fork.model, (x, y)), plain)
 
 
-class Places(nn.Module):
-    """Sums over places, whose order makes no difference, of embeddings or of patches."""
-
-    def __init__(self, first: nn.Module) -> None:
-        super().__init__()
-        self.first, self.last = first, nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.first(x)
-        rows = made if made.ndim == 3 else made.flatten(2).mT
-        return self.last(rows.tanh().mean(1))
+def of_places(m: nn.Module, x: Tensor) -> Tensor:
+    """Sum over places, whose order makes no difference, of embeddings or of patches."""
+    made = m.first(x)
+    rows = made if made.ndim == 3 else made.flatten(2).mT
+    return m.last(rows.tanh().mean(1))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +239,8 @@ class Places(nn.Module):
     ],
 )
 def test_places_get_vectors_of_their_own(first: nn.Module, x: Tensor) -> None:
-    fork = setup(model=Places(first), batches=((x, torch.zeros(4).long()),)).fork()
+    model = Computes(of_places, first=first, last=nn.Linear(8, 3))
+    fork = setup(model=model, batches=((x, torch.zeros(4).long()),)).fork()
     other = x.flip(1) if x.ndim == 2 else x.unflatten(3, (3, 2)).flip(3).flatten(3)
     torch.testing.assert_close(outputs(fork, x), outputs(fork, other))
     FIXES["positions"].apply(fork)

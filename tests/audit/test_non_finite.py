@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from audited import batches, cross_entropy, mlp, seen, sgd
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,13 +75,8 @@ def test_parameters_that_a_step_broke() -> None:
 
 
 def test_gradients() -> None:
-    class Root(nn.Module):
-        """√0 is fine forward, and has no slope."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (0 * x).sqrt() + x
-
-    model = mlp(nn.Linear(12, 12), Root())
+    """√0 is fine forward, and has no slope."""
+    model = mlp(nn.Linear(12, 12), Computes(lambda m, x: (0 * x).sqrt() + x))
     record = seen(model, optimizer=sgd())
     assert (record.first_non_finite or "").startswith("gradient of mul (test_non_finite.py:")
     assert record.gradient_norms[0] != record.gradient_norms[0]
@@ -121,18 +117,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 @pytest.mark.parametrize("name", [*MODULES, *(f"{name}()" for name in FUNCTIONS)])
 def test_flat_is_where_the_slope_is_below_two_percent(name: str) -> None:
-    model = Calls(FUNCTIONS[name[:-2]]) if name.endswith("()") else MODULES[name]
+    called = name.endswith("()")
+    model = Computes(lambda m, x: FUNCTIONS[name[:-2]](x)) if called else MODULES[name]
     x = torch.linspace(-12.01, 12, 24_000, dtype=torch.float64)[:, None].requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x)
     steep = (slope.abs() >= 0.02 * slope.abs().max()).nonzero()[:, 0]

@@ -1,6 +1,5 @@
 """Losses of the user's own run: read, and held against those of the copy."""
 
-import copy
 import json
 import math
 from dataclasses import replace
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from audited import cross_entropy, unasked
+from computes import Computes
 from made_records import record
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from trial_setups import batches, mlp
 
@@ -111,25 +111,19 @@ def test_the_order_that_a_loaders_generator_draws_is_the_runs_own() -> None:
     assert report.record.facts.data == "DataLoader of TensorDataset"
 
 
-class Taught(nn.Module):
-    """A student, and a teacher that begins as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = mlp()
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.student(x)
+def taught() -> nn.Module:
+    """Return a student, and a teacher that begins as it is."""
+    teacher = mlp().requires_grad_(False)
+    return Computes(lambda m, x: m.student(x), student=mlp(), teacher=teacher)
 
 
 def test_networks_that_a_loop_averages_into_are_said_to_stay() -> None:
-    assert averages(Taught()) == ["teacher"]
+    assert averages(taught()) == ["teacher"]
     frozen = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
     norms = nn.Sequential(nn.LayerNorm(8).requires_grad_(False), nn.LayerNorm(8))
     assert averages(frozen) == averages(norms) == averages(mlp()) == []
     stays = "if your loop updates 'teacher', as an average or a target, the copy does not"
-    assert stays in audited(Taught()).verdict
+    assert stays in audited(taught()).verdict
 
 
 HISTORY = [{"step": 2, "loss": 2.0}, {"step": 4, "loss": 1.0}, {"step": 4, "eval_loss": 7.0}]

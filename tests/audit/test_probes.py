@@ -9,6 +9,7 @@ import torch
 from audit import test_probes_of_data, test_probes_of_losses, test_probes_of_models
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
 from audit.fault_benchmark.run import Case, Healthy
+from computes import Computes
 from made_records import record as made_record
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -165,15 +166,9 @@ def test_a_factory_whose_warm_up_begins_at_zero_trains_at_its_peak(dropped: bool
 # The data
 
 
-class Faint(nn.Module):
-    """Outputs that hardly depend on the inputs, and hardly learn to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(1e-4 * x)
+def faint() -> nn.Module:
+    """Return a model whose outputs hardly depend on the inputs, and hardly learn to."""
+    return Computes(lambda m, x: m.body(1e-4 * x), body=mlp())
 
 
 def apart(given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -193,7 +188,7 @@ def test_a_small_network_tells_a_fault_of_the_model_from_one_of_the_data() -> No
     healthy = setup(batches=batches(24))
     numbers = told("behind-reference", healthy, trained=True).facts[0].numbers
     assert min(numbers["reference"], numbers["model"]) > 0.8
-    assert judged(replace(healthy, model=Faint())) >= {"behind-reference"}
+    assert judged(replace(healthy, model=faint())) >= {"behind-reference"}
     unrelated = apart(healthy.batches)
     assert "labels-unrelated" in judged(replace(healthy, batches=unrelated))
     epochs = tuple((x.clone(), y) for x, y in 2 * unrelated)
@@ -209,6 +204,6 @@ def test_labels_that_are_rare_or_beside_missing_values_belong_to_their_inputs(
     x = torch.randn(24, 64, 12, generator=drawn)
     y = (x[..., 0] > 1.28).long() if not missing else (x[..., 0] > 0).long()
     x = x.where(torch.rand(x.shape, generator=drawn) >= missing, -999.0)
-    of = setup(batches=tuple(zip(x, y, strict=True)), model=Faint())
+    of = setup(batches=tuple(zip(x, y, strict=True)), model=faint())
     assert "labels-unrelated" not in judged(of)
     assert "labels-unrelated" in judged(replace(of, batches=apart(of.batches)))

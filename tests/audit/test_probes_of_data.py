@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from made_records import STILL
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,27 +59,19 @@ def changed(
 # Targets in another order than their inputs
 
 
-class Tags(nn.Module):
-    """A class for each place, which a recurrent network sees up to there, or from both ends."""
-
-    def __init__(self, both: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.gru = nn.GRU(4, 12, batch_first=True, bidirectional=both)
-        self.head = nn.Linear(24 if both else 12, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x)[0])
-
-
 def of_places(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z.flatten(0, 1), y.flatten())
 
 
 def tags(move: Callable[[Tensor], Tensor], both: bool = False) -> Setup:
+    """A class for each place, which a recurrent network sees up to there, or from both ends."""
     x = torch.randn(4, 40, 12, 4, generator=torch.Generator().manual_seed(0))
     made = tuple((part, move((part[..., 0] > 0).long())) for part in x)
-    return setup(model=Tags(both), batches=made, loss=of_outputs(of_places))
+    torch.manual_seed(0)
+    gru = nn.GRU(4, 12, batch_first=True, bidirectional=both)
+    parts = {"gru": gru, "head": nn.Linear(24 if both else 12, 2)}
+    model = Computes(lambda m, x: m.head(m.gru(x)[0]), **parts)
+    return setup(model=model, batches=made, loss=of_outputs(of_places))
 
 
 def next_values() -> Setup:

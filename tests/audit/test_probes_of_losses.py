@@ -1,5 +1,6 @@
 """What is asked about the loss: each bug is named where it is planted, its healthy kin are not."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trial_setups import (
@@ -158,21 +160,16 @@ RANGES: list[Row] = [
 # Samples, places and pairs
 
 
-class ByTime(nn.Module):
+def over_time(targets: Callable[[Tensor], Tensor]) -> Setup:
     """A recurrent network that returns time first, (T, B, classes)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(4, 8), nn.Linear(8, 3)
+    def by_time(model: nn.Module, x: Tensor) -> Tensor:
+        return model.head(model.gru(x.transpose(0, 1))[0])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x.transpose(0, 1))[0])
-
-
-def over_time(targets: Callable[[Tensor], Tensor]) -> Setup:
     made = tuple((torch.randn(6, 5, 4), torch.randint(3, (6, 5))) for _ in range(4))
     of = of_outputs(lambda z, y: F.cross_entropy(z.flatten(0, 1), targets(y).flatten()))
-    return setup(model=ByTime(), batches=made, loss=of)
+    model = Computes(by_time, gru=nn.GRU(4, 8), head=nn.Linear(8, 3))
+    return setup(model=model, batches=made, loss=of)
 
 
 def cut_off() -> nn.Module:
@@ -275,16 +272,11 @@ def contrastive(d: Tensor, same: Tensor) -> Tensor:
     return (same * d.square() + (1 - same) * (1 - d).relu().square()).mean()
 
 
-class ActorCritic(nn.Module):
+def actor_and_critic() -> nn.Module:
     """Gives logits of actions and an estimate of the reward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.actor, self.critic = nn.Linear(12, 3), nn.Linear(12, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(x), self.critic(x)[:, 0]
+    torch.manual_seed(1)
+    parts = {"actor": nn.Linear(12, 3), "critic": nn.Linear(12, 1)}
+    return Computes(lambda m, x: (m.actor(x), m.critic(x)[:, 0]), **parts)
 
 
 def sampled(given: tuple[Tensor, Tensor], y: Tensor, sign: int) -> Tensor:
@@ -301,7 +293,7 @@ def sampled(given: tuple[Tensor, Tensor], y: Tensor, sign: int) -> Tensor:
 
 
 def surrogate(sign: int) -> Callable[[], Setup]:
-    return compared(partial(sampled, sign=sign), make=ActorCritic)
+    return compared(partial(sampled, sign=sign), make=actor_and_critic)
 
 
 def cosine(z: Tensor, y: Tensor) -> Tensor:
@@ -337,17 +329,12 @@ REVERSED: list[Row] = [
 # Gradients of the loss
 
 
-class Taught(nn.Module):
+def taught() -> nn.Module:
     """A student, which begins as a copy of its teacher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.student, self.teacher = nn.Linear(12, 3), nn.Linear(12, 3).requires_grad_(False)
-        self.teacher.load_state_dict(self.student.state_dict())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.student(x), self.teacher(x)
+    torch.manual_seed(1)
+    student = nn.Linear(12, 3)
+    parts = {"student": student, "teacher": copy.deepcopy(student).requires_grad_(False)}
+    return Computes(lambda m, x: (m.student(x), m.teacher(x)), **parts)
 
 
 def distilled(z: tuple[Tensor, Tensor], y: Tensor, right: bool) -> Tensor:
@@ -408,18 +395,6 @@ def at_the_ends(model: nn.Module, batch: Any) -> Tensor:
     return loss(model, batch) + 9 * model(torch.eye(12)[:2]).square().sum()
 
 
-class Tempered(nn.Module):
-    """An actor and a critic, with the logarithm of a temperature that begins at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor, self.critic = mlp(), mlp()
-        self.heat = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(x), self.critic(x)
-
-
 def soft_actor_critic(model: Any, batch: Any) -> Tensor:
     logits, value = model(batch[0])
     p, log = logits.softmax(1), logits.log_softmax(1)
@@ -431,7 +406,10 @@ def soft_actor_critic(model: Any, batch: Any) -> Tensor:
 
 
 def tempered() -> Setup:
-    return setup(model=Tempered(), loss=soft_actor_critic)
+    """An actor and a critic, with the logarithm of a temperature that begins at 0."""
+    parts = {"actor": mlp(), "critic": mlp(), "heat": nn.Parameter(torch.zeros(()))}
+    model = Computes(lambda m, x: (m.actor(x), m.critic(x)), **parts)
+    return setup(model=model, loss=soft_actor_critic)
 
 
 def slope(model: nn.Module, batch: Any, graph: bool) -> Tensor:
@@ -444,17 +422,6 @@ def accumulated(model: nn.Module, batch: Any) -> Tensor:
     total = loss(model, batch)
     total += 0.1 * size(model).detach()
     return total / 2
-
-
-class Players(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.made = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12))
-        self.told = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.made(z)
 
 
 def real(logits: Tensor, label: float) -> Tensor:
@@ -471,7 +438,10 @@ def players(joint: bool) -> Callable[[], Setup]:
         other = model.told(made if joint else made.detach())
         return real(model.told(batch[0]), 1.0) + real(other, 0.0) + real(own, 1.0)
 
-    return with_loss(of, model=Players())
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 12))
+    told = nn.Sequential(nn.Linear(12, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    return with_loss(of, model=Computes(lambda m, z: m.made(z), made=made, told=told))
 
 
 def critic(model: nn.Module, batch: Any) -> Tensor:
@@ -485,8 +455,8 @@ GRADIENTS: list[Row] = [
     ("zero-gradient", "a ratio of itself", compared(partial(ratio, cut=False)), "with itself"),
     ("zero-gradient", "a ratio of stored ones", compared(partial(ratio, cut=True)), ""),
     ("zero-gradient", "the teacher itself",
-     compared(partial(distilled, right=False), make=Taught), "with itself"),
-    ("zero-gradient", "the student", compared(partial(distilled, right=True), make=Taught), ""),
+     compared(partial(distilled, right=False), make=taught), "with itself"),
+    ("zero-gradient", "the student", compared(partial(distilled, right=True), make=taught), ""),
     ("zero-slope", "round", after(torch.round), "round"),
     ("zero-slope", "sign", after(lambda z: torch.sign(z.tanh())), "sign"),
     ("zero-slope", "straight-through", after(lambda z: z + (z.round() - z).detach()), ""),
@@ -537,15 +507,10 @@ def bounded(model: nn.Module, batch: Any, mean: float) -> Tensor:
     return F.mse_loss(2 * model(batch[0])[:, 0].tanh(), mean + batch[0][:, 0].tanh())
 
 
-class Queued(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(12, 8)
-        self.register_buffer("queue", F.normalize(torch.randn(16, 8), dim=1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(self.layer(x), dim=1)
+def with_queue() -> nn.Module:
+    torch.manual_seed(0)
+    parts = {"layer": nn.Linear(12, 8), "queue": nn.Buffer(F.normalize(torch.randn(16, 8), dim=1))}
+    return Computes(lambda m, x: F.normalize(m.layer(x), dim=1), **parts)
 
 
 def queued(model: Any, batch: Any) -> Tensor:
@@ -557,17 +522,6 @@ def queued(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(logits / 0.1, torch.zeros(len(query), dtype=torch.long))
 
 
-class Balanced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.heads = nn.ModuleList([nn.Linear(12, 3), nn.Linear(12, 1)])
-        self.weights = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [head(x) for head in self.heads]
-
-
 def balanced(joined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
     def of(model: Any, batch: Any) -> Tensor:
         logits, value = model(batch[0])
@@ -575,18 +529,17 @@ def balanced(joined: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
         terms = [F.cross_entropy(logits, batch[1]), F.mse_loss(value, wanted)]
         return joined(model.weights, torch.stack(terms))
 
-    return with_loss(of, model=Balanced())
+    torch.manual_seed(1)
+    heads = nn.ModuleList([nn.Linear(12, 3), nn.Linear(12, 1)])
+    parts = {"heads": heads, "weights": nn.Parameter(torch.zeros(2))}
+    return with_loss(of, model=Computes(lambda m, x: [head(x) for head in m.heads], **parts))
 
 
-class Beside(nn.Module):
+def beside() -> Setup:
     """Factors beside the last layer, which are no weights of terms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.factor = nn.Linear(12, 3), nn.Parameter(torch.randn(3, 12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + x @ self.factor.T
+    parts = {"layer": nn.Linear(12, 3), "factor": nn.Parameter(torch.randn(3, 12))}
+    model = Computes(lambda m, x: m.layer(x) + x @ m.factor.T, **parts)
+    return setup(model=nn.Sequential(model))
 
 
 def seeds(model: nn.Module, batch: Any) -> Tensor:
@@ -634,13 +587,13 @@ FREE: list[Row] = [
         "untold: the loss has no slope",
     ),
     ("class-untaught", "log(0)", compared(of_shares, make=cut_off), ""),
-    (VAIN, "a queue", with_loss(queued, model=Queued()), ""),
+    (VAIN, "a queue", with_loss(queued, model=with_queue()), ""),
     ("weighs-itself", "exp(-w)", balanced(lambda w, of: (of * torch.exp(-w)).sum()), "falls from"),
     ("weighs-itself", "softplus", balanced(lambda w, of: (of * F.softplus(w)).sum()), "falls from"),
     ("weighs-itself", "held", balanced(lambda w, of: (of * torch.exp(-w) + w).sum()), ""),
     ("weighs-itself", "shares", balanced(lambda w, of: (of * w.softmax(0)).sum()), ""),
     ("weighs-itself", "no weights", balanced(lambda w, of: of.sum()), ""),
-    ("weighs-itself", "beside a layer", lambda: setup(model=nn.Sequential(Beside())), ""),
+    ("weighs-itself", "beside a layer", beside, ""),
     ("seed-again", "in the loss", with_loss(seeds), "a seed is set in each"),
     ("seed-again", "of a generator", with_loss(seeds_apart), ""),
     ("seed-again", "restored", with_loss(restores), ""),
@@ -830,15 +783,9 @@ def test_a_run_whose_loss_has_no_gradient_is_to_be_acted_on() -> None:
 # Outputs that pass a function which the loss has, too
 
 
-class Calls(nn.Module):
-    """A model that applies a function to a layer's outputs."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(12, 3), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer(x))
+def calls(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a model that applies a function to a layer's outputs."""
+    return Computes(lambda m, x: function(m.layer(x)), layer=nn.Linear(12, 3))
 
 
 def poisson(log_input: bool) -> OfPair:
@@ -858,23 +805,23 @@ def binary(of: OfPair) -> OfPair:
         (nn.Identity(), F.cross_entropy, None),
         (nn.Sigmoid(), binary(BCE), "sigmoid"),
         (nn.Sigmoid(), binary(F.binary_cross_entropy), None),
-        (Calls(torch.exp), poisson(True), "exp"),
+        (calls(torch.exp), poisson(True), "exp"),
         (nn.Softplus(), poisson(True), "softplus"),
         (nn.Identity(), poisson(True), None),
-        (Calls(torch.exp), poisson(False), None),
+        (calls(torch.exp), poisson(False), None),
         (nn.Softplus(), poisson(False), None),
     ],
 )
 def test_a_function_behind_the_last_layer_that_the_loss_has_too(
     last: Any, of: OfPair, name: str | None
 ) -> None:
-    model = last if isinstance(last, Calls) else nn.Sequential(mlp(), last)
+    model = last if isinstance(last, Computes) else nn.Sequential(mlp(), last)
     found = activated_output(setup(model=model, loss=of_outputs(of)).fork())
-    path = "" if isinstance(last, Calls) else "1"
+    path = "" if isinstance(last, Computes) else "1"
     assert found == (name and ActivatedOutput(name, path))
 
 
 @pytest.mark.parametrize("function", [lambda x: x.clamp(min=0), lambda x: x.relu()[:, :3]])
 def test_a_relu_that_is_called_is_told(function: Any) -> None:
-    found = activated_output(setup(model=Calls(function)).fork())
+    found = activated_output(setup(model=calls(function)).fork())
     assert found == ActivatedOutput("relu", "")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 from trial_setups import (
@@ -93,28 +94,23 @@ def among_samples(net: Any, x: Tensor) -> Tensor:
     return z + (z @ z.T).softmax(1) @ z
 
 
-class Packed(nn.Module):
+def packed(apart: bool) -> Setup:
     """The mean over each graph's nodes, or over all nodes of the batch."""
 
-    def __init__(self, apart: bool) -> None:
-        super().__init__()
-        self.layer, self.head, self.apart = nn.Linear(5, 8), nn.Linear(8, 3), apart
-
-    def forward(self, x: Tensor, graph: Tensor, count: int) -> Tensor:
-        nodes = self.layer(x).relu()
-        if not self.apart:
-            return self.head(nodes.mean(0, keepdim=True)).expand(count, -1)
+    def forward(m: nn.Module, x: Tensor, graph: Tensor, count: int) -> Tensor:
+        nodes = m.layer(x).relu()
+        if not apart:
+            return m.head(nodes.mean(0, keepdim=True)).expand(count, -1)
         sums = torch.zeros(count, 8).index_add(0, graph, nodes)
-        return self.head(sums / graph.bincount()[:, None])
+        return m.head(sums / graph.bincount()[:, None])
 
-
-def packed(apart: bool) -> Setup:
     def of(model: nn.Module, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch[0], batch[1], len(batch[2])), batch[2])
 
     graph = torch.arange(6).repeat_interleave(torch.tensor([3, 5, 4, 6, 3, 4]))
     made = tuple((torch.randn(25, 5), graph, torch.arange(6) % 3) for _ in range(4))
-    return setup(model=Packed(apart), batches=made, loss=of)
+    model = Computes(forward, layer=nn.Linear(5, 8), head=nn.Linear(8, 3))
+    return setup(model=model, batches=made, loss=of)
 
 
 def of_nodes() -> Setup:
@@ -125,21 +121,13 @@ def of_nodes() -> Setup:
     return setup(batches=[(x, y, edges) for x, y in batches()], loss=of)
 
 
-class Second(nn.Module):
-    """Attention along the first axis; learnt positions tell that the second one is that of time."""
-
-    def __init__(self, positions: bool) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.randn(1, 5, 8)) if positions else 0.0
-        self.attends = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attends(x + self.places)
-
-
 def along_the_second(positions: bool) -> Setup:
+    """Attention along the first axis; learnt positions tell that the second one is that of time."""
+    places = nn.Parameter(torch.randn(1, 5, 8)) if positions else 0.0
+    attends = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    model = Computes(lambda m, x: m.attends(x + m.places), places=places, attends=attends)
     made = ((torch.randn(7, 5, 8), torch.randint(3, (7, 5))),)
-    return setup(model=Second(positions), loss=of_places, batches=made)
+    return setup(model=model, loss=of_places, batches=made)
 
 
 @of_outputs
@@ -205,24 +193,19 @@ def under_no_grad(net: Any, x: Tensor) -> Tensor:
     return net.head(z)
 
 
-class Coded(nn.Module):
+def coded(draw: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
     """An autoencoder with a code of mean and spread."""
 
-    def __init__(self, draw: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.draw = nn.Linear(12, 4), nn.Linear(2, 12), draw
+    def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = model.encoder(x).chunk(2, 1)
+        return model.decoder(draw(mean, spread.exp())), mean
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, spread = self.encoder(x).chunk(2, 1)
-        return self.decoder(self.draw(mean, spread.exp())), mean
-
-
-def coded(draw: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Setup]:
     def of(model: nn.Module, batch: Any) -> Tensor:
         made, mean = model(batch[0])
         return functional.mse_loss(made, batch[0]) + 0.01 * mean.square().mean()
 
-    return lambda: setup(model=Coded(draw), loss=of)
+    make = lambda: Computes(forward, encoder=nn.Linear(12, 4), decoder=nn.Linear(2, 12))  # noqa: E731
+    return with_model(make, loss=of)
 
 
 def unassigned(net: Any, x: Tensor) -> Tensor:
@@ -334,14 +317,12 @@ def attends(weighing: Weighing) -> Callable[[], Setup]:
     return lambda: setup(model=Attending(weighing))
 
 
-class Weighed(nn.Module):
-    def __init__(self, axis: int) -> None:
-        super().__init__()
-        self.score, self.head, self.axis = nn.Linear(4, 1), nn.Linear(4, 3), axis
-
-    def forward(self, x: Tensor) -> Tensor:
+def weighed(axis: int) -> nn.Module:
+    def sums(m: nn.Module, x: Tensor) -> Tensor:
         x = x.view(len(x), 3, 4)
-        return self.head((self.score(x).softmax(self.axis) * x).sum(1))
+        return m.head((m.score(x).softmax(axis) * x).sum(1))
+
+    return Computes(sums, score=nn.Linear(4, 1), head=nn.Linear(4, 3))
 
 
 class OfTokens(nn.Module):
@@ -398,8 +379,8 @@ TOKENS: list[Row] = [
     ("attention-axis", "the keys, by einsum", attends(einsum(3)), ""),
     ("attention-axis", "slots", attends(slots), ""),
     ("attention-axis", "clusters", attends(clusters), ""),
-    ("softmax-of-one", "a single score", with_model(lambda: Weighed(-1)), "axis of length 1"),
-    ("softmax-of-one", "three scores", with_model(lambda: Weighed(1)), ""),
+    ("softmax-of-one", "a single score", with_model(lambda: weighed(-1)), "axis of length 1"),
+    ("softmax-of-one", "three scores", with_model(lambda: weighed(1)), ""),
     ("future-leak", "both ways", text(ahead(1), BOTH), "later input tokens"),
     ("future-leak", "both ways, its own loss", text(own_loss, BOTH), "later input tokens"),
     ("future-leak", "one way", text(ahead(1)), ""),
@@ -435,16 +416,10 @@ def pinched() -> nn.Module:
     return hidden(into, nn.Sigmoid(), out, nn.ReLU())
 
 
-class Branched(nn.Module):
-    """A sum of features and a branch of them, in front of a last layer."""
-
-    def __init__(self, branch: nn.Module, last: nn.Module) -> None:
-        super().__init__()
-        self.first, self.branch, self.last = nn.Linear(12, 16), branch, last
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.first(x)
-        return self.last(z + self.branch(z))
+def branched(branch: nn.Module, last: nn.Module) -> nn.Module:
+    """Return a sum of features and a branch of them, in front of a last layer."""
+    of = lambda m, x: m.last((z := m.first(x)) + m.branch(z))  # noqa: E731
+    return Computes(of, first=nn.Linear(12, 16), branch=branch, last=last)
 
 
 def attended(x: Tensor, rate: float) -> Tensor:
@@ -470,16 +445,10 @@ def in_eval(keeps: bool) -> nn.Module:
     return Kept(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
 
-class Residual(nn.Module):
-    """A sum with a branch that drops entries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(12, 12), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.layer(x)
-        return z + self.drop(z.relu())
+def residual(m: nn.Module, x: Tensor) -> Tensor:
+    """Compute a sum with a branch that drops entries."""
+    z = m.layer(x)
+    return z + m.drop(z.relu())
 
 
 def ends_in(last: nn.Module, of: Any = loss) -> Setup:
@@ -498,9 +467,9 @@ OUTPUTS: list[Row] = [
      with_model(lambda: hidden(of_scale(nn.BatchNorm1d(16), 0.1), nn.ReLU())), ""),
     ("outputs-constant", "zeros", with_model(pinched), "ReLU '4'"),
     ("outputs-constant", "a branch that begins at 0",
-     with_model(lambda: Branched(of_scale(nn.LayerNorm(16), 0.0), nn.Linear(16, 3))), ""),
+     with_model(lambda: branched(of_scale(nn.LayerNorm(16), 0.0), nn.Linear(16, 3))), ""),
     ("outputs-constant", "a constant branch",
-     with_model(lambda: Branched(nn.GroupNorm(16, 16), nn.Identity())), ""),
+     with_model(lambda: branched(nn.GroupNorm(16, 16), nn.Identity())), ""),
     ("outputs-constant", "a last layer that begins at 0",
      with_model(lambda: hidden(last=of_scale(nn.Linear(16, 3), 0.0))), ""),
     ("dropout-in-eval", "a function", dropping(lambda x, _: functional.dropout(x, 0.5)), "50%"),
@@ -525,7 +494,8 @@ OUTPUTS: list[Row] = [
     ("dropout-on-outputs", "hidden", with_model(lambda: hidden(nn.ReLU(), nn.Dropout(0.3))), ""),
     ("dropout-on-outputs", "of rate 0", lambda: ends_in(nn.Dropout(0.0)), ""),
     ("dropout-on-outputs", "in a branch", with_model(
-        Residual, loss=lambda m, b: functional.mse_loss(m(b[0]), b[0])), ""),
+        lambda: Computes(residual, layer=nn.Linear(12, 12), drop=nn.Dropout(0.2)),
+        loss=lambda m, b: functional.mse_loss(m(b[0]), b[0])), ""),
 ]  # fmt: skip
 ROWS = [*SAMPLES, *GRADIENTS, *TOKENS, *OUTPUTS]
 
@@ -563,15 +533,6 @@ def test_dropout_on_what_is_compared_is_named_and_left_out(of: Any) -> None:
         FIXES["outputs-without-dropout"].apply(bare.fork())
 
 
-class Pair(nn.Module):
-    """A part that a loss of two views calls by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))
-
-
 def views(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     x, net = batch[0], model.net
     return net(x + 0.3 * torch.randn_like(x)), net(x + 0.3 * torch.randn_like(x))
@@ -596,7 +557,9 @@ def classified(model: nn.Module, batch: Any) -> Tensor:
 def test_outputs_that_collapse_are_told_where_the_loss_keeps_none_apart(
     of_views: Any, is_named: bool
 ) -> None:
-    of = setup(model=Pair(), loss=of_views)
+    torch.manual_seed(0)  # a part that a loss of two views calls by itself
+    part = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))
+    of = setup(model=nn.ModuleDict({"net": part}), loss=of_views)
     trained = of.fork()
     assert answer("collapsed", of, trained) == Probed()
     with torch.no_grad():
@@ -703,13 +666,9 @@ def test_a_transposed_convolution_may_be_the_last_layer() -> None:
     assert last_maps(setup(model=nn.Sequential(nn.Linear(12, 2), *decoder)).fork())[0] == ["2"]
 
 
-class Multiplied(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0
-
-
 def test_a_module_that_loses_the_inputs_is_named() -> None:
     """Through a whole run: the question gives the name, and the run that inputs do not matter."""
-    seen = observe(setup(model=nn.Sequential(Multiplied(), mlp()), steps=12), every_n_steps=6)
+    zeros = Computes(lambda m, x: x * 0)
+    seen = observe(setup(model=nn.Sequential(zeros, mlp()), steps=12), every_n_steps=6)
     first, *_ = diagnose(seen)
-    assert first.name == "input-ignored" and "Multiplied '0'" in first.summary
+    assert first.name == "input-ignored" and "Computes '0'" in first.summary

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from trial_setups import loss, mlp, ran, setup, sgd
 
@@ -213,24 +214,14 @@ def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:
     assert strength() == "watch"  # nothing was tried
 
 
-class Bag(nn.Module):
-    """Counts words, whatever their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head = nn.Embedding(9, 16), nn.Linear(16, 16)
-        self.out = nn.Linear(16, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.head(self.table(x).sum(1)).relu())
-
-
 @pytest.mark.slow
 def test_positions_get_no_credit_for_the_learning_rate_beside_them() -> None:
+    """The model counts words, whatever their order."""
+    parts = {"table": nn.Embedding(9, 16), "head": nn.Linear(16, 16), "out": nn.Linear(16, 2)}
+    bag = Computes(lambda m, x: m.out(m.head(m.table(x).sum(1)).relu()), **parts)
     chance = torch.Generator().manual_seed(0)
     texts = [torch.randint(9, (32, 12), generator=chance) for _ in range(60)]
-    of = setup(model=Bag(), steps=60, optimizer=lambda m: torch.optim.Adam(m.parameters(), 3e-4),
+    of = setup(model=bag, steps=60, optimizer=lambda m: torch.optim.Adam(m.parameters(), 3e-4),
                batches=tuple((x, ((x < 3).sum(1) > 4).long()) for x in texts))  # fmt: skip
     record = ran(of)
     unordered = finding("positions", name="order-ignored", strength="watch")
@@ -389,15 +380,7 @@ def test_a_loss_that_was_learnt_and_rose_again_is_no_proof(lowest: float, proves
 
 @pytest.mark.slow
 def test_what_is_not_overfitted_gets_all_samples_and_other_rates() -> None:
-    class Blind(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(torch.zeros_like(x))
-
-    blind = setup(model=Blind())
+    blind = setup(model=Computes(lambda m, x: m.inner(torch.zeros_like(x)), inner=mlp()))
     trial = overfit(blind, ran(blind))
     assert trial is not None and trial.runs == 4
     assert trial.loss > 0.5 * trial.loss_without and not trial.falls

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from computes import Computes
+from torch import nn
 from trial_setups import loss, setup
 
 from adiv_monitor import audit
@@ -92,21 +93,13 @@ def lines(head: str, name: str) -> Setup:
     return setup(model=model, batches=batches, loss=loss_of_output, steps=4)
 
 
-class Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).logits
-
-
 ARCHITECTURES: dict[str, Callable[[], Setup]] = {
     **{name: lambda name=name: of_torchvision(name) for name in VISION},
     **{name: lambda name=name: lines("AutoModelForCausalLM", name) for name in CAUSAL},
     **{name: lambda name=name: lines("AutoModelForMaskedLM", name) for name in MASKED},
     **{name + " of transformers": lambda name=name: classified(
-        Logits(of_transformers(name, "AutoModelForImageClassification")), 32)
+        Computes(lambda m, x: m.model(x).logits,
+                 model=of_transformers(name, "AutoModelForImageClassification")), 32)
        for name in IMAGES},
 }  # fmt: skip
 

@@ -16,13 +16,14 @@ from adiv_layers import (
 from torch import nn
 from torchvision.models import vit_b_16
 
-TARGETS = [
-    "affine-like",
-    "norm-like",
-    "gradient-only",
-    "gradient-only-disproportional",
-    "gradient-only-batch",
-]
+# What a linear layer and a convolution become.
+TARGETS = {
+    "affine-like": (AffineLikeLinear, PatchNormConv2d),
+    "norm-like": (NormLikeLinear, PatchNormConv2d),
+    "gradient-only": (GradientOnlyLinear, GradientOnlyConv2d),
+    "gradient-only-disproportional": (GradientOnlyLinear, GradientOnlyConv2d),
+    "gradient-only-batch": (GradientOnlyLinear, nn.Conv2d),
+}
 
 
 class Block(nn.Module):
@@ -81,18 +82,9 @@ def test_gpt_block(to):
     assert torch.equal(model(tokens), before)
 
 
-@pytest.mark.parametrize(
-    ("to", "linear", "convolution"),
-    [
-        ("affine-like", AffineLikeLinear, PatchNormConv2d),
-        ("norm-like", NormLikeLinear, PatchNormConv2d),
-        ("gradient-only", GradientOnlyLinear, GradientOnlyConv2d),
-        ("gradient-only-disproportional", GradientOnlyLinear, GradientOnlyConv2d),
-        ("gradient-only-batch", GradientOnlyLinear, nn.Conv2d),
-    ],
-)
-def test_classes_forms_and_geometry(to, linear, convolution):
-    model = small_cnn()
+@pytest.mark.parametrize("to", TARGETS)
+def test_classes_forms_and_geometry(to):
+    model, (linear, convolution) = small_cnn(), TARGETS[to]
     twin, x = copy.deepcopy(model), torch.randn(2, 3, 6, 6)
     report = convert(model, to)
     assert type(model[5]) is linear

@@ -16,6 +16,7 @@ from adiv_layers import (
     PatchNormConv2d,
     PatchNormConv3d,
 )
+from computes import Computes
 from torch import nn
 
 LAYERS = [
@@ -88,13 +89,11 @@ def test_meta_device(layer, sizes, settings, shape):
 
 @each_layer
 def test_parametrize(layer, sizes, settings, shape):
-    class Double(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
     plain, x = layer(*sizes, **settings), torch.randn(shape)
     doubled = copy.deepcopy(plain)
-    nn.utils.parametrize.register_parametrization(doubled, "weight", Double())
+    nn.utils.parametrize.register_parametrization(
+        doubled, "weight", Computes(lambda m, weight: 2 * weight)
+    )
     with torch.no_grad():
         plain.weight *= 2
     torch.testing.assert_close(doubled(x), plain(x))

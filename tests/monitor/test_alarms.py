@@ -25,12 +25,15 @@ from adiv_monitor.sinks import JsonlSink, MemorySink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import summary_scalars
 
 
+def layer(kind: str = "linear", **values: Any) -> LayerReading:
+    return LayerReading(kind, 4, 8, 0, 1.0, **values)
+
+
 def report(**values: float) -> StepReport:
     """Return a report of one layer per value of update_cosine, with a standard error of 0.1."""
+    errors = {"update_cosine": 0.1}
     layers = {
-        name.replace("_", "."): LayerReading(
-            *("linear", 4, 8, 0, 1.0), update_cosine=value, standard_error={"update_cosine": 0.1}
-        )
+        name.replace("_", "."): layer(update_cosine=value, standard_error=errors)
         for name, value in values.items()
     }
     return StepReport(7, layers, {}, 1.0)
@@ -119,11 +122,8 @@ def test_a_rule_that_finds_nothing_to_compare_is_said_once() -> None:
 
 
 def unfinished(**non_finite: tuple[str, ...]) -> dict[str, LayerReading]:
-    """Return a report of one layer per name, with its non-finite tensors."""
-    return {
-        name.replace("_", "."): LayerReading(*("linear", 4, 8, 0, 1.0), non_finite=what)
-        for name, what in non_finite.items()
-    }
+    """Return one layer per name, with its non-finite tensors."""
+    return {name: layer(non_finite=what) for name, what in non_finite.items()}
 
 
 def test_what_is_not_finite_raises_one_alarm_of_what_was_so_first() -> None:
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_finite_is_an_alarm_of_no_layer() -> None:
 
 
 def read(step: int, kind: str = "linear", **values: float) -> StepReport:
-    return StepReport(step, {"a": LayerReading(kind, 4, 8, 0, 1.0, **values)}, {}, 1.0)  # type: ignore[arg-type]
+    return StepReport(step, {"a": layer(kind, **values)}, {}, 1.0)
 
 
 def test_the_preset_is_made_of_what_healthy_layers_read() -> None:
@@ -219,36 +219,25 @@ def adamw(lr: float) -> Any:
 
 @pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize(
-    ("kind", "make"),
-    [
-        ("mlp", sgd(0.1)),
-        ("mlp", adamw(0.01)),
-        ("cnn", sgd(0.05, momentum=0.9)),
-        ("cnn", adamw(0.003)),
-    ],
-)
-def test_the_preset_raises_nothing_over_healthy_runs(kind: str, make: Any) -> None:
-    monitor, said = run(kind, make)
-    assert [alarm for made in monitor.reports for alarm in made.alarms] == []
-    assert said == []
-
-
-@pytest.mark.slow(one_in=7)
-@pytest.mark.parametrize(
     ("kind", "make", "poison", "rule"),
     [
+        ("mlp", sgd(0.1), None, ""),
+        ("mlp", adamw(0.01), None, ""),
+        ("cnn", sgd(0.05, momentum=0.9), None, ""),
+        ("cnn", adamw(0.003), None, ""),
         ("mlp", sgd(1e3), None, "update_ratio > 10"),
         ("mlp", sgd(1e30), None, "non_finite"),
         ("cnn", sgd(1e20), None, "non_finite"),
         ("mlp", sgd(0.1), 10, "non_finite"),
     ],
 )
-def test_the_preset_raises_something_over_runs_that_blow_up(
+def test_the_preset_raises_something_over_runs_that_blow_up_alone(
     kind: str, make: Any, poison: int | None, rule: str
 ) -> None:
-    monitor, said = run(kind, make, poison=poison)
-    assert rule in {alarm.rule for made in monitor.reports for alarm in made.alarms}
-    assert any(rule in text for text in said)
+    monitor, said = run(kind, make, poison)
+    raised = {alarm.rule for made in monitor.reports for alarm in made.alarms}
+    assert rule in raised if rule else not raised
+    assert any(rule in text for text in said) if rule else not said
 
 
 # Alarms that stop

@@ -123,19 +123,6 @@ def of_scores(G: Tensor, d: Tensor, e: Tensor, D: Tensor) -> dict[str, float]:
 # Calls, samples and passes
 
 
-class Inside(nn.Module):
-    """A model with the module as a part."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
 @pytest.fixture
 def plain() -> StepReport:
     return monitored(built("torch, causal"))
@@ -153,13 +140,13 @@ def same(report: StepReport, expected: StepReport, precision: float = 1e-8) -> N
 def test_calls_of_one_attention_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its own inputs held fixed, though the first makes those of the second."""
     block = Attends()
-    model = Inside(block, block).double()
+    model = nn.Sequential(block, block).double()
     twin, given = copy.deepcopy(model), list[Tensor]()
-    twin.parts[0].attention.register_forward_pre_hook(lambda m, args: given.append(args[0]))
+    twin[0].attention.register_forward_pre_hook(lambda m, args: given.append(args[0]))
     with monkeypatch.context() as patch:
         spy = Spy(patch)
         loss_of(twin, batch()).backward()
-    attention = twin.parts[0].attention
+    attention = twin[0].attention
     before = {n: p.detach() for n, p in attention.named_parameters()}
 
     def scores(p: dict[str, Tensor]) -> Tensor:
@@ -371,7 +358,7 @@ def test_nothing_waits_for_other_processes() -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        waits = monitored(Inside(Own(Reduced())).double())
+        waits = monitored(nn.Sequential(Own(Reduced())).double())
         alone = monitored(built("torch"))
     finally:
         torch.distributed.destroy_process_group()
@@ -382,9 +369,9 @@ def test_nothing_waits_for_other_processes() -> None:
 
 def test_the_scale_of_a_weight_in_common_is_known() -> None:
     """Of queries and keys: ∂Y_ts/∂W = k_s x_tᵀ + q_t x_sᵀ, and ∂Y_ts/∂b = k_s + q_t."""
-    model = Inside(Own(nn.Identity(), shared=True)).double()
+    model = nn.Sequential(Own(nn.Identity(), shared=True)).double()
     x = batch()
-    z = model.parts[0].q(x).detach()
+    z = model[0].q(x).detach()
     of_bias = z[:, None] + z[:, :, None]
     of_weight = torch.einsum("nsi,ntj->ntsij", z, x) + torch.einsum("nti,nsj->ntsij", z, x)
     D = of_weight.square().sum((3, 4)) + of_bias.square().sum(3)
@@ -461,7 +448,7 @@ NO_READING: dict[str, Callable[[], nn.Module]] = {
 def test_what_has_no_reading_is_said_and_the_rest_is_measured(reason: str) -> None:
     torch.manual_seed(0)
     model = NO_READING[reason]()
-    report = monitored(Inside(model).double(), batch(10), on_error="warn")
+    report = monitored(nn.Sequential(model).double(), batch(10), on_error="warn")
     assert len(report.attention) == isinstance(model, Twice)
     assert any(reason in note for note in report.notes)
     assert report.layers and (report.coverage == 1 or isinstance(model, Unseen))

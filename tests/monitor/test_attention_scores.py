@@ -9,6 +9,7 @@ import pytest
 import torch
 from adiv_layers import convert
 from attending import MODELS, SAMPLES, TOKENS, Spy, explicit, tensors
+from computes import Computes
 from setups import EXACT, one_step, trained
 from torch import Tensor, nn
 from torch.nn import functional
@@ -218,16 +219,10 @@ def test_errors_of_scales_by_random_moves_are_what_they_say(most: float) -> None
         assert abs(np.mean(values)) < 0.4, (name, np.mean(values))
 
 
-class Twice(nn.Module):
-    """One attention, called on all samples and on some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = [self.attention(y, y, y, need_weights=False)[0] for y in (x, x[:2].cos())]
-        return torch.cat(outputs).sin().sum()
+def twice(m: nn.Module, x: Tensor) -> Tensor:
+    """Call one attention on all samples and on some of them."""
+    outputs = [m.attention(y, y, y, need_weights=False)[0] for y in (x, x[:2].cos())]
+    return torch.cat(outputs).sin().sum()
 
 
 @pytest.mark.parametrize("most", [0, 12_000], ids=["all", "of one of two calls"])
@@ -235,7 +230,9 @@ def test_random_moves_agree_with_exact_scales(most: int, monkeypatch: pytest.Mon
     def reading() -> AttentionReading:
         torch.manual_seed(0)
         x = torch.randn(4, 6, 6)
-        return trained(Twice(), lambda model: model(x), attention=True)[0].attention["attention"]
+        model = Computes(twice, attention=nn.MultiheadAttention(6, 3, batch_first=True))
+        (report,) = trained(model, lambda model: model(x), attention=True)
+        return report.attention["attention"]
 
     exact = reading()
     monkeypatch.setattr(attention, "_MOST_EXACT", most)

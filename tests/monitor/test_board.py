@@ -262,9 +262,6 @@ def test_low_rank_updates_do_not_vanish_because_they_begin_at_zero() -> None:
     assert "vanishing" not in found_in(nn.Sequential(*layers, Adapted(6)), 1e-4)
 
 
-pytest.importorskip("matplotlib")
-
-
 def pixels(png: bytes):  # type: ignore[no-untyped-def]
     return (imread(io.BytesIO(png), format="png")[..., :3] * 255).round()
 

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from cases import CASES, loss_of
+from computes import Computes
 from setups import EXACT, one_step, same
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -21,20 +22,8 @@ NORMS = {
     "linear": lambda: nn.Linear(8, 8),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, groups=2)),
     "weight norm": lambda: weight_norm(nn.Linear(8, 8)),
-    "recurrent": lambda: First(nn.LSTM(8, 8, num_layers=2)),
+    "recurrent": lambda: Computes(lambda m, x: m.inner(x)[0], inner=nn.LSTM(8, 8, 2)),
 }
-
-
-class First(nn.Module):
-    """The first result of a module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x)[0]
-        return result
 
 
 @pytest.mark.parametrize("name", NORMS)

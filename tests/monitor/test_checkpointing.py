@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from computes import Computes
 from faults.scenarios import Odd
 from setups import one_step, same
 from torch import Tensor, nn
@@ -16,39 +17,31 @@ from adiv_monitor import StepReport
 X = torch.linspace(-2, 3, 60, dtype=torch.float64).view(5, 3, 4).sin()
 
 
-class Functions(nn.Module):
+def functions() -> nn.Module:
     """A layer that is not called, a parameter of its own, and a weight that is repeated."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.shift = nn.Parameter(torch.randn(4))
-        self.each = nn.Parameter(torch.randn(4, 4))
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        x = functional.linear(x, m.layer.weight, m.layer.bias) + m.shift
+        return torch.bmm(x, m.each.expand(len(x), -1, -1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = functional.linear(x, self.layer.weight, self.layer.bias) + self.shift
-        return torch.bmm(x, self.each.expand(len(x), -1, -1))
+    own = {"shift": nn.Parameter(torch.randn(4)), "each": nn.Parameter(torch.randn(4, 4))}
+    return Computes(compute, layer=nn.Linear(4, 4), **own)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, rnn: nn.Module) -> None:
-        super().__init__()
-        self.rnn = rnn
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.rnn(x)[0]
-        return 1 * result  # the very output that `backward` is called on does not arrive
+def recurrent(rnn: nn.Module) -> nn.Module:
+    """Return a module whose very output, which `backward` is called on, does not arrive."""
+    return Computes(lambda m, x: 1 * m.rnn(x)[0], rnn=rnn)
 
 
 # A module of four inputs and outputs, and how often it is called.
 MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "layers": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), 1),
-    "functions": (Functions, 1),
+    "functions": (functions, 1),
     "weight norm": (lambda: weight_norm(nn.Linear(4, 4)), 10),
     "no rule": (Odd, 2),
-    "lstm": (lambda: Recurrent(nn.LSTM(4, 4, 2)), 1),
-    "projected lstm": (lambda: Recurrent(nn.LSTM(4, 6, 2, proj_size=4)), 1),
-    "gru": (lambda: Recurrent(nn.GRU(4, 4, 2)), 1),
+    "lstm": (lambda: recurrent(nn.LSTM(4, 4, 2)), 1),
+    "projected lstm": (lambda: recurrent(nn.LSTM(4, 6, 2, proj_size=4)), 1),
+    "gru": (lambda: recurrent(nn.GRU(4, 4, 2)), 1),
 }
 
 

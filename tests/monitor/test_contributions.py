@@ -11,12 +11,13 @@ from functools import partial
 import pytest
 import torch
 from adiv_layers import AffineLikeLinear
-from setups import one_step
+from computes import Computes
+from setups import one_step, trained
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import StepReport
 from adiv_monitor.capture.selection import listed
 
 FROM_ROWS = "estimated from rows alone"
@@ -83,36 +84,29 @@ def test_what_is_not_of_the_rows_is_told_at_once(change: str) -> None:
 
 def test_what_begins_while_one_layer_is_checked_is_soon_told_of_all() -> None:
     model, x, y = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Monitor(model, optimizer, every_n_steps=1, max_rows=16) as monitor:
-        for penalty in (0, 0, 0, 0.001, 0.001, 0.001):
-            optimizer.zero_grad()
-            (functional.cross_entropy(model(x), y) + penalised(penalty)(model)).backward()
-            optimizer.step()
-    sound, begins, later = monitor.reports[2], monitor.reports[3], monitor.reports[5]
+    penalties = iter([0, 0, 0, 0.001, 0.001, 0.001])
+
+    def loss(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(x), y) + penalised(next(penalties))(model)
+
+    *_, sound, begins, _, later = trained(model, loss, 6, max_rows=16)
     assert not sound.notes
     assert begins.notes[0].startswith("The gradient of '2' holds more")
     assert begins.notes[1].startswith("The gradient of '0' seems to hold more")
     assert later.notes[0].startswith("The gradient of '0', '2' holds more")
 
 
-class Keys(nn.Module):
-    """Attention, whose gradient of `key.bias` is exactly zero: it shifts all scores of a query."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        return functional.scaled_dot_product_attention(q, k, v)
+def attends(m: nn.Module, x: Tensor) -> Tensor:
+    """Attend: the gradient of `key.bias` is exactly zero, as it shifts all scores of a query."""
+    return functional.scaled_dot_product_attention(m.query(x), m.key(x), m.value(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gradient_of_rounding_errors_leads_to_no_conclusion(dtype: torch.dtype) -> None:
     """A gradient of rounding errors differs between devices and ranks; it changes no reading."""
     torch.manual_seed(0)
-    model, x = Keys().to(dtype), torch.randn(16, 12, 8, dtype=dtype)
+    layers = {name: nn.Linear(8, 8, dtype=dtype) for name in ("query", "key", "value")}
+    model, x = Computes(attends, **layers), torch.randn(16, 12, 8, dtype=dtype)
 
     def step(make: Callable[[Tensor], Tensor]) -> StepReport:
         def between(model: nn.Module) -> None:
@@ -130,14 +124,8 @@ def test_a_gradient_of_rounding_errors_leads_to_no_conclusion(dtype: torch.dtype
     assert MORE in note and "of 'key' " in note
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x.tanh(), use_reentrant=self.reentrant)
+def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model.inner, x.tanh(), use_reentrant=True)
 
 
 def image(module: nn.Module) -> nn.Module:
@@ -147,7 +135,7 @@ def image(module: nn.Module) -> nn.Module:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 6),
     "conv": lambda: image(nn.Conv2d(2, 6, (1, 2))),
-    "re-entrant": lambda: Checkpointed(reentrant=True),
+    "re-entrant": lambda: Computes(checkpointed, inner=nn.Linear(6, 6)),
     "attention": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
     "affine-like": lambda: AffineLikeLinear(6, 6),
 }

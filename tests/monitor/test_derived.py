@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from setups import cosine, trained
 from torch import Tensor, nn
 from torch.autograd.functional import jvp
@@ -30,22 +31,6 @@ def real(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, dtype=torch.float64))
 
 
-class Functional(nn.Module):
-    """A module that is a function of its parameters, its buffers and its input."""
-
-    def __init__(self, function: Function, **held: Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, value in held.items():
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(name, value)
-            else:
-                self.register_buffer(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
 def linear() -> nn.Linear:
     return nn.Linear(4, 3).double()
 
@@ -58,20 +43,15 @@ def parametrized(part: nn.Module) -> nn.Module:
 
 def of(function: Function, **more: Tensor) -> Callable[[], nn.Module]:
     """Return what builds a layer with weight (3, 4)."""
-    return lambda: Functional(function, weight=real(3, 4), **more)
+    return lambda: Computes(function, weight=real(3, 4), **more)
 
 
-class LowRank(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = real(2, 4), real(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0.5 * self.up @ self.down
+def low_rank() -> nn.Module:
+    return Computes(lambda m, x: x + 0.5 * m.up @ m.down, down=real(2, 4), up=real(3, 2))
 
 
 def frozen_base() -> nn.Module:
-    module = parametrized(LowRank())
+    module = parametrized(low_rank())
     module.parametrizations.weight.original.requires_grad_(False)
     return module
 
@@ -93,25 +73,25 @@ MOVED: dict[str, Function] = {
 }
 # Any other weight is measured through its module.
 WHOLE: dict[str, Callable[[], nn.Module]] = {
-    "masked": of(lambda m, x: functional.linear(x, m.weight * m.mask), mask=MASK),
+    "masked": of(lambda m, x: functional.linear(x, m.weight * m.mask), mask=nn.Buffer(MASK)),
     "pruned": lambda: prune.random_unstructured(linear(), "weight", 0.5),
     "scaled": of(lambda m, x: functional.linear(x, 0.3 * m.weight, 2 + m.b), b=real(3)),
     "weight norm": lambda: parametrizations.weight_norm(linear()),
     "spectral norm": lambda: parametrizations.spectral_norm(linear()),
     "orthogonal": orthogonal,
-    "low rank": lambda: parametrized(LowRank()),
+    "low rank": lambda: parametrized(low_rank()),
     "low rank over a frozen weight": frozen_base,
     "a convolution's": lambda: parametrizations.weight_norm(nn.Conv1d(1, 3, 2).double()),
     "normalised": of(lambda m, x: functional.linear(x, functional.normalize(m.weight))),
     "a sum": of(lambda m, x: functional.linear(x, m.weight + 2 * m.other), other=real(3, 4)),
     "changed without gradients": of(lambda m, x: functional.linear(x, halved(m.weight))),
-    "complex": lambda: Functional(
+    "complex": lambda: Computes(
         lambda m, x: functional.linear(x, torch.view_as_complex(m.pairs).abs()), pairs=real(3, 4, 2)
     ),
-    "learned activation": lambda: Functional(
+    "learned activation": lambda: Computes(
         lambda m, x: x * torch.special.expit(torch.logaddexp(m.beta, x)), beta=real(4)
     ),
-    "fused attention": lambda: Functional(
+    "fused attention": lambda: Computes(
         lambda m, x: functional.scaled_dot_product_attention(*[(x.abs() ** m.power)[None]] * 3)[0],
         power=real(4),
     ),
@@ -178,7 +158,7 @@ def agrees(report: StepReport, expected: Tensor, rel: float = 1e-9) -> None:
 def test_what_moves_as_its_parameter_reads_as_that(name: str) -> None:
     def reading(forward: Function) -> dict[str, float]:
         torch.manual_seed(4)
-        module = Functional(forward, weight=real(3, 4), mask=MASK)
+        module = Computes(forward, weight=real(3, 4), mask=nn.Buffer(MASK))
         if name != "a view of a copy":
             module.bias = real(3)
         report, _ = stepped(module, attainable=True)
@@ -215,19 +195,14 @@ def test_a_bias_that_is_written_to_is_measured_through_its_module() -> None:
     torch.manual_seed(3)
     held = {"weight": real(3, 4), "b": real(3)}
     report, _ = stepped(
-        Functional(lambda m, x: functional.linear(x, m.weight, assembled(m.b)), **held)
+        Computes(lambda m, x: functional.linear(x, m.weight, assembled(m.b)), **held)
     )
     assert {path: of.kind for path, of in report.layers.items()} == {"": "linear", "b": "module"}
     assert (report.coverage, report.unsupported) == (1, {})
 
 
-class Drawn(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, 0.5)
-
-
 def test_a_parametrization_that_draws_is_measured_with_its_module() -> None:
-    report, _ = stepped(parametrized(Drawn()), calls=2)
+    report, _ = stepped(parametrized(Computes(lambda m, x: functional.dropout(x, 0.5))), calls=2)
     (reading,) = report.layers.values()
     assert (report.coverage, reading.kind, reading.rows_total) == (1, "module", 10)
 
@@ -240,24 +215,19 @@ def test_data_that_is_written_into_a_constant_is_data() -> None:
         held[:, 1:5] = x
         return held * m.weight
 
-    (report,) = trained(Functional(padded, weight=real(6)), lambda module: module(X).sum())
+    (report,) = trained(Computes(padded, weight=real(6)), lambda module: module(X).sum())
     assert report.layers[""].kind == "gain"
     assert report.layers[""].rows_total == 5
 
 
-class Overlapping(nn.Module):
+def overlapping(m: nn.Module, x: Tensor) -> Tensor:
     """Two uses of parts of one weight that share a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x @ self.w[:3].T, x @ self.w[2:].T], dim=1)
+    return torch.cat([x @ m.w[:3].T, x @ m.w[2:].T], dim=1)
 
 
 def test_parts_that_overlap_are_told_by_the_check() -> None:
     torch.manual_seed(0)
-    (report,) = trained(Overlapping(), lambda model: model(torch.randn(16, 4)).square().sum())
+    model = Computes(overlapping, w=nn.Parameter(torch.randn(5, 4)))
+    (report,) = trained(model, lambda model: model(torch.randn(16, 4)).square().sum())
     assert [*report.layers] == ["w[0:3]", "w[2:5]"] and report.coverage == 1
     assert "'w[0:3]', 'w[2:5]' holds more than these rows" in " ".join(report.notes)

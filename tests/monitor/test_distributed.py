@@ -43,6 +43,7 @@ CASES = {
 
 
 Found = dict[str, Any]
+Ranks = dict[int, list[Found]]  # by world size and rank
 
 
 def work(rank: int, world: int, folder: str) -> None:
@@ -56,8 +57,7 @@ def work(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
-    """Return the ranks' results by world size and rank."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
@@ -73,9 +73,7 @@ def take_steps(world: int) -> Found:
 @pytest.mark.parametrize(
     "name", [*list(CASES)[:-1], pytest.param("four, in turn", marks=pytest.mark.slow)]
 )
-def test_the_report_is_that_of_one_process_with_all_rows(
-    name: str, found: dict[int, list[Found]]
-) -> None:
+def test_the_report_is_that_of_one_process_with_all_rows(name: str, found: Ranks) -> None:
     reports, counts = zip(*(own[name] for own in found[len(CASES[name].parts)]), strict=True)
     assert all(report == reports[0] for report in reports), "all processes have it"
     assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
@@ -350,7 +348,7 @@ def tell_of_the_whole_model(rank: int) -> Found:
     return {name: [getattr(report, name) for report in monitor.reports] for name in told}
 
 
-def test_several_ranks_tell_of_the_whole_model(found: dict[int, list[Found]]) -> None:
+def test_several_ranks_tell_of_the_whole_model(found: Ranks) -> None:
     for rank in found[2]:
         told = rank["tell_of_the_whole_model"]
         assert told["trainable"] == [26] * 3
@@ -383,7 +381,7 @@ TASKS = (
 ALONE = ("This report has only the rows of rank 0, of 2 ranks.",)
 
 
-def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[Found]]) -> None:
+def test_losses_are_the_mean_over_the_ranks_that_know_one(found: Ranks) -> None:
     (first, reports), (second, others) = (own["losses_of_ranks"] for own in found[2])
     assert reports == others
     mean = {step: (a + b) / 2 for step, (a, b) in enumerate(zip(first, second, strict=True))}
@@ -393,7 +391,7 @@ def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[
     assert [report.learning_rates for report in reports] == [(0.1,), (0.1,)]
 
 
-def test_the_rank_whose_loss_was_not_finite_first_is_named(found: dict[int, list[Found]]) -> None:
+def test_the_rank_whose_loss_was_not_finite_first_is_named(found: Ranks) -> None:
     reports, others = (own["nan_in_one"] for own in found[2])
     said = "First not finite, at step 2: the loss or the rows of rank 1 alone."
     assert said in reports[1].notes
@@ -402,14 +400,14 @@ def test_the_rank_whose_loss_was_not_finite_first_is_named(found: dict[int, list
     assert (spike.step, math.isnan(spike.loss)) == (2, True)
 
 
-def test_an_alarm_stops_all_ranks_in_the_same_step(found: dict[int, list[Found]]) -> None:
+def test_an_alarm_stops_all_ranks_in_the_same_step(found: Ranks) -> None:
     first, second = (own["alarm_that_stops_all"] for own in found[2])
     assert first[0].startswith("step 2: 0: ")
     assert first[:3] == second[:3] == (first[0], 3, 3)
     assert all(map(torch.equal, first[3], second[3]))
 
 
-def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
+def test_an_optimizer_in_parts(found: Ranks) -> None:
     expected = train(None, steps=2, optimizer=partial(torch.optim.AdamW, lr=0.1)).reports
     for own in found[2]:
         for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
@@ -418,7 +416,7 @@ def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
             assert_same(like_whole.to_dict(quantiles=True), whole.to_dict(quantiles=True))
 
 
-def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> None:
+def test_a_gradient_that_is_averaged_by_hand(found: Ranks) -> None:
     """Averaging after the backward pass is not told from averaging within it; an edit is."""
     (whole,) = averaged_by_hand(None, [0.0])
     for own in found[2]:
@@ -429,7 +427,7 @@ def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> N
         assert any("holds more than these rows" in note for note in edited.notes)
 
 
-def test_probes_of_the_ranks_together_are_one(found: dict[int, list[Found]]) -> None:
+def test_probes_of_the_ranks_together_are_one(found: Ranks) -> None:
     reports = [own["on_its_probe"].to_dict(quantiles=True) for own in found[2]]
     assert reports[0] == reports[1]
     expected = on_its_probe(None)
@@ -438,16 +436,14 @@ def test_probes_of_the_ranks_together_are_one(found: dict[int, list[Found]]) -> 
     assert_same(reports[0], expected.to_dict(quantiles=True))
 
 
-def test_a_module_as_a_whole_has_the_rows_of_all_ranks(found: dict[int, list[Found]]) -> None:
+def test_a_module_as_a_whole_has_the_rows_of_all_ranks(found: Ranks) -> None:
     expected = module_as_a_whole(None)
     assert expected is not None and expected.layers["2"].kind == "module"
     for own in found[2]:
         assert_same(own["module_as_a_whole"].to_dict(), expected.to_dict())
 
 
-def test_a_rank_that_takes_all_of_its_rows_is_sampled_as_the_others_are(
-    found: dict[int, list[Found]],
-) -> None:
+def test_a_rank_that_takes_all_of_its_rows_is_sampled_as_the_others_are(found: Ranks) -> None:
     for own in found[2]:
         report = own["all_rows_in_one"]
         for reading in report.layers.values():
@@ -455,14 +451,14 @@ def test_a_rank_that_takes_all_of_its_rows_is_sampled_as_the_others_are(
             assert not math.isnan(reading.update_cosine)
 
 
-def test_an_evaluation_by_the_first_process_delays_none(found: dict[int, list[Found]]) -> None:
+def test_an_evaluation_by_the_first_process_delays_none(found: Ranks) -> None:
     for own in found[2]:
         notes, seconds = own["evaluation_by_the_first_alone"]
         assert notes == [(), (), ()], "both speak in every report"
         assert seconds < ranks.PATIENCE / 2
 
 
-def test_a_monitor_that_leaves_is_not_waited_for(found: dict[int, list[Found]]) -> None:
+def test_a_monitor_that_leaves_is_not_waited_for(found: Ranks) -> None:
     first, second = (own["monitor_that_leaves"] for own in found[2])
     assert [notes[:1] for notes in first] == [(), ALONE, ALONE]
     assert [notes[0] for notes in second] == [
@@ -470,23 +466,19 @@ def test_a_monitor_that_leaves_is_not_waited_for(found: dict[int, list[Found]]) 
     ]
 
 
-def test_a_monitor_that_falls_silent_is_done_without(found: dict[int, list[Found]]) -> None:
+def test_a_monitor_that_falls_silent_is_done_without(found: Ranks) -> None:
     notes = found[2][0]["monitor_that_falls_silent"]
     assert [own[:1] for own in notes] == [(), ALONE, ALONE]
 
 
-def test_without_the_group_each_process_has_a_report_of_its_own(
-    found: dict[int, list[Found]],
-) -> None:
+def test_without_the_group_each_process_has_a_report_of_its_own(found: Ranks) -> None:
     for rank, own in enumerate(found[2]):
         report = own["group_that_is_gone"]
         assert report.notes[0] == ALONE[0].replace("0", str(rank))
         assert report.layers["0"].rows_seen == 4
 
 
-def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
-    found: dict[int, list[Found]],
-) -> None:
+def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(found: Ranks) -> None:
     first, second = (own["layer_that_fails_in_one"] for own in found[2])
     assert first == second
     assert first.notes == (
@@ -496,9 +488,7 @@ def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
     assert first.unsupported == {}
 
 
-def test_processes_that_train_on_their_own_speak_for_themselves(
-    found: dict[int, list[Found]],
-) -> None:
+def test_processes_that_train_on_their_own_speak_for_themselves(found: Ranks) -> None:
     for rank, own in enumerate(found[2]):
         report, count = own["training_of_its_own"]
         assert count == 1
@@ -506,9 +496,7 @@ def test_processes_that_train_on_their_own_speak_for_themselves(
             assert_same(report.layers[path].to_dict(), reading.to_dict())
 
 
-def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
-    found: dict[int, list[Found]],
-) -> None:
+def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(found: Ranks) -> None:
     """Other ranks that train something else add no rows, so none are missing."""
     for own in found[2]:
         report = own["stage_of_a_pipeline"]
@@ -518,9 +506,7 @@ def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
         assert own["training_of_its_own"][0].notes == ()
 
 
-def test_tensor_parallelism_is_refused_and_the_training_is_the_same(
-    found: dict[int, list[Found]],
-) -> None:
+def test_tensor_parallelism_is_refused_and_the_training_is_the_same(found: Ranks) -> None:
     for own in found[2]:
         same, layers, unsupported, coverage = own["tensor_parallel"]
         assert same and not layers and coverage == 0
@@ -528,14 +514,12 @@ def test_tensor_parallelism_is_refused_and_the_training_is_the_same(
         assert all("tensor parallelism, which is not measured" in x for x in unsupported.values())
 
 
-def test_processes_agree_on_the_interval_and_wait_for_none(found: dict[int, list[Found]]) -> None:
+def test_processes_agree_on_the_interval_and_wait_for_none(found: Ranks) -> None:
     for rank, own in enumerate(found[2]):
         assert own["within_a_bound"] == [expected[rank] for _, expected in MONITORED]
 
 
-def test_processes_whose_turns_differ_each_speak_for_themselves(
-    found: dict[int, list[Found]],
-) -> None:
+def test_processes_whose_turns_differ_each_speak_for_themselves(found: Ranks) -> None:
     for rank, own in enumerate(found[2]):
         for step, report in enumerate(own["turns_that_differ"]):
             assert report.turn is not None

@@ -42,10 +42,6 @@ def tables(text: str) -> dict[int, list[str]]:
     return found
 
 
-def final_loss(text: str) -> float:
-    return float(re.findall(r"Loss (\d\.\d+)", text)[-1])
-
-
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("name", "steps", "layers"),
@@ -60,7 +56,7 @@ def test_loops(
 ) -> None:
     text = run(name, capsys)
     assert tables(text) == dict.fromkeys(steps, layers)
-    assert final_loss(text) < 0.3
+    assert float(re.findall(r"Loss (\d\.\d+)", text)[-1]) < 0.3
 
 
 @pytest.mark.slow

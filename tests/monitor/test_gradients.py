@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 from cases import loss_of
+from computes import Computes
 from setups import mlp, one_step, plain_step, same, trained
 from torch import Tensor, nn
 from torch.nn import functional
@@ -397,25 +398,14 @@ def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
         assert (reading.rows_total, reading.idle_share) == (6, 0.5)
 
 
-class Uses(nn.Module):
-    """A function of a batch and of a weight."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> None:
-        super().__init__()
-        self.function, self.weight = function, nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.weight)
-
-
-def class_token(x: Tensor, w: Tensor) -> Tensor:
-    return torch.cat([w.expand(len(x), -1, -1), x], 1)
+def class_token(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model.token.expand(len(x), -1, -1), x], 1)
 
 
 EMPTY: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(5),
     "convolution": lambda: nn.Conv1d(5, 3, 2, dilation=2),
-    "class token": lambda: Uses(class_token, torch.randn(1, 1, 4)),
+    "class token": lambda: Computes(class_token, token=nn.Parameter(torch.randn(1, 1, 4))),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
 }
 

@@ -5,10 +5,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from example_reports import reading, report
+from example_reports import reading, report, running
 
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, OVERVIEW
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.pictures.colours import SCALES, bar, places
 
 pytest.importorskip("matplotlib")
@@ -94,9 +93,7 @@ def test_colours_end_where_the_bar_says(measure: str) -> None:
 
 def test_no_direction_is_not_healthy_and_not_ill() -> None:
     layers = {"a": reading(update_ratio=math.nan), "b": reading(update_ratio=math.nan)}
-    running = Running()
-    running.add(report(layers=layers))
-    found = grid(running.record(), "update_ratio")
+    found = grid(running(report(layers=layers)).record(), "update_ratio")
     assert found is not None and not found.not_finite.any()
     grey, stripe = (227, 235, 223), (201, 206, 214)
     well = heat_picture(found._replace(values=np.full((2, 1), 0.1)))

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from example_reports import LAYERS, reading, report
+from example_reports import LAYERS, reading, report, running
 
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Alarm
 from adiv_monitor.sinks import HtmlSink
 from adiv_monitor.sinks import course as course_module
@@ -126,11 +125,10 @@ def test_alarms_are_on_the_page_until_the_end(tmp_path: Path) -> None:
 
 
 def test_a_training_that_goes_on_from_a_checkpoint_replaces_what_came_after_it() -> None:
-    running = Running()
-    for step in (0, 4, 8, 12, 6, 10):
-        running.add(report(step, losses={step: float(step)}))
-    assert [one.step for one in running.reports] == [0, 4, 6, 10]
-    assert running.record().steps_of_losses == (0, 4, 6, 10) and running.count == 4
+    steps = (0, 4, 8, 12, 6, 10)
+    found = running(*(report(step, losses={step: float(step)}) for step in steps))
+    assert [one.step for one in found.reports] == [0, 4, 6, 10]
+    assert found.record().steps_of_losses == (0, 4, 6, 10) and found.count == 4
 
 
 def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:

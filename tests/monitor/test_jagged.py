@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
@@ -33,17 +34,6 @@ class Hidden(torch.autograd.Function):
         return None, (gradient * x).values().sum(0)
 
 
-class Bent(nn.Module):
-    """A layer without a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Hidden.apply(x, self.weight)
-
-
 @pytest.fixture(autouse=True)
 def _rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_RULES", {})
@@ -53,7 +43,9 @@ def _rule(monkeypatch: pytest.MonkeyPatch) -> None:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 3)).double(),
     "module's rule": lambda: Doubled(4, 3).double(),
-    "no rule": Bent,
+    "no rule": lambda: Computes(
+        lambda model, x: Hidden.apply(x, model.weight), weight=nn.Parameter(torch.ones(4).double())
+    ),
 }
 
 

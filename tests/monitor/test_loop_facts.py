@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from computes import Computes
 from setups import trained
 from torch import Tensor, nn
 from torch.nn import functional
@@ -137,20 +138,6 @@ def test_what_is_no_training_in_eval_mode(look: Callable[[Net], None]) -> None:
 # --- the backward passes --------------------------------------------------------------------------
 
 
-def passes_of(
-    loop: Callable[[nn.Module, nn.Module, torch.optim.Optimizer], None], **asked: Any
-) -> list[tuple[tuple[float, ...], int]]:
-    """Return what the reports tell of the passes of a loop: (model, criterion, optimizer)."""
-    model, criterion = two_layers(), nn.CrossEntropyLoss()
-    reports = reports_of(
-        model,
-        lambda optimizer, _: loop(model, criterion, optimizer),
-        3,
-        **{"loss": criterion, **asked},
-    )
-    return [(report.loss_gradients, report.zeroed_passes) for report in reports]
-
-
 def two_layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -253,7 +240,10 @@ LOOPS: dict[str, tuple[Any, tuple[tuple[float, ...], int]]] = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_passes_of_a_step(name: str, asked: dict[str, Any]) -> None:
     loop, expected = LOOPS[name]
-    assert passes_of(loop, **asked) == [expected] * 3
+    model, criterion = two_layers(), nn.CrossEntropyLoss()
+    step = lambda optimizer, _: loop(model, criterion, optimizer)  # noqa: E731
+    reports = reports_of(model, step, 3, loss=criterion, **asked)
+    assert [(report.loss_gradients, report.zeroed_passes) for report in reports] == [expected] * 3
 
 
 @pytest.mark.parametrize("first", ["critic", "generator"])
@@ -286,15 +276,10 @@ def test_passes_of_another_networks_step_are_none_of_this_one(first: str) -> Non
 # --- the batches ----------------------------------------------------------------------------------
 
 
-class Embedded(nn.Module):
-    """A model whose inputs are integers, with an input dropout of no effect on them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.last = nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.embed(x).mean(1))
+def embedded() -> nn.Module:
+    """A model whose inputs are integers."""
+    parts = {"embed": nn.Embedding(5, 4, max_norm=1.0), "last": nn.Linear(4, 3)}
+    return Computes(lambda m, x: m.last(m.embed(x).mean(1)), **parts)
 
 
 def tokens(number: int) -> Tensor:
@@ -305,7 +290,7 @@ def tokens(number: int) -> Tensor:
 @pytest.mark.slow(one_in=9)
 @pytest.mark.parametrize(
     ("model", "draw"),
-    [(two_layers, batch), (Embedded, tokens), (Net, batch)],
+    [(two_layers, batch), (embedded, tokens), (Net, batch)],
     ids=["reals", "integers", "norms"],
 )
 @pytest.mark.parametrize("asked", [{}, {"layers_per_step": 1}, {"realised": True}])
@@ -363,26 +348,28 @@ def test_dropout_and_factors_are_those_of_the_step() -> None:
     assert [report.rescaled for report in reports] == [("last",)] * len(RATES)
 
 
-@pytest.mark.parametrize("last", [nn.Softmax(1), nn.Identity(), nn.Sigmoid()])
-def test_what_the_loss_gets(last: nn.Module) -> None:
-    model, criterion = nn.Sequential(*two_layers(), last), nn.CrossEntropyLoss()
-    report, *_ = reports_of(model, lambda o, _: plain(model, criterion, o), 1, loss=criterion)
-    assert report.loss_module == "CrossEntropyLoss"
-    assert report.loss_shapes == ((6, 3), (6,))
-    assert report.probabilities is isinstance(last, nn.Softmax)
+OF_CLASSES, OF_EACH = (nn.CrossEntropyLoss(), TARGETS), (nn.BCEWithLogitsLoss(), torch.ones(6, 3))
 
 
-@pytest.mark.parametrize("last", [nn.Sigmoid(), nn.Identity()])
-def test_what_a_loss_of_each_output_gets(last: nn.Module) -> None:
-    model, criterion = nn.Sequential(*two_layers(), last), nn.BCEWithLogitsLoss()
-
-    def step(optimizer: torch.optim.Optimizer, number: int) -> None:
-        criterion(model(batch(number)), torch.ones(6, 3)).backward()
-        optimizer.step()
-
+@pytest.mark.parametrize(
+    ("last", "criterion", "targets", "probabilities"),
+    [
+        (nn.Softmax(1), *OF_CLASSES, True),
+        (nn.Identity(), *OF_CLASSES, False),
+        (nn.Sigmoid(), *OF_CLASSES, False),
+        (nn.Sigmoid(), *OF_EACH, True),
+        (nn.Identity(), *OF_EACH, False),
+    ],
+)
+def test_what_the_loss_gets(
+    last: nn.Module, criterion: nn.Module, targets: Tensor, probabilities: bool
+) -> None:
+    model = nn.Sequential(*two_layers(), last)
+    step = stepping(lambda number: criterion(model(batch(number)), targets))
     report, *_ = reports_of(model, step, 1, loss=criterion)
-    assert report.loss_module == "BCEWithLogitsLoss"
-    assert report.probabilities is isinstance(last, nn.Sigmoid)
+    assert report.loss_module == type(criterion).__name__
+    assert report.loss_shapes == ((6, 3), tuple(targets.shape))
+    assert report.probabilities is probabilities
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (4, 3, 2), (4, 101)])

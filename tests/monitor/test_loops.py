@@ -1,6 +1,7 @@
 """Loops with Accelerate and Fabric give a plain loop's readings, under the same names."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +70,19 @@ class Loop(NamedTuple):
 GIVEN = ["ww", "oo", "wo", "ow"]
 
 
+def train_with(
+    model: nn.Module,
+    optimizer: Any,
+    backward: Callable[[Tensor], object],
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    for batch in BATCHES:
+        with around():
+            backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # Accelerate
 
 
@@ -86,21 +100,9 @@ def accelerate(**options: Any) -> Loop:
     model, optimizer = accelerator.prepare(*original)
     assert isinstance(optimizer, AcceleratedOptimizer)
 
-    def train() -> None:
-        for batch in BATCHES:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-
+    around = partial(accelerator.accumulate, model)
+    train = partial(train_with, model, optimizer, accelerator.backward, around)
     return Loop((model, optimizer), original, train)
-
-
-@pytest.mark.slow(one_in=3)
-@pytest.mark.usefixtures("_fresh_accelerate")
-@pytest.mark.parametrize("given", GIVEN)
-def test_accelerate(given: str) -> None:
-    assert_same(accelerate().watched(given), plain())
 
 
 @pytest.mark.usefixtures("_fresh_accelerate")
@@ -147,22 +149,8 @@ def fabric(compiled: bool = False, **options: Any) -> Loop:
     net, inner = pair()
     original = torch.compile(net, backend="eager") if compiled else net, inner
     model, optimizer = runner.setup(*original)
-
-    def train() -> None:
-        for batch in BATCHES:
-            runner.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-
+    train = partial(train_with, model, optimizer, runner.backward)
     return Loop((model, optimizer), original, train)
-
-
-@pytest.mark.slow(one_in=3)
-@pytest.mark.parametrize("given", GIVEN)
-def test_fabric(given: str) -> None:
-    reports = fabric().watched(given)
-    assert list(reports[0].layers) == ["0", "3"]
-    assert_same(reports, plain())
 
 
 # Dynamo itself reads `.grad` of tensors that it traces.
@@ -172,6 +160,17 @@ def test_fabric_with_a_compiled_model() -> None:
 
 
 # Both libraries
+
+
+@pytest.mark.slow(one_in=3)
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("make", [accelerate, fabric])
+def test_readings_are_those_of_a_plain_loop(make: Callable[[], Loop], given: str) -> None:
+    reports = make().watched(given)
+    assert list(reports[0].layers) == ["0", "3"]
+    assert_same(reports, plain())
+
 
 WAYS = {
     "Accelerate": accelerate,

@@ -9,9 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from adiv_monitor.step import ranks
-from adiv_monitor.step.messages import (
-    decode,
-)
+from adiv_monitor.step.messages import decode
 from adiv_monitor.step.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -60,6 +58,11 @@ class World:
         return self.store.num_keys() - self.empty
 
 
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Ranks, Ranks]:
+    world = World(monkeypatch, 2)
+    return world, world.join(0), world.join(1)
+
+
 def test_many_reports_leave_no_more_keys_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 4)  # rank 3 never participates
     joined = [world.join(rank) for rank in range(3)]
@@ -82,8 +85,7 @@ def test_many_reports_leave_no_more_keys_than_one(monkeypatch: pytest.MonkeyPatc
 def test_the_last_report_is_there_after_the_first_process_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(monkeypatch, 2)
-    first, second = world.join(0), world.join(1)
+    world, first, second = two(monkeypatch)
     second.put(0, b"part")
     first.put(0, b"report")
     first.leave()
@@ -97,8 +99,7 @@ def test_the_last_report_is_there_after_the_first_process_has_left(
 
 def test_large_messages_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_PIECE", 3)
-    world = World(monkeypatch, 2)
-    first, second = world.join(0), world.join(1)
+    world, first, second = two(monkeypatch)
     for step, message in enumerate((b"", b"abc", b"abcdefgh")):
         second.put(step, message)
         assert first.get(step, 1) == message
@@ -113,8 +114,7 @@ def test_nobody_is_told_yes_when_another_was_told_no_and_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All ranks get the same answer, even if the last one pauses before it answers."""
-    world = World(monkeypatch, 2)
-    first, second = world.join(0), world.join(1)
+    world, first, second = two(monkeypatch)
     store, told = world.store, []
 
     class Slow:

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from cases import loss_of
+from computes import Computes
 from setups import mlp, one_step, plain_step, same, trained
 from torch import Tensor, nn
 from torch.nn import functional
@@ -143,44 +144,28 @@ def test_scripted_modules_inside_a_model() -> None:
     assert "scripted code" in report.unsupported["2"]
 
 
-class Pieces(nn.Module):
-    """Only a slice of a parameter is used, as of embeddings of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.positions = nn.Parameter(torch.randn(1, 32, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x + self.positions[:, : x.shape[1]])
-        return found
-
-
 def test_a_parameter_of_which_a_part_is_used_says_so() -> None:
-    report = reported(Pieces(), torch.randn(3, 10, 4))
+    """As of embeddings of positions."""
+    model = Computes(
+        lambda m, x: m.inner(x + m.positions[:, : x.shape[1]]),
+        inner=nn.Linear(4, 4),
+        positions=nn.Parameter(torch.randn(1, 32, 4)),
+    )
+    report = reported(model, torch.randn(3, 10, 4))
     assert report.unsupported == {
         "positions": "only a part of it was seen to be used, as 'positions[0+]'"
     }
     assert report.unmeasured == {"positions": 22 * 4}
 
 
-class Refused(nn.Module):
-    """One parameter is refused, one is unused, and one is used outside of `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refused, self.unused = nn.Parameter(torch.randn(11, 4)), nn.Parameter(torch.ones(4))
-        self.outside = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.embedding(x, self.refused, sparse=True)
-
-
 def test_each_parameter_of_a_module_has_its_own_reason() -> None:
     def loss(model: nn.Module) -> Tensor:
         return (model(torch.randint(11, (8,))) * model.outside).square().mean()
 
-    why = trained(Refused(), loss)[0].unsupported
+    parts = {"refused": (11, 4), "unused": (4,), "outside": ()}
+    own = {name: nn.Parameter(torch.randn(shape)) for name, shape in parts.items()}
+    look_up = lambda m, x: functional.embedding(x, m.refused, sparse=True)  # noqa: E731
+    why = trained(Computes(look_up, **own), loss)[0].unsupported
     assert why["refused"].startswith("sparse=True")
     assert why["unused"] == "no gradient reached it in this step"
     assert "outside of `forward`" in why["outside"]
@@ -226,42 +211,26 @@ def test_branches_with_old_or_zero_gradients(zero: bool, watched: bool, called: 
 
 
 def test_names_of_wrappers_are_dropped_but_not_the_users_own() -> None:
-    class Residual(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-            self.norm = nn.LayerNorm(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x + self.module(x))
-
     inner = nn.Sequential()
     inner.add_module("norm", nn.LayerNorm(4))
-    model = nn.Sequential(Residual(inner))
+    parts = {"module": inner, "norm": nn.LayerNorm(4)}
+    model = nn.Sequential(Computes(lambda m, x: m.norm(x + m.module(x)), **parts))
     report = one_step(nn.DataParallel(model), lambda m: m(torch.randn(3, 4)).sum().backward())
     assert report.layers.keys() == {"0.norm", "0.module.norm"}
 
 
-class Net(nn.Module):
-    """Two layers, one of them used without being called, and a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.shift = nn.Parameter(torch.randn(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return functional.linear(hidden, self.second.weight, self.second.bias) + self.shift
-
-
 def test_a_model_that_is_called_in_parts() -> None:
     """A model whose parts are called, but never its own forward, is measured."""
-    whole, x = Net().double(), torch.randn(5, 3, dtype=torch.float64)
+    x, shift = torch.randn(5, 3, dtype=torch.float64), nn.Parameter(torch.randn(2))
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        hidden, second = model.first(x), model.second  # which is used without being called
+        return functional.linear(hidden, second.weight, second.bias) + model.shift
 
     def in_parts(model: nn.Module) -> None:
         (model.second(model.first(x)) + model.shift).square().sum().backward()
 
+    whole = Computes(forward, first=nn.Linear(3, 4), second=nn.Linear(4, 2), shift=shift).double()
     found = one_step(copy.deepcopy(whole), in_parts)
     expected = one_step(whole, lambda m: m(x).square().sum().backward())
     assert found.layers.keys() == {"first", "second"}

@@ -18,15 +18,21 @@ from adiv_monitor import LayerReading, Monitor
 from adiv_monitor.report import StepReport
 
 
-def test_a_closure_is_measured_and_lbfgs_refused() -> None:
-    model, batch = mlp()
+def closing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    """Return what an optimizer calls to have the gradient of a loss, and the loss."""
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
         return loss
 
+    return closure
+
+
+def test_a_closure_is_measured_and_lbfgs_refused() -> None:
+    model, batch = mlp()
+    closure = closing(model, batch)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
         assert optimizer.step(closure) is not None
@@ -238,14 +244,7 @@ class Failing(Outer):
 def test_a_step_that_raises_is_measured_when_it_is_taken(with_closure: list[bool]) -> None:
     model, batch = mlp()
     Inner(model.parameters())
-    optimizer = Failing(model.parameters())
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        return loss
-
+    optimizer, closure = Failing(model.parameters()), closing(model, batch)
     with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
         for raises in (True, False, True, False, False):
             closed = with_closure[0 if raises else 1]
@@ -316,14 +315,8 @@ def test_an_optimizer_that_begins_to_change_large_gradients(widths: tuple[int, i
 def test_an_optimizer_that_moves_the_weights_first_is_refused() -> None:
     model, batch = mlp()
     optimizer = MovesFirst(model.parameters())
-
-    def closure() -> Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
-        return loss
-
     with Monitor(model, optimizer, on_error="raise") as monitor:
-        optimizer.step(closure)
+        optimizer.step(closing(model, batch))
     assert not monitor.latest.layers
     assert "as SAM does" in monitor.latest.notes[0]
 

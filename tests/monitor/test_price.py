@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from setups import trained
 from torch import Tensor, nn
 
@@ -30,21 +31,17 @@ def counted(function: Callable[[], object]) -> int:
     return calls
 
 
-class Whole(nn.Module):
-    """A module without a rule, measured through its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.special.expit(torch.logaddexp(self.scale, x))
+def whole(m: nn.Module, x: Tensor) -> Tensor:
+    """A function without a rule, measured through its output."""
+    return x * torch.special.expit(torch.logaddexp(m.scale, x))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-    "whole": lambda: nn.Sequential(nn.Linear(4, 4), Whole()),
+    "whole": lambda: nn.Sequential(
+        nn.Linear(4, 4), Computes(whole, scale=nn.Parameter(torch.ones(4)))
+    ),
 }
 
 
@@ -97,17 +94,6 @@ class Scaled(nn.Module):
         return x
 
 
-class Bent(nn.Module):
-    """A layer and a parameter without a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.whole = nn.Linear(4, 4), Whole()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.whole(self.inner(x))
-
-
 def tied(count: int) -> nn.Module:
     layers = [nn.Linear(4, 4) for _ in range(count)]
     for layer in layers[1:]:
@@ -126,7 +112,9 @@ SIZED: dict[str, Callable[[int], nn.Module]] = {
     "layers": lambda count: nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))),
     "layers in modules": tree,
     "tied layers": tied,
-    "modules measured as a whole": lambda count: nn.Sequential(*(Bent() for _ in range(count))),
+    "modules measured as a whole": lambda count: nn.Sequential(
+        *(MODELS["whole"]() for _ in range(count))
+    ),
 }
 
 

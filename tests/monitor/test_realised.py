@@ -15,6 +15,7 @@ import pytest
 import setups
 import torch
 from cases import OPTIMIZERS
+from computes import Computes
 from setups import cosine
 from torch import Tensor, nn
 from torch.nn import functional
@@ -47,16 +48,10 @@ class Residual(nn.Module):
         return self.head(hidden)
 
 
-class Block(nn.Module):
-    """A transformer's layer with a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(x).mean(1))
+def block() -> nn.Module:
+    """Return a transformer's layer with a head."""
+    layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, batch_first=True)
+    return Computes(lambda m, x: m.head(m.block(x).mean(1)), block=layer, head=nn.Linear(6, 3))
 
 
 def batch_norm() -> nn.Module:
@@ -69,7 +64,7 @@ def batch_norm() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "residual": (Residual, (5,)),
-    "block": (Block, (4, 6)),
+    "block": (block, (4, 6)),
     "batch norm": (batch_norm, (3, 5, 6)),
 }
 
@@ -221,22 +216,15 @@ def test_the_loss_changes_as_in_a_second_run(name: str) -> None:
     assert report.to_dict()["realised_loss_change"] == report.realised_loss_change
 
 
-class WithLoss(nn.Module):
-    """A model that returns its loss with the output, as Hugging Face's do."""
+def test_a_loss_that_the_model_gives() -> None:
+    """With the output, as Hugging Face's do."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.model(x)
-        assert labels is not None
+    def forward(whole: nn.Module, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = whole.model(x)
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
-
-def test_a_loss_that_the_model_gives() -> None:
     model, batches = made("residual")
-    whole = WithLoss(model.eval())
+    whole = Computes(forward, model=model.eval())
     x, y = batches[0]
     old, sgd = copy.deepcopy(whole), torch.optim.SGD(whole.parameters(), lr=0.1)
     of_output: Any = lambda output: output["loss"]  # noqa: E731

@@ -6,6 +6,7 @@ from statistics import fmean, pstdev
 
 import pytest
 import torch
+from computes import Computes
 from example_reports import attention, reading, report
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -119,19 +120,10 @@ def measured(
     return monitor.latest
 
 
-class Spare(nn.Module):
-    """A module with an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 def two() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), Spare())
+    """Return two layers, and a module with an unused parameter."""
+    spare = Computes(lambda module, x: x, weight=nn.Parameter(torch.ones(2)))
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), spare)
 
 
 def test_coverage_counts_layers_that_were_not_chosen() -> None:

@@ -82,11 +82,8 @@ class Step:
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         x = torch.cat([self.x, self.x[:padding]])
         y = torch.cat([self.y, torch.full_like(self.y[:padding], IDLE)])
-        with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
-            optimizer.zero_grad()
-            loss_of(model, x, y).backward()
-            optimizer.step()
-        return monitor.latest
+        asked = {"optimizer": optimizer, "max_rows": max_rows, "seed": seed}
+        return trained(model, lambda model: loss_of(model, x, y), **asked)[0]
 
 
 @pytest.mark.slow(one_in=3)

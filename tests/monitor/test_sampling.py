@@ -13,17 +13,6 @@ from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.step import vectors
 
 
-class Loops(nn.Module):
-    """One layer, called in several ways in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 def twenty_calls(model: nn.Module, x: Tensor) -> None:
     sum(model(part).square().sum() for part in x.split(2)).backward()
 
@@ -45,7 +34,7 @@ def test_rows_of_a_step_are_even(
     backward: Callable[[nn.Module, Tensor], None], whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 10 of 40 rows sampled, each is in a quarter of the draws."""
-    model = Loops()
+    model = nn.Linear(2, 2).double()
     x = torch.arange(40, dtype=torch.float64)[:, None] + torch.tensor([1.0, 0.5]).double()
     seen: list[Tensor] = []
     original = vectors.Family
@@ -64,7 +53,7 @@ def test_rows_of_a_step_are_even(
             optimizer.zero_grad()
             backward(model, x)
             optimizer.step()
-    reading = monitor.latest.layers["layer"]
+    reading = monitor.latest.layers[""]
     assert (reading.rows_seen, reading.rows_total) == (10, 40)
     counts = torch.stack([torch.bincount(rows.long(), minlength=40) for rows in seen]).sum(0)
     assert counts.sum() == 10 * repeats

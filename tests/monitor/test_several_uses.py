@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from computes import Computes
 from setups import EXACT, cosine, one_step
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +22,7 @@ class Tied(nn.Module):
     def __init__(self, there: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.there = there
-        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+        self.weight = real(3, 3)
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,19 +54,10 @@ def test_a_matrix_and_its_transpose_are_two_layers(there: Callable[..., Tensor])
         )
 
 
-class SameInput(nn.Module):
-    """Two layers with the same input, which is written to between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) + self.b(x.mul_(2))
-
-
 def test_an_input_that_layers_share_is_taken_anew_after_a_write() -> None:
-    model, x = SameInput(), X.float()
+    """Two layers have one input, which is written to between them."""
+    two = {path: nn.Linear(3, 2, bias=False) for path in "ab"}
+    model, x = Computes(lambda m, x: m.a(x) + m.b(x.mul_(2)), **two), X.float()
     with torch.autocast("cpu", torch.bfloat16):  # autograd saves copies, so that writes are allowed
         layers = one_step(model, lambda m: m(x.clone()).sum().backward(), max_rows=3).layers
     for measure in ("scale_mean", "scale_p50"):  # of all rows, of the sampled ones
@@ -73,56 +65,39 @@ def test_an_input_that_layers_share_is_taken_anew_after_a_write() -> None:
         assert b == pytest.approx(4 * a)
 
 
-class Bends(nn.Module):
-    """A module that uses a weight in a function without a rule."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.atan2(x[:, None], self.weight).sum(1)
+def real(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, dtype=torch.float64))
 
 
-class Both(Bends):
-    """A module that uses a weight without a rule and, with a bias, in a function with a rule."""
-
-    def __init__(self, weight: nn.Parameter | None = None) -> None:
-        super().__init__(nn.Parameter(torch.randn(3, 3)) if weight is None else weight)
-        self.bias = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(functional.linear(x, self.weight, self.bias))
+def bends(m: nn.Module, x: Tensor) -> Tensor:
+    """Use a weight in a function without a rule."""
+    return torch.atan2(x[:, None], m.weight).sum(1)
 
 
-class Beside(nn.Module):
-    """Two modules that use one weight, the first with a rule, the second without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.bends = Bends(self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bends(self.linear(x))
+def both(m: nn.Module, x: Tensor) -> Tensor:
+    """Use a weight, with a bias, in a function with a rule, too."""
+    return bends(m, functional.linear(x, m.weight, m.bias))
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer with one more use of one of its weights."""
+def beside() -> nn.Module:
+    """Return two modules that use one weight, the first with a rule, the second without."""
+    linear = nn.Linear(3, 3)
+    return nn.Sequential(linear, Computes(bends, weight=linear.weight))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.RNN(3, 3, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.rnn(x[:, None].sin())[0][:, 0]
-        return torch.atan2(hidden[:, None], self.rnn.weight_ih_l0).sum(1)
+def recurrent(m: nn.Module, x: Tensor) -> Tensor:
+    """Use one of the weights of a recurrent layer once more."""
+    hidden = m.rnn(x[:, None].sin())[0][:, 0]
+    return torch.atan2(hidden[:, None], m.rnn.weight_ih_l0).sum(1)
 
 
 SEVERAL: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "one module": (Both, {""}),
-    "beside each other": (Beside, {"linear"}),
-    "recurrent": (Recurrent, {"rnn.input_l0", "rnn.hidden_l0"}),
+    "one module": (lambda: Computes(both, weight=real(3, 3), bias=real(3)), {""}),
+    "beside each other": (beside, {"0"}),
+    "recurrent": (
+        lambda: Computes(recurrent, rnn=nn.RNN(3, 3, batch_first=True)),
+        {"rnn.input_l0", "rnn.hidden_l0"},
+    ),
 }
 
 
@@ -145,27 +120,19 @@ NEAREST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Quantised(nn.Module):
-    """A codebook: an entry is looked up by distances, through which no gradient flows."""
-
-    def __init__(self, nearest: Callable[[Tensor, Tensor], Tensor], *, gradients: bool) -> None:
-        super().__init__()
-        self.nearest, self.gradients = nearest, gradients
-        self.book = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.set_grad_enabled(self.gradients):
-            nearest = self.nearest(x, self.book).argmin(1)
-        code = functional.embedding(nearest, self.book)
-        return x + (code - x).detach(), functional.mse_loss(code, x.detach())
-
-
 @pytest.mark.parametrize("nearest", NEAREST)
 def test_a_use_that_no_gradient_reaches_is_none(nearest: str) -> None:
+    """A codebook: an entry is looked up by distances, through which no gradient flows."""
+
     def book(*, gradients: bool) -> tuple[StepReport, dict[str, float]]:
+        def looked_up(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.set_grad_enabled(gradients):
+                index = NEAREST[nearest](x, m.book).argmin(1)
+            code = functional.embedding(index, m.book)
+            return x + (code - x).detach(), functional.mse_loss(code, x.detach())
+
         torch.manual_seed(2)
-        book = Quantised(NEAREST[nearest], gradients=gradients)
-        model = nn.Sequential(nn.Linear(3, 3).double(), book)
+        model = nn.Sequential(nn.Linear(3, 3).double(), Computes(looked_up, book=real(6, 3)))
 
         def backward(model: nn.Module) -> None:
             y, loss = model(X)
@@ -182,20 +149,14 @@ def test_a_use_that_no_gradient_reaches_is_none(nearest: str) -> None:
     assert found == pytest.approx(book(gradients=False)[1], nan_ok=True)
 
 
-class Aside(nn.Module):
-    """A module that stores a value computed from its weight by a function without a rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = torch.cdist(x, self.weight).sum()
-        return x * 2
+def aside(m: nn.Module, x: Tensor) -> Tensor:
+    """Store a value computed from a weight by a function without a rule."""
+    m.kept = torch.cdist(x, m.weight).sum()
+    return x * 2
 
 
 def test_what_does_not_leave_a_module_is_not_measured_through_it() -> None:
-    model = nn.Sequential(nn.Linear(3, 3).double(), Aside())
+    model = nn.Sequential(nn.Linear(3, 3).double(), Computes(aside, weight=real(4, 3)))
 
     def backward(model: nn.Module) -> None:
         (model(X).sum() + model[1].kept).backward()
@@ -227,8 +188,23 @@ class Repeats(nn.Module):
         return self.function(x, shown)
 
 
-def stepped(model: Repeats) -> None:
-    """Take a step of two micro-batches; assert that the descents sum to −⟨∂L/∂w, Δw⟩."""
+USES: dict[str, Function] = {
+    "a product": torch.bmm,
+    "from the left": lambda x, e: (e.mT @ x.mT).mT,
+    "einsum": lambda x, e: torch.einsum("bik,bkj->bij", x, e),
+    "a sum": lambda x, e: x[..., :3] + e.mean(1, keepdim=True),
+    "nobody": lambda x, e: e * 1,
+    "twice": lambda x, e: torch.bmm(x, e) + e.sin().sum(1, keepdim=True),
+    "an elementwise product": lambda x, e: e * x[:, :4, :3],
+    "written to data": lambda x, e: x[:, :4, :3].clone().add_(e),
+    "a kernel": lambda x, e: functional.conv1d(x.mT, e.mT[0, :, :, None]),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_repeated_row_is_an_offset_whatever_uses_it(name: str) -> None:
+    """In a step of two micro-batches the descent is −⟨∂L/∂w, Δw⟩."""
+    model = Repeats(USES[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     realised = lambda y: y.tanh().square().sum()  # noqa: E731
     with Monitor(model, optimizer, on_error="raise", realised=realised, max_rows=None) as monitor:
@@ -248,21 +224,3 @@ def stepped(model: Repeats) -> None:
     d = moved.expand_as(G)
     assert reading.update_cosine == pytest.approx(cosine(d[active], G[active]))
     assert set(REALISED_MEASURES) <= reading.measures().keys()
-
-
-USES: dict[str, Function] = {
-    "a product": torch.bmm,
-    "from the left": lambda x, e: (e.mT @ x.mT).mT,
-    "einsum": lambda x, e: torch.einsum("bik,bkj->bij", x, e),
-    "a sum": lambda x, e: x[..., :3] + e.mean(1, keepdim=True),
-    "nobody": lambda x, e: e * 1,
-    "twice": lambda x, e: torch.bmm(x, e) + e.sin().sum(1, keepdim=True),
-    "an elementwise product": lambda x, e: e * x[:, :4, :3],
-    "written to data": lambda x, e: x[:, :4, :3].clone().add_(e),
-    "a kernel": lambda x, e: functional.conv1d(x.mT, e.mT[0, :, :, None]),
-}
-
-
-@pytest.mark.parametrize("name", USES)
-def test_a_repeated_row_is_an_offset_whatever_uses_it(name: str) -> None:
-    stepped(Repeats(USES[name]))

@@ -55,6 +55,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 Found = dict[str, Any]
+Ranks = dict[int, list[Found]]  # by world size and rank
 
 
 def work(rank: int, world: int, folder: str) -> None:
@@ -74,15 +75,12 @@ def work(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
-    """Return the ranks' results by world size and rank."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", by_processes({name: len(c.parts) for name, c in CASES.items()}))
-def test_the_report_is_that_of_one_process_with_all_of_it(
-    name: str, found: dict[int, list[Found]]
-) -> None:
+def test_the_report_is_that_of_one_process_with_all_of_it(name: str, found: Ranks) -> None:
     reports, counts, same = zip(*(own[name] for own in found[len(CASES[name].parts)]), strict=True)
     assert all(same), "the training is bit-identical"
     assert all(report == reports[0] for report in reports), "all processes have it"
@@ -237,14 +235,14 @@ TASKS: tuple[Callable[[int], Any], ...] = (
 )
 
 
-def test_weights_that_change_after_the_step(found: dict[int, list[Found]]) -> None:
+def test_weights_that_change_after_the_step(found: Ranks) -> None:
     expected = weights_of_one_part_that_change(None)
     for own in found[2]:
         for report, whole in zip(own["weights_of_one_part_that_change"], expected, strict=True):
             assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
 
 
-def test_an_evaluation_before(found: dict[int, list[Found]]) -> None:
+def test_an_evaluation_before(found: Ranks) -> None:
     expected = adamw(None).reports[0]
     for own in found[2]:
         report = own["evaluation_before"]
@@ -253,7 +251,7 @@ def test_an_evaluation_before(found: dict[int, list[Found]]) -> None:
             assert_same(reading.to_dict(), expected.layers[path].to_dict())
 
 
-def test_half_precision(found: dict[int, list[Found]]) -> None:
+def test_half_precision(found: Ranks) -> None:
     expected = adamw(None, dtype=torch.float32).reports
     reports = found[2][0]["half_precision"]
     for report, whole in zip(reports, expected, strict=True):
@@ -264,13 +262,13 @@ def test_half_precision(found: dict[int, list[Found]]) -> None:
             assert reading.measures() == pytest.approx(exact, rel=0.05, abs=0.02)
 
 
-def test_what_would_run_whole_modules_again_is_refused(found: dict[int, list[Found]]) -> None:
+def test_what_would_run_whole_modules_again_is_refused(found: Ranks) -> None:
     report = found[2][0]["attention_and_passes_again"]
     assert any("sharded?" in note for note in report.notes)
     assert report.coverage == 1
 
 
-def test_without_one_of_the_processes_nobody_waits(found: dict[int, list[Found]]) -> None:
+def test_without_one_of_the_processes_nobody_waits(found: Ranks) -> None:
     last, seconds = found[2][0]["one_without_a_monitor"]
     assert seconds < WAIT, "one waited for the other"
     for report in (last, found[2][0]["one_that_skips_a_step"][-1]):
@@ -279,7 +277,7 @@ def test_without_one_of_the_processes_nobody_waits(found: dict[int, list[Found]]
         assert report.unsupported == dict.fromkeys(("0", "2"), WHY_NOT)
 
 
-def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]]) -> None:
+def test_before_a_step_is_skipped_all_is_measured(found: Ranks) -> None:
     reports = found[2][0]["one_that_skips_a_step"]
     assert [len(report.layers) for report in reports] == [2, 2, 0]
 
@@ -287,17 +285,13 @@ def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]])
 NOTE = "Rows of {} are missing from other ranks. Their readings are estimated from rows alone."
 
 
-def test_hooks_that_fail_in_one_process_leave_the_others_their_reports(
-    found: dict[int, list[Found]],
-) -> None:
+def test_hooks_that_fail_in_one_process_leave_the_others_their_reports(found: Ranks) -> None:
     first, second = (own["hooks_that_fail_in_one"] for own in found[2])
     assert [len(report.layers) for report in first][:2] == [2, 0]
     assert first[0] == second[0] and first[3] == second[-1]
 
 
-def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
-    found: dict[int, list[Found]],
-) -> None:
+def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(found: Ranks) -> None:
     first, second = (own["layer_that_fails_in_one"] for own in found[2])
     assert first == second
     assert len(first) == 2
@@ -310,7 +304,7 @@ def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_where_all_layers_fail_in_one_process_the_others_have_reports(
-    failing: int, found: dict[int, list[Found]]
+    failing: int, found: Ranks
 ) -> None:
     first, second = (own["all_layers_fail_in_one"][failing] for own in found[2])
     assert repr(first) == repr(second), "units are not known: NaN"
@@ -322,16 +316,14 @@ def test_where_all_layers_fail_in_one_process_the_others_have_reports(
         assert all(reading.update_cosine is not None for reading in report.layers.values())
 
 
-def test_layers_that_a_rule_of_their_class_measures(found: dict[int, list[Found]]) -> None:
+def test_layers_that_a_rule_of_their_class_measures(found: Ranks) -> None:
     expected = corrected(None)
     for own in found[2]:
         assert own["corrected"].coverage == 1
         assert_same(own["corrected"].to_dict(), expected.to_dict())
 
 
-def test_a_layer_in_turn_that_is_off_in_one_process_delays_none(
-    found: dict[int, list[Found]],
-) -> None:
+def test_a_layer_in_turn_that_is_off_in_one_process_delays_none(found: Ranks) -> None:
     for own in found[2]:
         reports, seconds = own["layer_in_turn_that_is_off_in_one"]
         assert seconds < WAIT, "one waited for the other"

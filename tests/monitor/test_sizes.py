@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from computes import Computes
 from function_cases import grouped_mm
 from setups import trained
 from torch import Tensor, nn
@@ -140,20 +141,12 @@ def test_the_update_is_that_of_float32_copies_in_the_optimizers_state() -> None:
     assert last.update_cosine > 0.1
 
 
-class Routed(nn.Module):
-    """Four experts in one weight, of which each batch says how many rows they get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(4, 3, 2, dtype=torch.float64))
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return grouped_mm(x, self.experts, offs=ends)
-
-
 def test_rows_of_experts_are_counted_over_all_rows_and_micro_batches() -> None:
     torch.manual_seed(0)
-    model, loads = Routed(), torch.tensor([[20, 0, 30, 10], [5, 0, 55, 0]])
+    """Four experts are in one weight, and each batch says how many rows they get."""
+    experts = nn.Parameter(torch.randn(4, 3, 2, dtype=torch.float64))
+    model = Computes(lambda m, x, ends: grouped_mm(x, m.experts, offs=ends), experts=experts)
+    loads = torch.tensor([[20, 0, 30, 10], [5, 0, 55, 0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, max_rows=8, on_error="raise") as monitor:
         for of in loads:

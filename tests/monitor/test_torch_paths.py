@@ -7,34 +7,31 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from adiv_monitor import Monitor
 
 STEPS, SIZE = 4, 8
-Forward = Callable[["Net", Tensor], Tensor]
-
-
-class Net(nn.Module):
-    """A layer, something that runs on its result, and a head."""
-
-    def __init__(self, inner: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 3)
-        self.inner = inner
-        self.outside = [copy.deepcopy(inner).eval().requires_grad_(False)]  # not registered
-        self.between = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.between(self, self.first(x)))
+Forward = Callable[[Any, Tensor], Tensor]
 
 
 def trained(inner: Callable[[], nn.Module], forward: Forward, every: int | None) -> list[Tensor]:
-    """Weights and outputs of a training; with a monitor unless `every` is None."""
+    """Weights and outputs of a training; with a monitor unless `every` is None.
+
+    The model is a layer, something that runs on its result, and a head.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Net(inner(), forward)
+    part = inner()
+    model = Computes(
+        lambda net, x: net.head(forward(net, net.first(x))),
+        first=nn.Linear(SIZE, SIZE),
+        head=nn.Linear(SIZE, 3),
+        inner=part,
+        outside=[copy.deepcopy(part).eval().requires_grad_(False)],  # not registered
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = []
     monitor = None if every is None else Monitor(model, optimizer, every_n_steps=every)
@@ -58,7 +55,7 @@ def trained(inner: Callable[[], nn.Module], forward: Forward, every: int | None)
 def test_operators_with_branches_keep_the_gradients_of_what_they_close_over() -> None:
     """Torch compiles them even in a model that is not compiled."""
 
-    def branches(net: Net, h: Tensor) -> Tensor:
+    def branches(net: Any, h: Tensor) -> Tensor:
         return torch.cond(h.sum() > 0, net.inner, lambda y: net.inner(y) * 2, (h,))
 
     runs = [trained(lambda: nn.Linear(SIZE, SIZE), branches, every) for every in (None, 1, 3)]
@@ -67,13 +64,13 @@ def test_operators_with_branches_keep_the_gradients_of_what_they_close_over() ->
     assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
 
-def outside(net: Net, h: Tensor) -> Tensor:
+def outside(net: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         target = net.outside[0](h)
     return h + target
 
 
-def inside(net: Net, h: Tensor) -> Tensor:
+def inside(net: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         target = net.inner.eval()(h)
     return net.inner.train()(h) + target

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import example_reports
 import pytest
 import setups
 import torch
@@ -17,24 +18,14 @@ from zoo import ZOO, Specimen, Training, seed
 from zoo.libraries import PEFT, TIMM
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Turn
 
 # One model of each kind: batch norm, windows, tied and fused weights, experts, recurrent maps,
 # modules measured as a whole, weights made of several modules' parameters, several optimizers, no
 # layer at all.
 SPECIMENS = (
-    *(
-        "mobilenet_v3_small",
-        "vit",
-        "gpt2",
-        "llama",
-        "mixtral",
-        "t5",
-        "whisper",
-        "mamba",
-        "wav2vec2",
-    ),
+    *("mobilenet_v3_small", "vit", "gpt2", "llama", "mixtral", "t5", "whisper", "mamba"),
+    "wav2vec2",
     *("lora", "eva02", "nfnet", "lstm", "lstm_tied", "transformer", "gan", "ten_times", "function"),
 )
 
@@ -218,11 +209,9 @@ def test_a_run_that_is_resumed_goes_on_with_its_round() -> None:
 
 
 def test_a_round_is_one_report_to_pictures_and_rules() -> None:
-    running = Running()
     with pytest.warns(UserWarning, match="scale_mean > 0"):
         reports, _ = trained(7, layers_per_step=2, alarms=["scale_mean > 0"])
-    for report in reports:
-        running.add(report)
+    running = example_reports.running(*reports)
     turns = [Turn(1, 5, 5, 66), Turn(1, 5, 5, 66), Turn(1, 2, 5, 40)]
     assert [report.turn for report in running.reports] == turns
     assert running.count == 3

@@ -13,6 +13,7 @@ from functools import cache
 import pytest
 import torch
 from adiv_layers import AffineLikeLinear, GradientOnlyLinear, PatchNormConv2d
+from computes import Computes
 from setups import one_step
 from torch import Tensor, nn
 
@@ -22,16 +23,9 @@ SEEN, DRAWS = 64, 24
 SIZES = (1.5, 3.5)  # standard deviation of the logarithm of row sizes
 
 
-class Of(nn.Module):
-    """One function of the input and a parameter of this shape."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
-        super().__init__()
-        self.function = function
-        self.p = nn.Parameter(torch.randn(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.p)
+def of(function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> nn.Module:
+    """Return one function of the input and a parameter of this shape."""
+    return Computes(lambda m, x: function(x, m.p), p=nn.Parameter(torch.randn(shape)))
 
 
 def flat(columns: int = 6) -> Tensor:
@@ -57,7 +51,7 @@ ONE_SCALE: dict[str, Case] = {
     "linear": (lambda: nn.Linear(6, 5), flat),
     "one output": (lambda: nn.Linear(6, 1), flat),
     "embedding": (lambda: nn.Embedding(30, 5), lambda: torch.randint(30, (600,))),
-    "einsum": (lambda: Of(grouped, 2, 3, 4), flat),
+    "einsum": (lambda: of(grouped, 2, 3, 4), flat),
     "convolution": (lambda: nn.Conv2d(6, 4, 3, padding=1), images),
     "affine-like": (lambda: AffineLikeLinear(6, 5), flat),
     "PatchNorm": (lambda: PatchNormConv2d(6, 4, 3), images),
@@ -71,12 +65,12 @@ SEVERAL: dict[str, Case] = {
     "RMS norm": (lambda: nn.RMSNorm(6), flat),
     "batch norm": (lambda: nn.BatchNorm1d(6), flat),
     "group norm": (lambda: nn.GroupNorm(2, 6), images),
-    "gain": (lambda: Of(torch.mul, 6), flat),
+    "gain": (lambda: of(torch.mul, 6), flat),
     "PReLU": (lambda: nn.PReLU(6), images),
 }
 # Functions whose scales are equal for all rows, which a sample shows.
 EVEN: dict[str, Case] = {
-    "offset": (lambda: Of(torch.add, 6), flat),
+    "offset": (lambda: of(torch.add, 6), flat),
     "bias alone": (lambda: frozen(nn.LayerNorm(6), "weight"), flat),
     "PatchNorm, grouped": (lambda: PatchNormConv2d(6, 4, 3, groups=2), images),
     "gradient-only": (lambda: GradientOnlyLinear(6, 5), flat),

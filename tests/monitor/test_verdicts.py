@@ -230,18 +230,15 @@ def without_gradients(case: Case) -> None:
     read(case, WIRING)
 
 
-def decayed(case: Case) -> None:
-    assert not case.findings and case.headline == NOTHING
-
-
 def warms_up(case: Case) -> None:
     assert case.layers("stands-still")
     read(case, "The learning rate still rises: measurements at its peak will be clearer")
     assert ("loss-stuck" in case.findings) == case.knows_loss
 
 
-def converged(case: Case) -> None:
+def found_nothing(case: Case) -> None:
     assert case.headline == NOTHING
+    assert not case.findings or case.state == "converged"
 
 
 def resumed(case: Case) -> None:
@@ -259,9 +256,9 @@ CHECKS = {
     "dead units": dead,
     "frozen by a learning rate of 0": held_still,
     "frozen by requires_grad": without_gradients,
-    "decayed": decayed,
+    "decayed": found_nothing,
     "warm-up": warms_up,
-    "converged": converged,
+    "converged": found_nothing,
     "resumed where it had converged": resumed,
 }
 

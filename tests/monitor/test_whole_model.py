@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from setups import trained
 from torch import Tensor, nn
 
@@ -214,52 +215,34 @@ def test_what_is_cut_off_from_the_loss_is_told(
     assert [r.cut_off for r in reports] == [TRUNK] * 4
 
 
-def frozen(model: nn.Module) -> None:
-    model.get_submodule("trunk").requires_grad_(False)
-
-
-def nothing(model: nn.Module) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("model", "change", "loss"),
+    ("way", "trains", "loss"),
     [
-        (lambda: Two(""), nothing, squares),
-        (lambda: Two("beside"), nothing, squares),
-        (lambda: Two("beside"), nothing, evaluated),
-        (lambda: Two("detach"), frozen, squares),
-        (lambda: Two("no_grad"), frozen, squares),
+        ("", True, squares),
+        ("beside", True, squares),
+        ("beside", True, evaluated),
+        ("detach", False, squares),
+        ("no_grad", False, squares),
     ],
 )
-def test_what_is_unused_or_frozen_is_not_cut_off(
-    model: Callable[[], nn.Module], change: Callable[[nn.Module], None], loss: Loss
-) -> None:
-    made = model()
-    change(made)
-    reports = train(made, made.parameters(), loss)
+def test_what_is_unused_or_frozen_is_not_cut_off(way: str, trains: bool, loss: Loss) -> None:
+    model = Two(way)
+    model.trunk.requires_grad_(trains)
+    reports = train(model, model.parameters(), loss)
     assert [r.cut_off for r in reports] == [{}] * 3
 
 
-class WithTeacher(nn.Module):
-    """A teacher that runs first, and whose output is only compared with that of the student."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.teacher, self.student = nn.Linear(6, 4), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher(x / 2)
-        result: Tensor = self.student(x * target.mean()) - target
-        return result
+def less_teacher(m: nn.Module, x: Tensor) -> Tensor:
+    """A teacher runs first, whose output is only compared with that of the student."""
+    with torch.no_grad():
+        target = m.teacher(x / 2)
+    return m.student(x * target.mean()) - target
 
 
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_teacher_that_is_an_average_is_not_cut_off(*, moves: bool, through_data: bool) -> None:
-    model = WithTeacher()
+    model = Computes(less_teacher, teacher=nn.Linear(6, 4), student=nn.Linear(6, 4))
 
     def average(step: int) -> None:
         pairs = zip(model.teacher.parameters(), model.student.parameters(), strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from computes import Computes
 from setups import one_step, same
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -75,16 +76,10 @@ class Borrowing(Custom):
         return torch.tanh(self.function(torch.sin(x), self.lora_A.weight))
 
 
-class Wrapped(nn.Module):
-    """The module behind a linear layer: it is not the root, and its input requires grad."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(self.first(x))
+def wrapped(inner: nn.Module) -> nn.Module:
+    """Return the module behind a linear layer: it is not the root, and its input requires grad."""
+    parts = {"first": nn.Linear(4, 4), "inner": inner}
+    return Computes(lambda m, x: m.inner(m.first(x)), **parts).double()
 
 
 def data(*shape: int) -> Tensor:
@@ -100,7 +95,7 @@ def total(z: Tensor) -> Tensor:
 @pytest.mark.parametrize(("made", "layer"), [(Custom, "inner.w"), (Borrowing, "inner.lora_A")])
 def test_a_custom_function_reads_as_its_formula(made: type[Custom], layer: str) -> None:
     torch.manual_seed(3)
-    model, x = Wrapped(made()).double(), data(6, 4)
+    model, x = wrapped(made()), data(6, 4)
     plain = copy.deepcopy(model)
     plain.inner.function = lambda x, w: x * w.exp()
     found, expected = (
@@ -111,19 +106,12 @@ def test_a_custom_function_reads_as_its_formula(made: type[Custom], layer: str) 
     same(found, expected)
 
 
-class Bank(nn.Module):
-    """A module with other parameters in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of = nn.ParameterList(torch.rand(6, 4).unbind())
-
-    def forward(self, x: Tensor, i: int) -> Tensor:
-        return (x * torch.logaddexp(self.of[i], x)).abs() ** self.of[i + 1]
-
-
 def test_parameters_that_a_module_uses_in_other_calls_are_other_layers() -> None:
-    report = one_step(Bank().double(), lambda m: total(m(m(m(data(6, 4), 0), 2), 4)).backward())
+    def forward(m: nn.Module, x: Tensor, i: int) -> Tensor:
+        return (x * torch.logaddexp(m.of[i], x)).abs() ** m.of[i + 1]
+
+    bank = Computes(forward, of=nn.ParameterList(torch.rand(6, 4).unbind())).double()
+    report = one_step(bank, lambda m: total(m(m(m(data(6, 4), 0), 2), 4)).backward())
     assert (len(report.layers), report.coverage) == (3, 1)
 
 
@@ -161,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_replayed_says_why(name: str) -> None:
     build, reason = REFUSED[name]
-    model, x = Wrapped(build()).double(), data(6, 4)
+    model, x = wrapped(build()), data(6, 4)
     report = one_step(model, lambda m: total(m(x)).backward())
     assert report.layers.keys() == {"first"}
     assert reason in report.unsupported["inner"]
@@ -170,17 +158,9 @@ def test_what_cannot_be_replayed_says_why(name: str) -> None:
 
 def test_what_a_module_leaves_unused_is_not_claimed() -> None:
     """The parent's parameter acts through the parent, not through a child that ran."""
-
-    class Parent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child = Bent()
-            self.spare = Bent()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Hidden.apply(self.child(x), self.spare.beta)
-
-    model, x = nn.Sequential(nn.Linear(4, 4), Parent()).double(), data(6, 4)
+    parts = {"child": Bent(), "spare": Bent()}
+    parent = Computes(lambda m, x: Hidden.apply(m.child(x), m.spare.beta), **parts)
+    model, x = nn.Sequential(nn.Linear(4, 4), parent).double(), data(6, 4)
     report = one_step(model, lambda m: total(m(x)).backward())
     assert report.layers.keys() == {"0", "1.child", "1.spare.beta"}
     assert report.unsupported == {"1.spare.power": "no gradient reached it in this step"}

@@ -68,10 +68,6 @@ def test_a_rank_correlation() -> None:
     assert correlation([*x, math.nan], [*y, 1.0]) == found
 
 
-pytest.importorskip("scipy")
-pytest.importorskip("matplotlib")
-
-
 def test_a_line_and_its_errors() -> None:
     """A bend that all seeds share is no error of the slope."""
     bent = {0: 51.0, 1: 47.5, 2: 50.0}  # 1, −2, 1 around 50 − x/2

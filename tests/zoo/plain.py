@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
@@ -110,27 +111,21 @@ def gan() -> Training:
     return Training([Trained(makes, made_by), Trained(judges, judged_by)], step)
 
 
-class TenTimes(nn.Module):
-    """One block, called ten times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(
-            nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)
-        )
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(10):
-            x = x + self.block(x)
-        return self.head(x)
-
-
 def ten_times() -> Training:
+    """One block, called ten times."""
+    block = nn.Sequential(
+        nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)
+    )
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = x + m.block(x)
+        return m.head(x)
+
     def loss(model: nn.Module) -> Tensor:
         return functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(5, (8,)))
 
-    return training(TenTimes(), loss)
+    return training(Computes(forward, block=block, head=nn.Linear(16, 5)), loss)
 
 
 def function() -> Training:

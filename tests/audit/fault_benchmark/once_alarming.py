@@ -7,6 +7,7 @@ import torch
 from audit.fault_benchmark import data, networks
 from audit.fault_benchmark.healthy import classify, cross_entropy
 from audit.fault_benchmark.run import Healthy, Run
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam, AdamW
@@ -59,23 +60,18 @@ def _pooler() -> Run:
     return classify(model, data.images(64), AdamW, 1e-2, weight_decay=0.05)
 
 
-class Backwards(nn.Module):
-    """Layers registered in the opposite of the order in which they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(48, 10)
-        self.third = nn.Linear(64, 48)
-        self.second = nn.Linear(64, 64)
-        self.first = nn.Linear(64, 64)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = functional.relu(self.first(inputs))
-        return self.head(functional.relu(self.third(functional.relu(self.second(hidden)))))
-
-
 def _backwards() -> Run:
-    return classify(Backwards(), data.digits(), Adam, 3e-3)
+    """Layers registered in the opposite of the order in which they run."""
+    sizes = ((48, 10), (64, 48), (64, 64), (64, 64))
+    backwards = nn.ModuleList(nn.Linear(*size) for size in sizes)
+
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        head, *hidden = m.layers
+        for layer in reversed(hidden):
+            x = layer(x).relu()
+        return head(x)
+
+    return classify(Computes(compute, layers=backwards), data.digits(), Adam, 3e-3)
 
 
 class Players(nn.Module):

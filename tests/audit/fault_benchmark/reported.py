@@ -14,20 +14,10 @@ from audit.fault_benchmark import data, healthy, networks, reported_inputs, repo
 from audit.fault_benchmark.faulty.wiring import ending, with_loss
 from audit.fault_benchmark.reported_kinds import Listed
 from audit.fault_benchmark.run import Case, Healthy, Run
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
-
-
-class Mixed(nn.Module):
-    """A model that mixes features by a tensor with a gradient that is no parameter."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.by_key = {"mix": (0.1 * torch.randn(width, width)).requires_grad_()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.by_key["mix"]
 
 
 def listed(run: Run) -> None:
@@ -35,7 +25,11 @@ def listed(run: Run) -> None:
 
 
 def mixed(run: Run) -> None:
-    run.model.body = nn.Sequential(run.model.body, Mixed(run.model.head.in_features))
+    """Mix features by a tensor with a gradient that is no parameter."""
+    width = run.model.head.in_features
+    by_key = {"mix": (0.1 * torch.randn(width, width)).requires_grad_()}
+    mixes = Computes(lambda m, x: x @ m.by_key["mix"], by_key=by_key)
+    run.model.body = nn.Sequential(run.model.body, mixes)
 
 
 def body_still(model: nn.Module) -> Iterable[Any]:
@@ -247,47 +241,23 @@ def both_ways(run: Run) -> None:
     recurrent.lstm = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
 
 
-class Rows(nn.Module):
-    """A GRU's last output; an image's rows are its steps."""
-
-    def __init__(self, batch_first: bool = True) -> None:
-        super().__init__()
-        self.gru = nn.GRU(8, 32, batch_first=batch_first)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.gru(images.reshape(-1, 8, 8))[0][:, -1]
+def pixels(m: nn.Module, x: Tensor) -> Tensor:
+    """Take images (samples, height, width, channels), which convolutions want otherwise."""
+    b, h, w, c = x.shape
+    return x.reshape(b, c, h, w) if m.scrambled else x.permute(0, 3, 1, 2)
 
 
-class Pixels(nn.Module):
-    """Images as (samples, height, width, channels), which convolutions want otherwise."""
-
-    def __init__(self, scrambled: bool = False) -> None:
-        super().__init__()
-        self.scrambled = scrambled
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, h, w, c = x.shape
-        return x.reshape(b, c, h, w) if self.scrambled else x.permute(0, 3, 1, 2)
-
-
-class Heads(nn.Module):
-    """Attention of two heads, which a view makes of the width, or rather of places and width."""
-
-    def __init__(self, width: int, scrambled: bool = False) -> None:
-        super().__init__()
-        self.scrambled = scrambled
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, width = x.shape
-        if self.scrambled:
-            q, k, v = (y.reshape(b, 2, t, width // 2) for y in self.qkv(x).chunk(3, -1))
-        else:
-            parts = [y.reshape(b, t, 2, width // 2) for y in self.qkv(x).chunk(3, -1)]
-            q, k, v = (y.transpose(1, 2) for y in parts)
-        y = functional.scaled_dot_product_attention(q, k, v)
-        y = y.reshape(b, t, width) if self.scrambled else y.transpose(1, 2).reshape(b, t, width)
-        return x + self.project(y)
+def heads(m: nn.Module, x: Tensor) -> Tensor:
+    """Attend by two heads, which a view makes of the width, or rather of places and width."""
+    b, t, width = x.shape
+    if m.scrambled:
+        q, k, v = (y.reshape(b, 2, t, width // 2) for y in m.qkv(x).chunk(3, -1))
+    else:
+        parts = [y.reshape(b, t, 2, width // 2) for y in m.qkv(x).chunk(3, -1)]
+        q, k, v = (y.transpose(1, 2) for y in parts)
+    y = functional.scaled_dot_product_attention(q, k, v)
+    y = y.reshape(b, t, width) if m.scrambled else y.transpose(1, 2).reshape(b, t, width)
+    return x + m.project(y)
 
 
 class Cell(nn.Module):
@@ -304,45 +274,33 @@ class Cell(nn.Module):
         return h
 
 
-class Branch(nn.Module):
-    """Two layers beside a weak shortcut."""
-
-    def __init__(self, width: int, cut: bool = False) -> None:
-        super().__init__()
-        self.cut = cut
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.1 * x + self.second(self.first(x.data if self.cut else x).relu())
-
-
-class PerBatch(nn.Module):
-    """A layer that subtracts the mean over the batch instead of that over the features."""
-
-    def __init__(self, axis: int = 1) -> None:
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(self.axis, keepdim=True)
+def branch(m: nn.Module, x: Tensor) -> Tensor:
+    """Compute two layers beside a weak shortcut."""
+    return 0.1 * x + m.second(m.first(x.data if m.cut else x).relu())
 
 
 def _rows() -> Run:
-    return healthy.classify(networks.Net(Rows(), nn.Linear(32, 10)), data.images(), AdamW, 1e-2)
+    """A GRU's last output; an image's rows are its steps."""
+    last = lambda m, x: m.gru(x.reshape(-1, 8, 8))[0][:, -1]  # noqa: E731
+    body = Computes(last, gru=nn.GRU(8, 32, batch_first=True))
+    return healthy.classify(networks.Net(body, nn.Linear(32, 10)), data.images(), AdamW, 1e-2)
 
 
 def _pixels() -> Run:
     """Two channels: an image and its mirror image."""
     batches = [(torch.stack([x[:, 0], x[:, 0].flip(1)], -1), y) for x, y in data.images()]
     body = nn.Sequential(
-        *(Pixels(), nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+        Computes(pixels, scrambled=False),
+        *(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
     )
     return healthy.classify(networks.Net(body, nn.Linear(256, 10)), batches, AdamW, 3e-3)
 
 
 def _heads() -> Run:
     embed = (networks.Patches(), nn.Linear(16, 32), networks.Positions(4, 32))
-    body = nn.Sequential(*embed, Heads(32), nn.LayerNorm(32), nn.Flatten())
+    layers = {"qkv": nn.Linear(32, 96), "project": nn.Linear(32, 32)}
+    attends = Computes(heads, scrambled=False, **layers)
+    body = nn.Sequential(*embed, attends, nn.LayerNorm(32), nn.Flatten())
     return healthy.classify(networks.Net(body, nn.Linear(128, 10)), data.images(), AdamW, 3e-3)
 
 
@@ -354,12 +312,16 @@ def _remembered() -> Run:
 
 
 def _branch() -> Run:
-    body = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), Branch(48), nn.ReLU())
+    first, *layers = nn.Linear(64, 48), nn.Linear(48, 48), nn.Linear(48, 48)
+    beside = Computes(branch, cut=False, first=layers[0], second=layers[1])
+    body = nn.Sequential(first, nn.ReLU(), beside, nn.ReLU())
     return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.5)
 
 
 def _centred() -> Run:
-    body = nn.Sequential(nn.Linear(64, 48), PerBatch(), nn.ReLU())
+    """A fault subtracts the mean over the batch instead of that over the features."""
+    centred = Computes(lambda m, x: x - x.mean(m.axis, keepdim=True), axis=1)
+    body = nn.Sequential(nn.Linear(64, 48), centred, nn.ReLU())
     return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.3)
 
 
@@ -458,17 +420,11 @@ def whole_inputs(run: Run) -> None:
     run.batches = [(x * 0.0, y) for x, y in run.batches]
 
 
-class Unassigned(nn.Module):
-    """A layer and its activation function, whose result is thrown away."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.relu = layer, nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.layer(x)
-        self.relu(z)
-        return z
+def relu_unassigned(m: nn.Module, x: Tensor) -> Tensor:
+    """Compute a layer and its activation function, whose result is thrown away."""
+    z: Tensor = m.layer(x)
+    m.relu(z)
+    return z
 
 
 def without_activations(run: Run) -> None:
@@ -480,40 +436,27 @@ def without_activations(run: Run) -> None:
 def unassigned(run: Run) -> None:
     without_activations(run)
     run.model.body = nn.Sequential(
-        *(Unassigned(m) if isinstance(m, nn.Conv2d) else m for m in run.model.body)
-    )
-
-
-class Anew(nn.Module):
-    """A layer of the width, made in each forward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = nn.Linear(x.shape[1], x.shape[1])(x)
-        return z.relu()
-
-
-def made_anew(run: Run) -> None:
-    run.model.head = nn.Sequential(Anew(), run.model.head)
-
-
-class OfSamples(nn.Module):
-    """Adds a vector for each sample of the batch, instead of one for each place."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(256, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table.weight[: len(x), None]
-
-
-def positions_of_samples(run: Run) -> None:
-    run.model.body = nn.Sequential(
         *(
-            OfSamples(m.positions.shape[-1]) if isinstance(m, networks.Positions) else m
+            Computes(relu_unassigned, layer=m, relu=nn.ReLU()) if isinstance(m, nn.Conv2d) else m
             for m in run.model.body
         )
     )
+
+
+def made_anew(run: Run) -> None:
+    """A layer of the width is made in each forward pass."""
+    anew = Computes(lambda m, x: nn.Linear(x.shape[1], x.shape[1])(x).relu())
+    run.model.head = nn.Sequential(anew, run.model.head)
+
+
+def positions_of_samples(run: Run) -> None:
+    """Add a vector for each sample of the batch, instead of one for each place."""
+    for i, module in enumerate(run.model.body):
+        if isinstance(module, networks.Positions):
+            table = nn.Embedding(256, module.positions.shape[-1])
+            run.model.body[i] = Computes(
+                lambda m, x: x + m.table.weight[: len(x), None], table=table
+            )
 
 
 SET_BY = [

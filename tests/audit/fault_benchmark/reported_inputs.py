@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from audit.fault_benchmark import data, healthy, networks, reported_kinds
 from audit.fault_benchmark.run import Healthy, Run, case
+from computes import Computes
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -33,15 +34,6 @@ class Words(nn.Module):
         filling = (words == 0) != self.inverted
         embedded = self.embedding(words).masked_fill(filling[:, :, None], 0.0)
         return embedded.sum(1) / (~filling).sum(1, keepdim=True).clamp(min=1)
-
-
-class Overwritten(nn.Module):
-    """A model that overwrites half of the features."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        x[:, 32:] = 1.0
-        return x
 
 
 def _first_words() -> Run:
@@ -94,7 +86,10 @@ def attribute(module: type[nn.Module], **values: object) -> Callable[[Run], None
 
 
 def overwritten(run: Run) -> None:
-    run.model.body.insert(0, Overwritten())
+    """Overwrite half of the features."""
+    run.model.body.insert(
+        0, Computes(lambda m, x: torch.cat([x[:, :32], torch.ones_like(x[:, 32:])], 1))
+    )
 
 
 SET_BY = [

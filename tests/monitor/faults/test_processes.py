@@ -151,21 +151,10 @@ def trials(
     return {key[2]: found[rank][key] for key in keys if found[victim][key]["came"]}
 
 
-every = [
-    pytest.mark.parametrize("rank", range(WORLD)),
-    pytest.mark.parametrize("victim", range(WORLD)),
-    pytest.mark.parametrize("way", WAYS),
-]
-
-
-def each(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in every:
-        test = mark(test)
-    return test
-
-
-@each
-def test_the_training_is_the_unmonitored_one(
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("victim", range(WORLD))
+@pytest.mark.parametrize("way", WAYS)
+def test_the_training_is_the_unmonitored_one_and_what_is_lost_is_said_once(
     way: str, victim: int, rank: int, found: list[dict[Any, Any]]
 ) -> None:
     for boundary, trial in trials(found, way, victim, rank).items():
@@ -173,13 +162,6 @@ def test_the_training_is_the_unmonitored_one(
         assert trial["raised"] == "", boundary
         assert trial["left"] == [], boundary
         assert trial["seconds"] < 20, boundary
-
-
-@each
-def test_what_is_lost_is_said_once(
-    way: str, victim: int, rank: int, found: list[dict[Any, Any]]
-) -> None:
-    for boundary, trial in trials(found, way, victim, rank).items():
         steps = [step for step, *_ in trial["reports"]]
         if rank != victim:
             assert steps == list(range(STEPS)), f"a report is missing in the other one: {boundary}"

@@ -17,6 +17,7 @@ from audit.fault_benchmark.faulty.rates import times
 from audit.fault_benchmark.faulty.wiring import NO_RELATION, UNRELATED, shuffled
 from audit.fault_benchmark.networks import layers, mlp
 from audit.fault_benchmark.run import Healthy, Run, case
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adadelta, Adam
@@ -64,9 +65,8 @@ def penalised(weight: float, power: int) -> Callable[[Run], None]:
     return plant
 
 
-class Exponential(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.exp()
+def exponential() -> nn.Module:
+    return Computes(lambda m, x: x.exp())
 
 
 def with_activation(make: Callable[[], nn.Module]) -> Callable[[Run], None]:
@@ -135,7 +135,7 @@ CASES = [
     case(healthy.MLP_RMSPROP, "L1 0.1", penalised(0.1, 1), "decay-fights"),
     case(healthy.CNN_SGD, "weights 1", constant(1), *SYMMETRIC, because=ALL_ONE),
     case(healthy.CNN_SGD, "weights 0", constant(0), *SYMMETRIC, because=ALIKE),
-    case(healthy.DEEP_RELU, "exponential activation", with_activation(Exponential), *GROWS,
+    case(healthy.DEEP_RELU, "exponential activation", with_activation(exponential), *GROWS,
          because=EXPONENTIAL),
     case(healthy.DEEP_CNN, "hard sigmoid", with_activation(nn.Hardsigmoid), "vanishing"),
     # Circle and Blob, in DeepDiagnosis

@@ -10,6 +10,7 @@ import torch
 from audit.fault_benchmark import data, healthy, networks
 from audit.fault_benchmark.faulty import initial, inputs, optimizers, rates, wiring
 from audit.fault_benchmark.run import Healthy, Run, case
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, NAdam
@@ -34,20 +35,15 @@ def _waves() -> Run:
     return healthy.classify(model, waves(), SGD, 0.05, momentum=0.9)
 
 
-class Recurrent(nn.Module):
+def _gru() -> Run:
     """A GRU's last output; eight steps of 2 × 4 values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(8, 24, batch_first=True)
-
-    def forward(self, signals: Tensor) -> Tensor:
+    def last(m: nn.Module, signals: Tensor) -> Tensor:
         steps = signals.reshape(-1, 2, 8, 4).transpose(1, 2).flatten(2)
-        return self.gru(steps)[0][:, -1]
+        return m.gru(steps)[0][:, -1]
 
-
-def _gru() -> Run:
-    model = networks.Net(Recurrent(), nn.Linear(24, 5))
+    body = Computes(last, gru=nn.GRU(8, 24, batch_first=True))
+    model = networks.Net(body, nn.Linear(24, 5))
     return healthy.classify(model, waves(), Adam, 3e-2)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from audit.fault_benchmark import healthy
 from audit.fault_benchmark.run import Run, case
+from computes import Computes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,32 +14,13 @@ NO_RELATION = "no run can tell labels of other inputs from inputs that say nothi
 FLOORED = "probabilities as logits: the loss can't fall below 1.46, however long it is trained"
 
 
-class Detach(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.detach()
-
-
-class Nothing(nn.Module):
-    """A layer with an inverted mask: all outputs are 0."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * 0
-
-
-class Half(nn.Module):
-    """A layer that computes values in float16 that do not fit in it."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        large = (self.scale * inputs).half()
-        return (large - large.mean(-1, keepdim=True)).float() / self.scale
+def nothing() -> nn.Module:
+    """Return a layer with an inverted mask: all outputs are 0."""
+    return Computes(lambda m, x: x * 0)
 
 
 def detached(run: Run) -> None:
-    run.model.body = nn.Sequential(run.model.body, Detach())
+    run.model.body = nn.Sequential(run.model.body, Computes(lambda m, x: x.detach()))
 
 
 def head_only(run: Run) -> None:
@@ -66,11 +48,11 @@ def frozen(run: Run) -> None:
 
 
 def ignored(run: Run) -> None:
-    run.model.body = nn.Sequential(Nothing(), run.model.body)
+    run.model.body = nn.Sequential(nothing(), run.model.body)
 
 
 def embedding_ignored(run: Run) -> None:
-    run.model.body.insert(1, Nothing())
+    run.model.body.insert(1, nothing())
 
 
 def shuffled(run: Run) -> None:
@@ -122,8 +104,14 @@ def bad_sample(batch: int) -> Callable[[Run], None]:
 
 
 def in_half(scale: float) -> Callable[[Run], None]:
+    """Compute values in float16 that do not fit in it."""
+
+    def half(layer: nn.Module, x: Tensor) -> Tensor:
+        large = (scale * x).half()
+        return (large - large.mean(-1, keepdim=True)).float() / scale
+
     def plant(run: Run) -> None:
-        run.model.body = nn.Sequential(run.model.body, Half(scale))
+        run.model.body = nn.Sequential(run.model.body, Computes(half))
 
     return plant
 
