@@ -18,6 +18,7 @@ import torch
 from audit.browser import chromium
 from blocks import ROOT
 
+from adiv_monitor.maths import attention, measures
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
 
 DOCS = ROOT / "docs"
@@ -198,6 +199,15 @@ def test_every_measure_is_explained() -> None:
     others = {*ATTENTION_MEASURES, *ALIGNMENT_MEASURES}
     families = ("kappa_", "spectral_")
     assert {n for n in others if f"`{n}`" not in text and not n.startswith(families)} == set()
+
+
+def test_every_measure_names_its_function() -> None:
+    """In the theory, by a link that the strict build follows."""
+    theory = "".join(page.read_text() for page in (DOCS / "theory").glob("*.md"))
+    for module in (measures, attention):
+        functions = {n for n in (*MEASURES, *ATTENTION_MEASURES) if hasattr(module, n)}
+        linked = set(re.findall(rf"{re.escape(module.__name__)}\.(\w+)\)", theory))
+        assert functions - linked == set()
 
 
 # The site
