@@ -60,8 +60,8 @@ class Diagnosis:
         rest = f" {_count(len(self.findings), 'weaker finding')} below." * bool(self.findings)
         rest = " Other learning rates were not tried." * (not self.record.rates) + rest
         watched = [f for f in self.findings if f.strength == "watch"]
-        names = "loss-stuck", "behind-reference"
-        stuck = next((f.summary for f in self.findings if f.name in names), "")
+        symptoms = "loss-stuck", "behind-reference"
+        stuck = next((f.summary for f in self.findings if f.name in symptoms), "")
         may_be = [f for f in watched if fault_of(f).family not in OF_STEPS or f.name in SETTINGS]
         likely = next((f.summary for f in may_be if stuck or f.name not in TRAITS), "")
         if stuck:
