@@ -285,6 +285,14 @@ def of_optimizers() -> Iterator[Headline]:
         yield f"{optimizer}: affine-like layers − none", shown
 
 
+def of_normalisers() -> Iterator[Headline]:
+    """What their parameters bring to normalisers."""
+    found = best(runs("normalisers"))
+    for name in ("batchnorm", "layernorm", "rmsnorm"):
+        shown = plus(*more(found, f"{name}, with parameters", name), sign=True)
+        yield f"{name}: with parameters − without", shown
+
+
 def of_schedules() -> Iterator[Headline]:
     """Dynamic maximal learning rates against those of full alignment, each at its best rate."""
     said = []
@@ -315,7 +323,7 @@ def headlines() -> Iterable[Headline]:
         *(of_table1, of_fair, of_gradient_only, of_hundred, of_depth),
         *(of_own_setting, of_overtaking, of_widths, of_readings),
     )
-    for part in (*parts, of_optimizers, of_schedules, of_alignments):
+    for part in (*parts, of_optimizers, of_normalisers, of_schedules, of_alignments):
         yield from part()
 
 

@@ -18,6 +18,7 @@ import alignments
 import clouds
 import depth
 import fair
+import normalisers
 import optimizers
 import patches
 import resnet
@@ -49,6 +50,7 @@ COMMANDS = {
     "widths": Command((*DATA, *TWO[:3]), 2 * (2 * 2 * 3 + 3 * 2), (256, 50), FIGURES),
     "optimizers": Command(DATA, len(optimizers.GRIDS)),
     "depth": Command(DATA, 2 * len(depth.KINDS)),
+    "normalisers": Command(DATA, len(normalisers.GRIDS)),
     "transformer": Command(("--steps", "2"), len(transformer.GRIDS)),
     "patches": Command(DATA, len(patches.GRIDS)),
     "alignments": Command(

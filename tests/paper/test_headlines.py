@@ -16,6 +16,7 @@ import convolutional
 import depth
 import fair_report
 import headlines
+import normalisers
 import optimizers
 import patches
 import projections
@@ -43,10 +44,7 @@ PAGES: dict[str, Callable[[Runs], str]] = {
     "convolutional": convolutional.text,
     "projections": projections.text,
     "alignments": alignments_report.text,
-    "depth": of_question(depth),
-    "optimizers": of_question(optimizers),
-    "patches": of_question(patches),
-    "transformer": of_question(transformer),
+    **{m.__name__: of_question(m) for m in (depth, normalisers, optimizers, patches, transformer)},
 }
 
 
