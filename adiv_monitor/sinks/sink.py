@@ -11,8 +11,9 @@ class Sink(Protocol):
 
     A sink may also have `flush()`, if it holds something back: callbacks, which leave the user's
     sinks open, call it when a training ends; `add_losses(losses)`, if it shows the loss: it is
-    called before the end with the losses, by step, of the steps after the last report; and `place`,
-    a path or an address that the line at the end of a run names.
+    called before the end with the losses, by step, of the steps after the last report; `place`, a
+    path or an address that the line at the end of a run names; and `named(name)`, if it shows one
+    monitor alone: a callback with several optimizers asks for the sink of each by it.
 
     The monitor treats an exception from `write` as its `on_error` says.
     """

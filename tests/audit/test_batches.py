@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from adiv_monitor.audit.experiments.data import input_statistics
-from adiv_monitor.audit.training.batches import copied, on_device, taken, tensors
+from adiv_monitor.audit.training.batches import copied, first, on_device, taken, tensors
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis.record import InputStatistics
 
@@ -63,6 +63,12 @@ def test_a_buffer_that_is_used_again_is_not_taken_twice() -> None:
 
     found = taken(loader(), 3, torch.device("cpu"))
     assert [x.tolist() for x in found] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_the_first_samples_share_what_is_sparse_as_a_graph() -> None:
+    x, sparse = torch.rand(3, 3), torch.eye(3).to_sparse()
+    small, same = first((x, sparse), 2)
+    assert torch.equal(small, x[:2]) and same is sparse
 
 
 def found(

@@ -275,6 +275,10 @@ def test_each_optimizer_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert not (tmp_path / "run.html").exists()
 
 
+def test_a_fast_run_is_told_nothing_of_its_loggers() -> None:
+    trainer(callbacks=DivergenceCallback(1), fast_dev_run=True, logger=True).fit(module(), loader())
+
+
 def test_a_choice_may_leave_an_optimizer_out() -> None:
     memory = MemorySink()
     callback = DivergenceCallback(4, layers=["crit*"], sinks=[memory], on_error="raise")

@@ -54,7 +54,7 @@ class _Outputs:
         if isinstance(target, Tensor):
             scores, y = call.argument(0, "input"), target.detach()
             is_class = call.name in ("cross_entropy", "nll_loss") and 0 < y.ndim < scores.ndim
-            self.targets.append(y.where(y < scores.shape[1], -1) if is_class else y)
+            self.targets.append(y.long().where(y < scores.shape[1], -1) if is_class else y)
 
     def at(self, labels: Tensor) -> Tensor | None:
         """Return which labels' places have a gradient in some output; None: no output has them.

@@ -354,8 +354,8 @@ def rate_gone(record: Record) -> Iterator[Finding]:
                 f"By step {since:,}, the learning rate{group} is below {limit:g} of its peak.",
                 (Evidence("learning rate over its peak", of[last] / max(of.values()), limit,
                           step=last),),
-                (Advice("make the schedule as long as the training, in batches or in epochs; apply "
-                        "a decay of single groups once, not in each step"),),
+                (Advice("look for a decay of the groups that is applied in each step" if group else
+                        "make the schedule as long as the training, in batches or in epochs"),),
                 "A higher base learning rate decays as soon.", since=since, layers=tuple(
                     p for p, j in record.reports[-1].groups.items() if i == j))  # fmt: skip
             return
