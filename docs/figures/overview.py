@@ -35,11 +35,12 @@ def overview(steps: int) -> bytes:
     slow = [named.pop(name) for name in SLOW]
     groups = [{"params": list(named.values())}, {"params": slow, "lr": RATE / 1000}]
     optimizer = SGD(groups, lr=RATE, momentum=0.9)
-    with Monitor(model, optimizer, every_n_steps=2, keep=steps) as monitor:
+    loss = nn.CrossEntropyLoss()
+    with Monitor(model, optimizer, every_n_steps=2, loss=loss, keep=steps) as monitor:
         for _ in range(steps):
             rows = torch.randint(len(images), (BATCH,))
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+            loss(model(images[rows]), labels[rows]).backward()
             optimizer.step()
     running = Running()
     for report in monitor.reports:
