@@ -6,7 +6,7 @@ from dataclasses import replace
 from made_records import FACTS, RISING, STILL, WELL, reading, record
 
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.seen import activation_before, seen_in
+from adiv_monitor.diagnosis.seen import activation_before, chance_of, seen_in
 from adiv_monitor.report import AttentionReading, Spike, StepReport
 from adiv_monitor.report.wording import NO_GRADIENT
 
@@ -44,7 +44,7 @@ def run(
         for i in range(count)
     )
     told = {"probed": seen_in(reports), "activated_output": activation_before(reports)}
-    none = {"inputs": {}, "units": {}, "chance": None}
+    none = {"inputs": {}, "units": {}, "chance": chance_of(reports, losses)}
     return record(facts=OWN, reports=reports, losses=losses, **none, **told)
 
 
@@ -60,11 +60,16 @@ def rates(*values: float) -> list[tuple[float, ...]]:
     return [(value,) for value in values]
 
 
+FADES = rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
+
+
 LONG = LAYERS | {"c": reading(update_ratio=2.0)}
 ONES, QUARTERS = (1.0,) * 4, (0.25,) * 4
 NOT_ZEROED = {name: reading(earlier_share=0.9) for name in "abc"}
 DEAD = {name: reading(idle_share=1.0, gradient_factor=math.nan) for name in "ab"}
 HEAD = {"c": LAYERS["c"]}
+SMALL = {"a": reading(activation_rms=0.3)}
+BELOW_ZERO = (0.7, *(-0.01 * step for step in range(39)))
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
 IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
@@ -162,9 +167,7 @@ HITS = {
     "left-in-eval since the first evaluation": run(evaluated=[(), (), *[("drop",)] * 4]),
     "same-batch": run(batch=(3.5, 7.0), next_batch=(3.5, 7.0)),
     "clipping-always": run(losses=STILL, layers=SHORT, loss_gradients=(1.0,)),
-    "clipping-always to next to nothing": run(
-        losses=STILL, layers=CLIPPED_AWAY, loss_gradients=(1.0,)
-    ),
+    "clipping-always to nothing": run(losses=STILL, layers=CLIPPED_AWAY, loss_gradients=(1.0,)),
     "clipping-always by a scaler": run(
         losses=STILL,
         layers={"a": reading(update_ratio=1e-9, gradient_factor=1e-9)},
@@ -179,9 +182,14 @@ HITS = {
     "broadcast-loss": run(loss_module="MSELoss", loss_shapes=((64, 1), (64,))),
     "double-softmax": run(loss_module="CrossEntropyLoss", probabilities=True),
     "activated-logits": run(loss_module="BCEWithLogitsLoss", probabilities=True),
-    "target-scale": run(
-        losses=(4e4, *STILL_HIGH), loss_module="MSELoss", layers={"a": reading(activation_rms=0.3)}
+    "target-scale": run(losses=(4e4, *STILL_HIGH), loss_module="MSELoss", layers=SMALL),
+    "target-scale by sum": run(
+        losses=(4e4, *STILL_HIGH), loss_module="CrossEntropyLoss", layers=SMALL
     ),
+    "targets-out-of-range": run(losses=BELOW_ZERO, loss_module="BCEWithLogitsLoss"),
+    "no-log": run(losses=BELOW_ZERO, loss_module="NLLLoss"),
+    "constant-data": run(losses=STILL, batch=(-8e3,), batch_spread=(0.3,)),
+    "penalty-dominates": run(losses=STILL, layers=ADDED),
     "seed-again": run(random_states=(1, 2)),
     "running-statistics": run(norm_passes=[1, 8, 23, 30, 45, 52]),
     "attention-saturated": run(losses=STILL, attention=LOOKS),
@@ -192,23 +200,15 @@ HITS = {
     "loss-spike": run(spikes=(Spike(5, 9.0, 0.5, 20.0, {"b": 40.0}),)),
     "rate-gone": run(learning_rates=rates(0.1, 1e-5, 1e-8, 1e-9, 1e-12, 0.0)),
     "rate-gone of one group": run(**FADING),
-    "rate-gone where the loss stands": run(
-        losses=STILL, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
-    ),
-    "rate-gone where the loss does not halve": run(
-        losses=SLOWLY, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
-    ),
+    "rate-gone where the loss stands": run(losses=STILL, learning_rates=FADES),
+    "rate-gone where the loss does not halve": run(losses=SLOWLY, learning_rates=FADES),
     "rate-too-high by a first step that a run makes up for": run(
         losses=(2.3, 30.0, 9.0, *(1.0,) * 37), layers=[FAR, *[LAYERS] * 5]
     ),
     "rate-rises": run(losses=UP_AGAIN, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)),
-    "rate-rises by a jump of one group": run(
-        learning_rates=[*[(0.1, 0.01)] * 4, *[(0.1, 0.3)] * 2]
-    ),
+    "rate-rises by one group's jump": run(learning_rates=[*[(0.1, 0.01)] * 4, *[(0.1, 0.3)] * 2]),
     "weights-set-back": run(weights_returned=[None, None, 1.0, 1.0, 1.0, 1.0]),
-    "weights-set-back by half": run(
-        losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]
-    ),
+    "weights-set-back half": run(losses=STILL, weights_returned=[None, None, 0.6, 0.7, 0.1, 0.9]),
     "other-optimizer": run(changed_by=[(), *[("Adam",)] * 5], layers=UNDONE),
     "frozen": run(layers=HEAD, trainable=300, frozen={"a": 300, "b": 400}),
     "gradients-summed": run(losses=RISING, layers=LONG, loss_gradients=ONES),
@@ -217,11 +217,11 @@ HITS = {
 }
 MEANT = {
     "losses that are not finite": run(spikes=(Spike(5, math.inf, 0.5, math.inf),)),
-    "outputs of the shape of their targets": run(
+    "outputs of their targets' shape": run(
         loss_module="MSELoss", loss_shapes=((64, 1), (64, 1))
     ),
     "a loss of one's own": run(loss_shapes=((64, 1), (64,)), probabilities=True),
-    "probabilities now and then": run(
+    "probabilities at times": run(
         loss_module="CrossEntropyLoss", probabilities=[True, False] * 3
     ),
     "no random numbers": run(random_states=(1, 1)),
@@ -280,11 +280,11 @@ MEANT = {
         unused_losses=[30, *[0] * 5], loss_gradients=(1.0,)
     ),
     "two losses for a table in each step": run(unused_losses=2, loss_gradients=(1.0,)),
-    "the last step of an epoch after few batches": run(
+    "an epoch's last step of few batches": run(
         loss_counts={4: 5, 2: 1}, loss_gradients=QUARTERS
     ),
     "as many batches as fit": run(loss_counts={4: 5, 5: 2, 6: 2}, loss_gradients=QUARTERS),
-    "two losses in one backward pass, at times three": run(
+    "two losses in a backward pass, or three": run(
         loss_counts={2: 5, 3: 2}, loss_gradients=(1.0,)
     ),
     "a generator's step after some of its critic's": run(
@@ -294,10 +294,10 @@ MEANT = {
         loss_counts={3: 5, 4: 2}, loss_gradients=ONES[:3], other_optimizers=("Adam",)
     ),
     "a warm-up and a step down": run(learning_rates=(0.01,), rate_falls=1),
-    "groups that decay alike": run(
+    "groups that decay": run(
         learning_rates=[(0.1 * 0.1**i, 0.001 * 0.1**i) for i in range(6)]
     ),
-    "a group that fades at the end": run(
+    "a group fading at last": run(
         learning_rates=[(0.1 if i < 5 else 0.0, 0.1) for i in range(6)]
     ),
     "momentum that cycles": run(
@@ -307,6 +307,9 @@ MEANT = {
     "a large epsilon, as the loss falls": run(settings={"beta1": (0.9,), "eps": (1e-3,)}),
     "a head with a higher rate": run(layers=LAYERS | {"c": reading(update_ratio=0.2)}, **GROUPS),
     "batches that differ, as the loss falls": run(9, every=4, **SPREAD),
+    "rounding below zero": run(losses=(0.7, *(-1e-6,) * 39), loss_module="BCEWithLogitsLoss"),
+    "a penalty, as the loss falls": run(layers=ADDED),
+    "inputs that hardly differ, as the loss falls": run(batch=(-8e3,), batch_spread=(0.3,)),
     "batches drawn at random": run(9, STILL, every=4, **(SPREAD | {"batch_spread": (30.0,)})),
     "one row with a gradient": run(
         losses=STILL,
@@ -322,13 +325,13 @@ MEANT = {
     "half of it unused": run(losses=STILL, **without(*"aaaaaa")),
     "a small part is frozen": run(trainable=1000, frozen={"a": 100}),
     "frozen by turns": run(frozen=[{"a": 300}, {"b": 300}] * 3),
-    "unfrozen step by step": run(
+    "unfrozen by steps": run(
         layers=[HEAD, HEAD, *[LAYERS] * 4], trainable=[300, 300, *[1000] * 4]
     ),
     "frozen at times": run(layers=[LAYERS, HEAD] * 3, trainable=[1000, 300] * 3),
     "experts by turns": run(losses=STILL, **without(*"ababab")),
     "samples that agree, as the loss falls": run(layers=ALIKE),
-    "samples that agree, of two players": run(
+    "samples alike, of two players": run(
         losses=STILL, layers=ALIKE, other_optimizers=("Adam",)
     ),
     "a head that nobody uses": run(not_held=[{}, *[{"a": 9}] * 5]),
@@ -352,7 +355,7 @@ MEANT = {
     ),
     "warm-up from zero": run(learning_rates=rates(0.0, 0.01, 0.1, 0.1, 0.1, 0.1)),
     "cosine to zero": run(learning_rates=rates(0.1, 0.09, 0.06, 0.03, 0.01, 0.0)),
-    "exponential decay": run(learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)),
+    "exponential decay": run(learning_rates=FADES),
     "a cycle": run(learning_rates=rates(0.1, 0.0, 0.1, 0.0, 0.1, 0.0)),
     "warm-up on a loss that rises from the first step": run(
         losses=UP, learning_rates=rates(0.01, 0.03, 0.1, 0.3, 1, 3)

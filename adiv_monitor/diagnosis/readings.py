@@ -153,8 +153,6 @@ def of_same_rows(readings: Mapping[str, LayerReading], one: str, other: str) -> 
         reading = readings[path]
         return reading.rows_total, reading.scale_mean or 0.0, reading.scale_cv or 0.0
 
-    if one not in readings or other not in readings:
-        return False
     pairs = zip(scales(one), scales(other), strict=True)
     return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in pairs)
 

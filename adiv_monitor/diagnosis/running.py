@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from adiv_monitor.diagnosis.diagnose import diagnose
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Facts, Record
-from adiv_monitor.diagnosis.seen import activation_before, seen_in
+from adiv_monitor.diagnosis.seen import activation_before, chance_of, seen_in
 from adiv_monitor.report import Alarm, StepReport
 from adiv_monitor.report.wording import non_finite_words
 
@@ -186,6 +186,7 @@ class Running:
             non_finite_since=step,
             skipped=self._skipped,
             probed=seen_in(reports),
+            chance=chance_of(reports, [*losses.values()]),
             activated_output=activation_before(reports),
         )
 

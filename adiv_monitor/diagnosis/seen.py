@@ -1,5 +1,6 @@
 """What a monitor's reports tell of questions that an audit asks copies of the model."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact, Probed
@@ -22,6 +23,19 @@ def activation_before(reports: Sequence[StepReport]) -> ActivatedOutput | None:
     losses = {r.loss_module if r.probabilities else "" for r in reports}
     name = _OWN.get(losses.pop()) if len(losses) == 1 and len(reports) >= FEWEST else None
     return ActivatedOutput(name, None) if name else None
+
+
+def chance_of(reports: Sequence[StepReport], losses: Sequence[float]) -> float | None:
+    """Return ln C, the cross-entropy of C classes that are all as likely; None: it is not known.
+
+    A sum over the samples, which is no such mean, begins far above it.
+    """
+    for first in (r for r in reports[:1] if r.loss_module == "CrossEntropyLoss" and r.step == 0):
+        logits, labels = (*first.loss_shapes, (), ())[:2]
+        if len(logits) == len(labels) + 1 > 1 and losses:
+            chance = math.log(logits[1])
+            return chance if losses[0] < chance * math.prod(labels) / 2 else None
+    return None
 
 
 def _broadcast(reports: Sequence[StepReport]) -> Iterator[Fact]:

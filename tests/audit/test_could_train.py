@@ -56,7 +56,7 @@ def test_an_audit_asks_by_its_own_probes(name: str) -> None:
     audited = replace(HITS[name], facts=FACTS)
     of_both = {"rate-too-high", "rate-gone", "group-rates", "rate-zero"}
     of_both |= {"broadcast-loss", "double-softmax", "seed-again", "activated-logits"}
-    of_both |= {"target-scale"}
+    of_both |= {"target-scale", "rounded-away", "zero-gradient"}
     assert not (CERTAIN - of_both) & found(audited).keys()
 
 
@@ -112,6 +112,10 @@ SAID: list[tuple[str, str, Record]] = [
     ("loss-stuck watch", "", run(losses=(
         *CREEPING[:10], *(x + 6 for x in CREEPING[10:20]), *(537.0, 535.0) * 10))),
     ("loss-stuck watch", "", record(losses=CREEPING, chance=552.0)),
+    *((f"loss-stuck {strength}", "ends hardly below 2.3",
+       run(losses=(first, *[2.31] * 39), loss_module="CrossEntropyLoss",
+           loss_shapes=((64, classes), (64,))))
+      for first, classes, strength in ((3.5, 10, "watch"), (3.5, 20, "no"), (150.0, 10, "no"))),
 ]  # fmt: skip
 
 
@@ -183,7 +187,7 @@ def test_a_step_that_kills_a_layer_is_too_long(
     """Units that die after a step longer than their activations do not explain themselves."""
     layers = LAYERS | {"c": reading(update_ratio=move)}
     after = {"a": reading(update_ratio=1e-3, idle_share=idle)} | dict.fromkeys("bc", reading())
-    of = run(losses=losses, layers=[layers, *[after] * 5])
+    of = run(11, losses, layers=[layers, *[after] * 6, LAYERS, *[after] * 3])  # alive in one step
     assert next(iter(found(of))) == first
 
 

@@ -110,7 +110,7 @@ HITS = {
     "non-finite": record(losses=(2.3, 2.2, math.nan), first_non_finite="gradient of a"),
     "input-scale": record(inputs={"0": replace(INPUTS, std=160.0)}),
     "input-mean": record(
-        {"a": reading(common_share=0.9)}, inputs={"0": replace(INPUTS, mean=10.0)}
+        {"a": reading(common_share=0.9)}, inputs={"0": replace(INPUTS, mean=9.0)}
     ),
     "row-spread": record({"a": reading(scale_cv=3.0, standard_error={"scale_cv": 0.1})}),
     "projection-fights": record({"b": reading(projection_cosine=0.1, applied_cosine=-0.2)}),
@@ -140,8 +140,8 @@ HITS = {
     "hidden-parameters": probed("hidden-parameters", share=0.5),
     "targets-misplaced": probed("targets-misplaced", share=0.1),
     "dropout-on-outputs": probed("dropout-on-outputs", rate=0.3),
-    "rate-zero": probed("rate-zero", share=0.5),
-    "rounded-away": probed("rounded-away", share=0.8),
+    "rate-zero": replace(LOOP["rate-zero of one group"], facts=FACTS, losses=STILL),
+    "rounded-away": record(dict.fromkeys("abc", reading(unchanged_share=0.8)), losses=STILL),
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1),
     "state-carried": probed("state-carried", words={"of": "sample", "goes on": "no"}, outputs=0.1),
     "reshape-scrambles": probed("reshape-scrambles"),
@@ -186,7 +186,7 @@ HITS = {
     "added-to-itself": probed("added-to-itself"),
     "label-is-blank": probed("label-is-blank", WELL, share=0.2, blank=0.0),
     "zero-slope": replace(probed("zero-slope"), wiring=ZERO),
-    "zero-gradient": record(gradient_norms=(0.0,) * STEPS, losses=STILL, wiring=ZERO),
+    "zero-gradient": record(dict.fromkeys("abc", reading(idle_share=1.0)), losses=STILL),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
                      weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
 }  # fmt: skip
@@ -288,9 +288,7 @@ NEAR_MISSES = {
         probed("outputs-constant", words={"by": "zeros"}, share=0.0), units=units(dead=64).units
     ),
     "input-scale": record(inputs={"0": replace(INPUTS, std=0.3)}),
-    "input-mean": record(
-        {"a": reading(common_share=0.4)}, inputs={"0": replace(INPUTS, mean=10.0)}
-    ),
+    "input-mean": record({"a": reading(common_share=0.4)}, inputs={"0": replace(INPUTS, mean=9.0)}),
     "row-spread": record({"a": reading(scale_cv=0.9)}),
     "projection-fights": record({"b": reading(projection_cosine=0.99)}),
     "decay-fights": record(facts=decayed(0.01), losses=STILL),
@@ -311,7 +309,7 @@ NEAR_MISSES = {
     "activated-logits": record(activated_output=ActivatedOutput("softmax", "head.1")),
     "target-scale": record(chance=11.0),
     "unbounded-loss": record(losses=tuple(2 - 1e3 * (i / 39) ** 0.5 for i in range(STEPS))),
-    "rounded-away": probed("rounded-away", share=0.45),
+    "rounded-away": record(dict.fromkeys("abc", reading(unchanged_share=0.45)), losses=STILL),
     "targets-out-of-range": probed("targets-out-of-range", share=0.005),
     "gradient-cut": probed("gradient-cut", cosine=0.995),
     "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
@@ -323,7 +321,7 @@ NEAR_MISSES = {
     "outputs-forced": probed("outputs-forced", share=0.05),
     "outputs-in-vain": probed("outputs-in-vain", share=0.3, first=2.0, zeros=2.1, lowest=0.6),
     "zero-slope": record(),
-    "zero-gradient": record(gradient_norms=(*(0.0,) * (STEPS - 1), 1e-9)),
+    "zero-gradient": record(dict.fromkeys("ab", reading(idle_share=1.0)), losses=STILL),
     "class-weights": probed("class-weights", slope=0.45, correlation=1.0),
     "padding-counts": probed("padding-counts", share=0.04),
     "penalty-dominates": penalised(0.25),

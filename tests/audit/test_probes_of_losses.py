@@ -775,7 +775,7 @@ def test_a_loss_without_a_bound_is_told_from_one_with_a_bound() -> None:
 def test_a_run_whose_loss_has_no_gradient_is_to_be_acted_on() -> None:
     """Through a whole run: a question names the place, or else the gradient that is zero."""
     for of, strength in ((itself, "act"), (satisfied, "act"), (F.cross_entropy, None)):
-        seen = observe(setup(loss=of_outputs(of), steps=12), every_n_steps=6)
+        seen = observe(setup(loss=of_outputs(of), steps=12), every_n_steps=4)
         found = {finding.name: finding.strength for finding in diagnose(seen)}
         assert found.get("zero-gradient") == strength
 

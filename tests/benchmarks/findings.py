@@ -358,7 +358,8 @@ def subtracted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def in_16_bits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return loss(lambda x: model(x.bfloat16()).float(), batch)  # type: ignore[arg-type]
+    weight = next(model.parameters())
+    return loss(lambda x: model(x.to(weight.dtype)).float(), batch)  # type: ignore[arg-type]
 
 
 def of_fact(probe: str, number: str) -> Callable[[Record], float]:
@@ -936,7 +937,7 @@ PICTURES: dict[str, Picture] = {
         lambda: replace(
             HEALTHY.setup(), model=HEALTHY.setup().model.bfloat16(), loss=in_16_bits,
             optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
-        {"share of entries that a step leaves unchanged": of_fact("rounded-away", "share")},
+        {"unchanged_share of the first layer": first("unchanged_share")},
         (parameters, ("ROUNDED_AWAY",)),
         with_setup(optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
     ),

@@ -25,9 +25,7 @@ LINEAR = {
 }
 CONVOLUTION = {
     "patch norm": lambda: PatchNormConv2d(2, 4, 3, groups=2, padding=1, dtype=torch.float64),
-    "patch norm, norm-like": lambda: PatchNormConv2d(
-        2, 4, 3, form="norm-like", dtype=torch.float64
-    ),
+    "patch, norm-like": lambda: PatchNormConv2d(2, 4, 3, form="norm-like", dtype=torch.float64),
     "gradient-only convolution": lambda: GradientOnlyConv2d(2, 4, 3, dtype=torch.float64),
 }
 LAYERS = LINEAR | CONVOLUTION

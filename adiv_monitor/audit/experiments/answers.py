@@ -20,7 +20,7 @@ from adiv_monitor.audit.experiments.changed_inputs import (
     still,
     with_tensor,
 )
-from adiv_monitor.audit.experiments.loss_inputs import parts_like
+from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES, parts_like
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
@@ -286,10 +286,7 @@ SAMPLES = 100  # fewest samples that are held out
 EXPLAINS = 0.3  # of the labels: what a small network must explain
 MOST_SAMPLES, MOST_FEATURES, HIDDEN = 2048, 512, 256
 PENALTY, FAR = 0.1, 5.0  # times the number of samples; spreads that an entry counts at most
-LOSSES = (
-    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss"),
-)
+OF_LABELS = (*CLASSIFIES, *LOSSES, "gaussian_nll_loss")
 _UNKNOWN = "no known loss of one label for each sample is called with a part of the batch"
 
 
@@ -348,7 +345,7 @@ def _compared(fork: Fork, batch: Any) -> tuple[Tensor, Tensor]:
     Of classes, these are (samples, classes) and integers; values are in float64.
     """
     size = size_of(batch)
-    for call in calls_of(fork, lambda call: call.name in LOSSES, batch):
+    for call in calls_of(fork, lambda call: call.name in OF_LABELS, batch):
         given, target = (x.detach().cpu() for x in call.args[:2])
         if target.numel() != size:
             continue

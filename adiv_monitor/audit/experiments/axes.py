@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.audit.experiments.calls import PRODUCTS, Call, Derived, given, see_calls
-from adiv_monitor.audit.experiments.questions import looks
+from adiv_monitor.audit.experiments.questions import Look, looks
 from adiv_monitor.audit.training.batches import first, size_of
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.diagnosis.record import Fact
@@ -20,7 +20,7 @@ Summed = tuple[Tensor, set[int]]  # an operand, and the axes that a product sums
 
 
 @looks("attention-axis")
-class Attentions:
+class Attentions(Look):
     """Tells products that sum the weights of a softmax along another axis than they sum to 1.
 
     Scores are a product of two tensors that are no layer's weights, such as queries and keys. The
@@ -28,7 +28,7 @@ class Attentions:
     """
 
     def __init__(self, fork: Fork) -> None:
-        self._found: list[Fact] = []
+        super().__init__(fork)
         self._scores, self._weights = Derived(), Derived()
 
     def see(self, call: Call) -> None:
@@ -47,10 +47,6 @@ class Attentions:
         is_softmax = call.name == "softmax" and call.path is not None
         if is_softmax and self._scores.source(call.argument(0, "input")):
             self._weights.begin(call)
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the softmaxes whose weights a product sums over another axis."""
-        return self._found
 
 
 def _summed(call: Call) -> list[Summed]:

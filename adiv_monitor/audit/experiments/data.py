@@ -26,16 +26,16 @@ def spread(batches: Sequence[Any], most: int = BATCHES) -> list[Any]:
     return [batches[i * len(batches) // count] for i in range(count)]
 
 
-def _given(setup: Setup, batches: Sequence[Any]) -> dict[str, list[Tensor]]:
+def inputs_of(fork: Fork, batches: Iterable[Any]) -> dict[str, list[Tensor]]:
     """Return the model's inputs for each batch, by argument."""
-    fork, given = setup.fork(), defaultdict(list)
+    given: dict[str, list[Tensor]] = defaultdict(list)
     for batch in batches:
         for name, x in given_inputs(fork, batch).items():
             given[name].append(x.cpu())
     return given
 
 
-def _features(parts: Sequence[Tensor]) -> Tensor:
+def features(parts: Sequence[Tensor]) -> Tensor:
     """Return an input's entries (entries, features) in float64; one feature if lengths differ.
 
     Features are the channels, dim 1, of four or more dimensions, and the last dimension otherwise;
@@ -88,7 +88,7 @@ def relates(x: Tensor) -> bool:
 
 def _statistics(parts: Sequence[Tensor]) -> InputStatistics:
     """Return the statistics of an input, from that of each batch (N, …)."""
-    x = _features(parts)
+    x = features(parts)
     low, high = x.aminmax(dim=0)
     means, stds = x.mean(0), x.std(0, correction=0)
     varying = stds[low != high]
@@ -185,7 +185,7 @@ def constant_data(setup: Setup, trained: Fork) -> Iterable[Fact]:
     samples = sum(map(size_of, batches))
     if samples < SAMPLES or size_of(batches[0]) < 2:
         raise Untold("too few samples")
-    given = _given(setup, batches)
+    given = inputs_of(setup.fork(), batches)
     wide = [parts for parts in given.values() if parts[0].ndim > 1]
     if wide and all(map(_are_constant, wide)):
         return (Fact("", {"samples": float(samples)}, {"of": "inputs"}),)
@@ -231,9 +231,9 @@ def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the entries of inputs that are the target of all samples, up to factor and offset."""
     batches = spread(setup.batches)
     y = torch.cat(_labels_of(batches) or [torch.zeros(0)]).double()
-    for name, parts in _given(setup, batches).items():
+    for name, parts in inputs_of(setup.fork(), batches).items():
         is_rows = 1 < parts[0].ndim < 4 and parts[0].is_floating_point()  # or sequences; no images
-        x = _features([part.flatten(1) for part in parts]) if is_rows else y[:, None]
+        x = features([part.flatten(1) for part in parts]) if is_rows else y[:, None]
         if not len(x) == len(y) >= SAMPLES or x.shape[1] < 2:
             continue
         apart, own = ((z - z.mean(0)) / z.std(0) for z in (x, y))

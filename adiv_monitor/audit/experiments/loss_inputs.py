@@ -18,7 +18,7 @@ from adiv_monitor.audit.experiments.calls import (
     see_calls,
 )
 from adiv_monitor.audit.experiments.modules import ends_of_function
-from adiv_monitor.audit.experiments.questions import asks, looks, of_each_call
+from adiv_monitor.audit.experiments.questions import Look, asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact
@@ -176,7 +176,7 @@ def of_one(call: Call, fork: Fork) -> Fact | None:
 
 
 @looks("softmax-over-samples")
-class OverAnotherAxis:
+class OverAnotherAxis(Look):
     """Tells softmaxes of (samples, classes) over the first axis, which mix samples.
 
     If the tensors of a batch are of unlike length, as of one bag of instances and its target, their
@@ -185,10 +185,10 @@ class OverAnotherAxis:
     """
 
     def __init__(self, fork: Fork) -> None:
+        super().__init__(fork)
         self._samples = size_of(fork.batches[0])
         self._alike = all(len(x) == self._samples for x in tensors(fork.batches[0]) if x.ndim)
         self._made: list[Tensor] = []
-        self._found: list[Fact] = []
 
     def see(self, call: Call) -> None:
         """Look at a call."""
@@ -201,10 +201,6 @@ class OverAnotherAxis:
             call.argument(0, "input") is x for x in self._made
         ):
             self._found.append(_of_shape(call, places="True"))
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return the calls."""
-        return self._found
 
 
 def _of_shape(call: Call, **words: str) -> Fact:
@@ -371,11 +367,11 @@ class Forced:
 HIGH = 0.7  # share that dropout drops
 
 
-@asks("dropout-too-high")
-def dropout_too_high(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return dropout rates above 0.7."""
-    drops = calls_of(setup.fork(), lambda call: rate_of(call) > HIGH)
-    return (Fact(call.place, {"rate": rate_of(call)}) for call in drops)
+@of_each_call("dropout-too-high")
+def dropout_too_high(call: Call, fork: Fork) -> Fact | None:
+    """Return a dropout rate above 0.7."""
+    rate = rate_of(call)
+    return Fact(call.place, {"rate": rate}) if rate > HIGH else None
 
 
 @asks("dropout-on-outputs")

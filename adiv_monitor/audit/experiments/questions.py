@@ -7,7 +7,7 @@ the calls of one pass share that pass.
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +24,22 @@ class Untold(Exception):
     """Raised by a question that can't be answered; the message says why."""
 
 
-class Look(Protocol):
+class Look:
     """A question about the recorded pass: one pass, loss and backward pass of the first batch.
 
     Dropout drops nothing. `Look(fork)` may put hooks on the copy.
     """
+
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        self._found: list[Fact] = []
 
     def see(self, call: Call) -> None:
         """Look at a call after it has returned; its tensors may be overwritten later."""
 
     def facts(self, loss: Tensor) -> Iterable[Fact]:
         """Return the facts, after the backward pass, which keeps the graph."""
+        return self._found
 
 
 ASKS: dict[str, Ask] = {}  # with passes of their own
@@ -60,17 +65,10 @@ def of_each_call(name: str) -> Callable[[FactOf], FactOf]:
     """Register a question about single calls of the recorded pass, from call and copy to a fact."""
 
     def register(fact_of: FactOf) -> FactOf:
-        class EachCall:
-            def __init__(self, fork: Fork) -> None:
-                self._fork = fork
-                self._found: list[Fact] = []
-
+        class EachCall(Look):
             def see(self, call: Call) -> None:
                 if (fact := fact_of(call, self._fork)) is not None:
                     self._found.append(fact)
-
-            def facts(self, loss: Tensor) -> Iterable[Fact]:
-                return self._found
 
         LOOKS[name] = EachCall
         return fact_of

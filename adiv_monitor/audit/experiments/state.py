@@ -13,56 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import Call, given, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, with_tensor
-from adiv_monitor.audit.experiments.questions import Look, asks, looks
+from adiv_monitor.audit.experiments.questions import asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.audit.training.train import held, train
+from adiv_monitor.audit.training.train import held
 from adiv_monitor.capture.selection import unregistered
 from adiv_monitor.diagnosis.record import Fact, WeightStatistics
 from adiv_monitor.rerun.eager import forced_eager
-
-
-@looks("rate-zero")
-class RateZero(Look):
-    """Tells groups of learning rate zero whose parameters get a gradient, without warm-ups."""
-
-    def __init__(self, fork: Fork) -> None:
-        self._fork = fork
-
-    def facts(self, loss: Tensor) -> Iterable[Fact]:
-        """Return one fact for each group."""
-        names = {id(p): name for name, p in self._fork.model.named_parameters()}
-        whole = sum(p.numel() for p in self._fork.model.parameters())
-        for group in self._fork.optimizer.param_groups:
-            reached = [p for p in group["params"] if p.grad is not None and bool(p.grad.any())]
-            if float(group.get("lr", math.nan)) == 0 and reached:
-                share = sum(p.numel() for p in reached) / whole
-                yield Fact(names.get(id(reached[0]), ""), {"share": share})
-
-
-STEPS = 3  # only the last one counts: Adam's first step has full length
-COARSE = (torch.bfloat16, torch.float16)
-
-
-@asks("rounded-away")
-def rounded_away(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return the share of entries with a gradient that a step leaves exactly unchanged."""
-    fork = setup.fork()
-    coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
-    if not coarse:
-        return
-    *first, last = fork.batches[:STEPS]
-    for batches in (first, [last]):
-        before = [p.detach().clone() for p in coarse]
-        fork.batches = batches
-        train(fork)
-    found = [(p.grad.to_dense() != 0, p == old)
-             for p, old in zip(coarse, before, strict=True) if p.grad is not None]  # fmt: skip
-    if entries := sum(int(has.sum()) for has, _ in found):
-        share = sum(int((has & stays).sum()) for has, stays in found) / entries
-        words = {"dtype": str(coarse[0].dtype).removeprefix("torch.")}
-        yield Fact("", {"share": share}, words)
-
 
 FURTHER = 64.0  # times as far as the run went, by doublings
 PACE = 0.5  # of the run's own decrease by distance, at least, in each doubling

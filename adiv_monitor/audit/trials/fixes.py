@@ -16,10 +16,11 @@ from torch.optim import AdamW, Optimizer
 
 from adiv_monitor.audit.experiments.backward import cuts, undo
 from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
-from adiv_monitor.audit.experiments.changed_inputs import change_inputs, given_inputs
+from adiv_monitor.audit.experiments.changed_inputs import change_inputs
+from adiv_monitor.audit.experiments.data import features, inputs_of
 from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, dropped, leave_out
 from adiv_monitor.audit.experiments.modules import maps_that_run
-from adiv_monitor.audit.experiments.state import COARSE, bare_weights
+from adiv_monitor.audit.experiments.state import MAPS, bare_weights
 from adiv_monitor.audit.training.batches import mapped
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.audit.training.train import held
@@ -42,14 +43,12 @@ class Fix:
     """A change of a fork: of its model, optimizer, batches, loss or clipping.
 
     Attributes:
-        name: The name that rules use in `Advice.fix`.
         change: Function that changes a fork in place, from fork, paths of layers (empty: wherever
             it applies) and the record of the run that the fix is for (None: unknown).
         rescales: Whether the fix may need another learning rate, so that a fair trial uses several,
             as for the unchanged model.
     """
 
-    name: str
     change: Callable[[Fork, Layers, Seen], None]
     rescales: bool = False
 
@@ -63,14 +62,14 @@ class Fix:
             self.change(fork, layers, record)
 
 
-FIXES: dict[str, Fix] = {}
+FIXES: dict[str, Fix] = {}  # by the name that rules use in `Advice.fix`
 
 
 def fix(name: str, *, rescales: bool = False, **given: object) -> Callable[[Change], Change]:
     """Register the function below as the change of a fix, with these further arguments."""
 
     def register(change: Change) -> Change:
-        FIXES[name] = Fix(name, partial(change, **given), rescales)
+        FIXES[name] = Fix(partial(change, **given), rescales)
         return change
 
     return register
@@ -168,6 +167,9 @@ def _adamw(fork: Fork, layers: Layers, record: Seen) -> None:
     fork.optimizer = AdamW(held(fork.optimizer), lr=1e-3)
 
 
+COARSE = (torch.bfloat16, torch.float16)
+
+
 @fix("float32-weights", rescales=True)
 def _float32(fork: Fork, layers: Layers, record: Seen) -> None:
     """Turn model and batches of 16 bits into float32."""
@@ -181,8 +183,6 @@ def _float32(fork: Fork, layers: Layers, record: Seen) -> None:
 
 
 # Modules
-
-_AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _modules_at(model: nn.Module, layers: Layers) -> list[nn.Module]:
@@ -211,8 +211,8 @@ def _in_front(model: nn.Module, layers: Layers) -> list[tuple[nn.Module, nn.Modu
     order = list(model.modules())
     found: list[tuple[nn.Module, nn.Module]] = []
     for module in _modules_at(model, layers):
-        inside = [m for m in module.modules() if isinstance(m, _AFFINE)]
-        before = [m for m in order[: order.index(module)] if isinstance(m, _AFFINE)]
+        inside = [m for m in module.modules() if isinstance(m, MAPS)]
+        before = [m for m in order[: order.index(module)] if isinstance(m, MAPS)]
         found += [(m, m) for m in inside] or [(module, m) for m in before[-1:]]
     return list(dict.fromkeys(some(found, "there is no linear layer or convolution here")))
 
@@ -281,12 +281,12 @@ def _reinitialise(fork: Fork, layers: Layers, record: Seen) -> None:
         nn.init.normal_(rows, std=(1 if saturating else 2) ** 0.5 * rows.shape[-1] ** -0.5)
     layers = [path for path in layers if path not in bare]
     named = _modules_at(fork.model, layers) if layers else []
-    others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, _AFFINE)]
+    others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, MAPS)]
     for module in others:
         module.reset_parameters()  # type: ignore[operator]
     if (bare or others) and len(others) == len(named):
         return
-    affine = [m for m in fork.model.modules() if isinstance(m, _AFFINE)]
+    affine = [m for m in fork.model.modules() if isinstance(m, MAPS)]
     for module in _affine_at(fork.model, layers):
         linear = saturating or module is affine[-1]
         nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if linear else "relu")
@@ -307,18 +307,14 @@ def _standardised(fork: Fork, layers: Layers, record: Seen) -> None:
     is of one feature. Mean and standard deviation are those over the different batches. The model
     itself does not run for that.
     """
-    seen: dict[str, list[Tensor]] = {}
-    for batch in {id(batch): batch for batch in fork.batches}.values():  # each once
-        for name, x in given_inputs(fork, batch).items():
-            if x.is_floating_point():
-                seen.setdefault(name, []).append(x.double())
-    maps = {name: _scale(parts) for name, parts in seen.items()}
+    seen = inputs_of(fork, {id(batch): batch for batch in fork.batches}.values())  # each once
+    maps = {name: _scale(parts) for name, parts in seen.items() if parts[0].is_floating_point()}
     some(maps, "the model is called with no real numbers")
 
     def change(name: str, x: Tensor) -> Tensor:
         if name not in maps or not x.is_floating_point():
             return x
-        mean, std = maps[name]
+        mean, std = (y.to(x.device) for y in maps[name])
         return ((x.double() - mean) / std).to(x.dtype)
 
     change_inputs(fork.model, change)
@@ -326,30 +322,26 @@ def _standardised(fork: Fork, layers: Layers, record: Seen) -> None:
 
 def _scale(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of an input's features, in a shape that fits the input."""
-    ndim = parts[0].ndim
-    axis = 1 if ndim > 3 else -1
-    last = [x.movedim(axis, -1) if ndim > 1 else x[:, None] for x in parts]
-    rows = torch.cat([x.flatten(0, -2) for x in last])
+    rows, ndim = features(parts), parts[0].ndim
     some(bool(rows.isfinite().all()), "inputs are not finite")
     std, mean = torch.std_mean(rows, dim=0, correction=0)
     std = std.where(std > _CONSTANT * std.amax(), 1.0)
-    shape = (-1, *(1 for _ in range(ndim - 2))) if axis == 1 else (-1,)
+    shape = (-1, *(1 for _ in range(ndim - 2))) if ndim > 3 else (-1,)
     return mean.reshape(shape), std.reshape(shape)
 
 
 # Called functions
 
 Of = Callable[[Call], object]
-_NOT_CALLED = "nothing of that kind is called"
 
 
-def replace_calls(fork: Fork, is_met: Of, instead: Of, otherwise: str = _NOT_CALLED) -> None:
+def replace_calls(fork: Fork, is_met: Of, instead: Of) -> None:
     """Replace the results of calls of a kind from now on.
 
     Raises:
-        DoesNotApply: Nothing of that kind is called; `otherwise` says so.
+        DoesNotApply: Nothing of that kind is called.
     """
-    some(calls_of(fork, is_met), otherwise)
+    some(calls_of(fork, is_met), "nothing of that kind is called")
     change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
 
 

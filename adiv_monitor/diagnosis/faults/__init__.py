@@ -34,7 +34,7 @@ def found(record: Record) -> list[Finding]:
     findings: list[Finding] = []
     this = "audit" if record.is_audited else "monitor"
     asked = [rule for rule, of in RULES.items() if of in ("", this)]
-    for rule in sorted(asked, key=lambda rule: _place(family_of(rule))):
+    for rule in sorted(asked, key=lambda rule: FAMILY_NAMES.index(family_of(rule))):
         findings += rule(record)
     rest = [f for rule, of in RULES.items() if of == "rest" for f in rule(record, findings)]
     return [_completed(finding, record) for finding in findings + rest]
@@ -54,12 +54,8 @@ def _completed(finding: Finding, record: Record) -> Finding:
 
 def could_show(record: Record) -> list[str]:
     """Return the names of the faults that the record of a monitor's run could show."""
-    order = sorted(FAULTS, key=lambda name: _place(FAULTS[name].family))
+    order = sorted(FAULTS, key=lambda name: FAMILY_NAMES.index(FAULTS[name].family))
     return [name for name in order if FAULTS[name].shown_by(record)]
-
-
-def _place(family: str) -> int:
-    return {name: i for i, name in enumerate(FAMILY_NAMES)}.get(family, len(FAMILY_NAMES))
 
 
 __all__ = ["FAULTS", "RULES", "Fault", "could_show", "fault", "finds", "found"]

@@ -197,22 +197,6 @@ def accumulation_cut(record: Record) -> Iterator[Finding]:
 
 
 @finds("monitor")
-def no_gradient(record: Record) -> Iterator[Finding]:
-    """Find gradients that are zero, or no more than rounding, in all measured steps."""
-    if not several(record) or not course.is_known(record) or course.course(record) == "falls":
-        return
-    norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
-    least = ROUNDING * abs(record.losses[0])
-    small = all(norm <= least for norm in norms) and not any(scaled(record))
-    if small and record.reports[-1].coverage > 0.5:
-        yield Finding("zero-gradient", act_if(course.is_measure(record)),
-            "In every measured step, the gradient of the loss is zero, or no more than rounding.",
-            (Evidence("largest gradient at a layer", max(norms), least),),
-            (Advice("check that the targets are no copy of the outputs, and look in the loss for "
-                    "rounding, clamps, and margins that are satisfied"),))  # fmt: skip
-
-
-@finds("monitor")
 def untrained(record: Record) -> Iterator[Finding]:
     """Find that no gradient reaches most parameters, or many that one reached in earlier steps.
 
@@ -310,8 +294,7 @@ def scaled(record: Record) -> Iterator[Finding]:
     changes = high > max(LONGER, VARIES * low)
     far = median(factors) > FAR or 0 < scale < 1 / FAR or (badly and steady and share < CLIPPED)
     one_by_one = len(apart) > len(record.reports) / 2
-    others = any(median(r.foreign_share for r in read.readings(record, path).values()) > FOREIGN
-                 for path in read.maps(record))  # fmt: skip
+    others = any(share > FOREIGN for share in foreign_shares(record))
     if one_by_one or ((changes or far) and not others):
         yield Finding("gradient-rescaled" if one_by_one else "loss-multiplied",
             "act" if badly and course.is_measure(record) else "note",
@@ -324,6 +307,12 @@ def scaled(record: Record) -> Iterator[Finding]:
             (Advice("look for factors and divisions of the loss, and for code that scales, clips "
                     "or normalises gradients one by one"),),
             layers=apart[-1] if one_by_one else ())  # fmt: skip
+
+
+def foreign_shares(record: Record) -> list[float]:
+    """Return by layer the typical share of the gradient that is not that of the rows."""
+    layers = [read.readings(record, path).values() for path in read.maps(record)]
+    return [median(reading.foreign_share for reading in readings) for readings in layers]
 
 
 def _is_scale(factor: float) -> bool:

@@ -47,6 +47,9 @@ NEARLY = 0.95  # of the rows
 # Variance of the sums of 90 % of the batches, over that of batches that are drawn at random: 0.2 to
 # 1.5 for shuffled data; and the fewest steps that show it.
 APART, FEWEST_APART = 3.0, 8
+# How far a random batch's sum differs from the next one's, over the sum: in healthy runs of 64
+# samples 0.01 and more, of pixels that are divided by 255 twice and then normalised 4e-5.
+HARDLY_DIFFER = 3e-4
 # What does not differ → words for it, of the fact's numbers and words.
 _CONSTANT = {
     "inputs": "All inputs are equal",
@@ -75,6 +78,25 @@ def constant_data(record: Record) -> Iterator[Finding]:
                     "equal"),))  # fmt: skip
 
 
+@finds("monitor")
+def hardly_differ(record: Record) -> Iterator[Finding]:
+    """Find inputs of which next to nothing differs between the samples of a batch."""
+    shares = [abs(spread / total) for total, spread in _sums(record) if spread and total]
+    if shares and max(shares) < HARDLY_DIFFER and goes_badly(record):
+        yield Finding("constant-data", act_if(is_measure(record)),
+            "The inputs hardly differ between samples: a random batch's sum over all entries "
+            f"differs from the next one's by {max(shares):.1g} of itself.",
+            (Evidence("difference, over the sum", max(shares), HARDLY_DIFFER),),
+            (Advice("look for a division that is done twice, as of pixels by 255, in front of a "
+                    "normalisation, and for features of a far larger mean than spread"),),
+            )  # fmt: skip
+
+
+def _sums(record: Record) -> list[tuple[float, float]]:
+    """Return the weighted sum of each measured batch's first tensor, and its usual difference."""
+    return [(r.batch[0], r.batch_spread[0]) for r in record.reports if r.batch and r.batch_spread]
+
+
 @fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
        explains=("cannot-overfit", "behind-reference"),
        shown_by=lambda r: len(r.reports) >= FEWEST_SAME and reported("batch")(r))  # fmt: skip
@@ -88,7 +110,7 @@ def one_batch(record: Record) -> Iterator[Finding]:
             (Advice("check that the data loader gives a new batch in each step"),))  # fmt: skip
 
 
-_DIFFERENT = [Number("different batches", "different")]
+_DIFFERENT = Number("different batches", "different")
 _SEEN = ("The number of different batches is {different:.0f}, out of {batches:.0f}: the model "
          "never sees the rest of the data.")  # fmt: skip
 _LOADER = Advice("check which samples the loader returns (shuffle=True), and take a new batch for "
@@ -99,7 +121,7 @@ told(__name__, "same-batch", "", "act", _SEEN, _DIFFERENT, _LOADER,
      where=lambda fact: fact.words["of"] == "batches")  # fmt: skip
 told(__name__, "same-batch", "", "watch",
      "At most {share:.0%} of the samples of a batch differ from each other; the rest repeat them.",
-     [Number("share of a batch's samples that differ", "share")],
+     Number("share of a batch's samples that differ", "share"),
      Advice("check whether the dataset uses its index, and the sampler"),
      where=lambda fact: fact.words["of"] == "samples",
      not_advised="Larger batches of the same samples teach no more.", against=())  # fmt: skip
@@ -109,8 +131,8 @@ told(__name__, "unshuffled", "The data are not shuffled",
      lambda record: record.found_by("unshuffled")[0].numbers["ratio"] < SORTED,
      "The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: the data "
      "are sorted.",
-     [Number("variance of labels in a batch, over shuffled ones", "ratio", below=UNSHUFFLED),
-      Number("distance from these, in deviations", "z", below=-DEVIATIONS)],
+     Number("variance of labels in a batch, over shuffled ones", "ratio", below=UNSHUFFLED),
+     Number("distance from these, in deviations", "z", below=-DEVIATIONS),
      Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),
      not_advised="Larger batches of sorted data are sorted too.", against=(),
      certain=True)  # fmt: skip
@@ -119,7 +141,6 @@ told(__name__, "unshuffled", "The data are not shuffled",
 told(__name__, "target-leak", "The target is among the inputs", "watch",
      "Entry {entry:.0f} of {place} determines the target of all {samples:.0f} samples: the model "
      "can copy it.",
-     [Number("inputs that hold the target")],
      Advice("leave the target out of the inputs, and end windows before it"))  # fmt: skip
 
 
@@ -138,7 +159,7 @@ def _are_of_one_sample(record: Record) -> bool:
 told(__name__, "targets-moved", "Targets in another order than their inputs", _are_misplaced,
      "The targets do not belong to the places of their outputs: {move}, they fit better. Then the "
      "inputs of the last layer explain {best:.0%} of them, and {own:.0%} as they are.",
-     [Number("share of moved targets that the last layer's inputs explain", "best", above=FITS)],
+     Number("share of moved targets that the last layer's inputs explain", "best", above=FITS),
      Advice("compare the order, the axes and the transforms of inputs and targets"),
      where=lambda fact: fact.numbers["own"] < fact.numbers["best"]
      * (CLEARLY if fact.words["order"] == "meant" else BETTER),
@@ -163,14 +184,14 @@ def labels_unrelated(record: Record) -> Iterator[Finding]:
 told(__name__, "labels-unrelated", "", suffers,
      "The targets are random numbers that the model can't know: those that {place} draws make "
      "{share:.0%} of them, and no input depends on these.",
-     [Number("share of the targets that is drawn", "share", above=DRAWN)],
+     Number("share of the targets that is drawn", "share", above=DRAWN),
      Advice("draw once, and use the same numbers for inputs and targets"),
      where=lambda fact: not fact.numbers["held"])  # fmt: skip
 told(__name__, "labels-unrelated", "", "watch",
      "The targets are the noise that {place} draws ({share:.0%} of them), but it makes only "
      "{held:.1%} of what the model gets: the inputs hold hardly any noise.",
-     [Number("share of the inputs that is noise", "held", below=HARDLY),
-      Number("share of the targets that is noise", "share", above=DRAWN)],
+     Number("share of the inputs that is noise", "held", below=HARDLY),
+     Number("share of the targets that is noise", "share", above=DRAWN),
      Advice("look at the noise levels: they follow from the cumulated product of the alphas, not "
             "from the alpha of one step"),
      where=lambda fact: fact.numbers["held"])  # fmt: skip
@@ -209,7 +230,7 @@ def sorted_samples(record: Record) -> Iterator[Finding]:
             shown_by=lambda record: len(record.reports) >= FEWEST_APART)  # fmt: skip
 def apart(record: Record) -> Iterator[Finding]:
     """Find inputs that differ between batches by far more than random samples do."""
-    seen = [(r.batch[0], r.batch_spread[0]) for r in record.reports if r.batch and r.batch_spread]
+    seen = _sums(record)
     if len(seen) < FEWEST_APART or not goes_badly(record) or not is_measure(record):
         return
     middle, usual = (median(of) for of in zip(*seen, strict=True))
@@ -243,7 +264,7 @@ def state_carried(record: Record) -> Iterator[Finding]:
                 since=0)  # fmt: skip
 
 
-_UNREAD = [Number("number of the tensor in the batch", "unread")]
+_UNREAD = Number("number of the tensor in the batch", "unread")
 told(__name__, "batch-part-unread", "A part of the batch that the loss never reads", "watch",
      "The loss never reads tensor {unread:.0f} of the batch (shape {shape}).",
      _UNREAD, Advice("look for the place in the loss where this tensor belongs, and for another "

@@ -1,7 +1,7 @@
 """The registry of faults: how each is called, what follows from it, and the rules that find it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -156,7 +156,7 @@ class Number(NamedTuple):
 
 
 def told(file: str, name: str, title: str, strength: Strength | Condition, said: str,
-         numbers: Sequence[Number], *advice: Advice, not_advised: str = "",
+         *shown: Number | Advice, not_advised: str = "",
          against: tuple[str, ...] = RATES, where: Callable[[Fact], object] = lambda fact: True,
          unless: Condition = lambda record: False, of_modules: bool = False,
          **attributes: Any) -> Rule:  # fmt: skip
@@ -171,8 +171,8 @@ def told(file: str, name: str, title: str, strength: Strength | Condition, said:
         strength: of its finding; or the condition on which that is "act" instead of "watch".
         said: the sentence, with `{place}` or `{all_places}`, and the fact's numbers and words by
             their names.
-        numbers: the evidence; all must be beyond their limits.
-        advice: what to do.
+        shown: the numbers that are evidence, by default that of the places, which must all be
+            beyond their limits; and what to do.
         not_advised: what would not help.
         against: the fixes that `not_advised` is about.
         where: the facts that count.
@@ -180,6 +180,8 @@ def told(file: str, name: str, title: str, strength: Strength | Condition, said:
         of_modules: whether the places are paths of modules, which are the finding's layers.
         attributes: others of the `Fault`.
     """
+    numbers = [x for x in shown if isinstance(x, Number)] or [Number("places")]
+    advice = tuple(x for x in shown if isinstance(x, Advice))
 
     def rule(record: Record) -> Iterator[Finding]:
         facts = [f for f in record.found_by(name) if where(f) and all(n.shows(f) for n in numbers)]

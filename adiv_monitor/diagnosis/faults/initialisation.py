@@ -91,14 +91,14 @@ def frozen(record: Record) -> Iterator[Finding]:
 told(__name__, "batch-norm-starved", "Batch normalisation of too few values", suffers,
      "These batch normalisations compute mean and variance from {values:.0f} values in each "
      "channel: {all_places}.",
-     [Number("values of a channel", "values", below=5)],
+     Number("values of a channel", "values", below=5),
      Advice("use LayerNorm or GroupNorm instead"),
      Advice("use larger batches"), of_modules=True, acts_below=1.0)  # fmt: skip
 
 
 told(__name__, "dropout-too-high", "Dropout rate too high", suffers,
      "{place} drops {rate:.0%} of its input.",
-     [Number("dropout rate", "rate", above=0.7)],
+     Number("dropout rate", "rate", above=0.7),
      Advice("use a dropout rate of 0.1, the share to drop", "dropout-0.1"),
      explains=(*LONG_STEPS, "rate-too-high", "cannot-overfit", "behind-reference"),
      acts_below=0.5)  # fmt: skip
@@ -202,7 +202,7 @@ told(__name__, "outputs-constant", "The same outputs for all samples",
      lambda record: suffers(record) or (is_long_enough(record) and not fell(record)),
      "At the start, the outputs of {class} '{place}' are the same for all samples, although its "
      "inputs are not. So are the model's outputs.",
-     [Number("share of the outputs that varies", "share")],
+     Number("share of the outputs that varies", "share"),
      Advice("look at this layer: its weight may be 0, it may normalise over a single number, or "
             "what reaches it may be too small next to its bias"),
      # Another finding says so.
@@ -218,13 +218,13 @@ told(__name__, "collapsed", "All samples get the same outputs",
      "The outputs of different samples become alike: {before:.2g} of their mean square varies "
      "between samples at the start, {after:.2g} after training. With the same outputs for all, the "
      "loss would be {loss:.3g}, as low.",
-     [Number("share of the outputs that varies", "after")],
+     Number("share of the outputs that varies", "after"),
      Advice("add negative pairs, a variance term, or a stop-gradient"),
      where=lambda fact: "zero" not in fact.words, explains=LEARNING)  # fmt: skip
 told(__name__, "collapsed", "", "watch",
      "The outputs shrink towards 0 (mean square {before:.2g} at the start, {after:.2g} after "
      "training): with outputs of 0 for all inputs, the loss would be {loss:.2g}.",
-     [Number("mean square of the outputs", "after")],
+     Number("mean square of the outputs", "after"),
      Advice("add a term that 0 does not solve, such as data, a boundary value or a norm"),
      where=lambda fact: "zero" in fact.words)  # fmt: skip
 
@@ -332,14 +332,14 @@ def exploding(record: Record) -> Iterator[Finding]:
 # Monte-Carlo dropout is meant to.
 told(__name__, "dropout-in-eval", "Dropout in evaluation mode", "watch",
      "{place} drops {rate:.0%} in evaluation mode, too: two evaluations of the same batch differ.",
-     [Number("dropout rate", "rate", above=0.0)],
+     Number("dropout rate", "rate", above=0.0),
      Advice("use nn.Dropout, or pass training=self.training"))  # fmt: skip
 
 
 told(__name__, "running-statistics", "Running statistics that are no average", "watch",
      "These batch normalisations have a momentum of {momentum:g}: {all_places}. It is the share of "
      "the last batch in the statistics of evaluation mode.",
-     [Number("momentum", "momentum")],
+     Number("momentum", "momentum"),
      Advice("use a momentum of about 0.1: it is the share of the new batch"),
      of_modules=True, shown_by=reported("norm_passes"))  # fmt: skip
 

@@ -246,7 +246,8 @@ def common_share(seen: InputStatistics) -> float:
 @fault("target-scale", "Targets, or a loss, of a very large scale", explains=LEARNING)
 def target_scale(record: Record) -> Iterator[Finding]:
     """Find a loss that is large by its unit, from large targets or a sum over the batch."""
-    chance, began = record.chance, [r for r in record.reports[:1] if r.loss_module in ENTRYWISE]
+    of = (*ENTRYWISE, "CrossEntropyLoss")
+    chance, began = record.chance, [r for r in record.reports[:1] if r.loss_module in of]
     if chance is None and record.losses and began:  # its first loss, if the outputs begin small
         *_, outputs = (math.nan, *(x.activation_rms for x in began[0].layers.values()))
         least = min(record.losses[0], record.losses[-1])
@@ -289,7 +290,7 @@ def row_spread(record: Record) -> Iterator[Finding]:
 told(__name__, "row-spread", "", "act",
      "{place} sums up to {most:.0f} rows into one (the median: {middle:.0f}) and does not divide "
      "by their number, so that the length of a result follows it.",
-     [Number("rows that are summed into one", "most", above=MANY)],
+     Number("rows that are summed into one", "most", above=MANY),
      Advice("divide by the number of neighbours, or by the root of both nodes' degrees, with each "
             "node its own neighbour (self-loops)"),
      unless=lambda record: not goes_badly(record))  # fmt: skip

@@ -8,14 +8,23 @@ import math
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis import course
+from adiv_monitor.diagnosis import readings as read
+from adiv_monitor.diagnosis.faults.could_train import (
+    FOREIGN,
+    ROUNDING,
+    foreign_shares,
+    goes_badly,
+    scaled,
+)
 from adiv_monitor.diagnosis.faults.fault import (
-    FEWEST_REPORTS,
     LEARNING,
     LONG_STEPS,
     NOT_LEARNT,
     Number,
     act_if,
     fault,
+    finds,
+    several,
     told,
 )
 from adiv_monitor.diagnosis.faults.rates import suffers
@@ -44,28 +53,30 @@ IN_VAIN = 0.8
 told(__name__, "zero-slope", "A function that stops the gradient",
      lambda record: record.wiring.zero_gradient,
      "The slope of {place} is zero everywhere: no gradient passes it.",
-     [Number("functions whose slope is zero")],
      Advice("use a smooth function, or pass gradients: x + (f(x) - x).detach()"),
      explains=(*LEARNING, "stands-still", "target-scale", "vanishing"))  # fmt: skip
 
 
 @fault("zero-gradient", "Gradients of zero", certain=True, about="loop",
        explains=("weights-set-back", "projection-fights"),
-       shown_by=lambda r: course.is_known(r) and len(r.reports) >= FEWEST_REPORTS)  # fmt: skip
+       shown_by=lambda record: course.is_known(record) and several(record))  # fmt: skip
 def zero_gradient(record: Record) -> Iterator[Finding]:
-    """Find a loss whose gradient is zero for all parameters; that none is reached is another."""
-    norms = record.gradient_norms
-    if len(norms) >= course.FEWEST and not any(norms) and record.wiring.zero_gradient:
-        yield Finding("zero-gradient", "act",
-            f"The gradient of the loss is exactly 0 for all parameters in all {len(norms)} steps.",
-            (Evidence("largest norm of a gradient", 0.0, 0.0),),
-            (Advice("look in the loss for rounding, clamps, margins that are satisfied"),),
-            since=0)  # fmt: skip
+    """Find gradients that are zero, or no more than rounding, in all steps."""
+    if not several(record) or not course.is_known(record) or course.course(record) == "falls":
+        return
+    norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
+    least = ROUNDING * abs(record.losses[0])
+    small = all(norm <= least for norm in norms)
+    if small and record.reports[-1].coverage > 0.5 and not any(scaled(record)):
+        yield Finding("zero-gradient", act_if(course.is_measure(record)),
+            "In every measured step, the gradient of the loss is zero, or no more than rounding.",
+            (Evidence("largest gradient at a layer", max(norms), least),),
+            (Advice("check that the targets are no copy of the outputs, and look in the loss for "
+                    "rounding, clamps, and margins that are satisfied"),))  # fmt: skip
 
 
 told(__name__, "zero-gradient", "", "act",
      "{place} compares a tensor with itself: the gradients cancel, and it teaches nothing.",
-     [Number("losses, differences or ratios of a tensor and itself")],
      Advice("compare the outputs with targets of the batch, or stored values"))  # fmt: skip
 
 
@@ -78,21 +89,21 @@ def lasts(record: Record) -> bool:
 told(__name__, "class-weights", "Class weights that grow with the counts", lasts,
      "{place} weights class {common} {times:.3g} times as much as class {rare}, which is "
      "{more:.3g} times as rare.",
-     [Number("slope of log weight over log count", "slope", above=GROWS),
-      Number("correlation of the two", "correlation", above=CORRELATED)],
+     Number("slope of log weight over log count", "slope", above=GROWS),
+     Number("correlation of the two", "correlation", above=CORRELATED),
      Advice("weight each class by the inverse of its count"), explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "class-untaught", "Classes without a gradient", lasts,
      "No sample with label {label:g} has a gradient at the outputs, neither before nor after "
      "training: {samples:.0f} of {length:.0f} samples teach nothing.",
-     [Number("samples of the class", "samples")],
+     Number("samples of the class", "samples"),
      Advice("check which labels the loss expects, and masks leave out"),
      where=lambda fact: "label" in fact.numbers, explains=(*LEARNING, "collapsed"))  # fmt: skip
 told(__name__, "class-untaught", "", suffers,
      "Of the {length:.0f} {of} of the outputs, {unread:.0f} never have a gradient, before or "
      "after training: the loss teaches them nothing (number {first:.0f} is the first).",
-     [Number("parts without a gradient", "unread")],
+     Number("parts without a gradient", "unread"),
      Advice("check the axis along which the loss gathers, slices or counts the outputs, and the "
             "lengths that it is given"),
      where=lambda fact: "unread" in fact.numbers,
@@ -103,7 +114,7 @@ told(__name__, "padding-counts", "Padding counts in the loss",
      lambda record: record.found_by("padding-counts")[0].numbers["share"] > ALONE,
      "{share:.0%} of the places that count in the loss are padding, whose targets are all the "
      "same: the loss is lower than that of the real places.",
-     [Number("share of padding in the places that count", "share", above=PADDING)],
+     Number("share of padding in the places that count", "share", above=PADDING),
      Advice("leave padding out of the loss, as by ignore_index, and check that its mask is not the "
             "wrong way round"))  # fmt: skip
 
@@ -112,7 +123,7 @@ told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
      "A penalty, {penalty:.3g} at first, keeps other terms from learning which input belongs to "
      "which target: with inputs exchanged between samples, they rise by {with:.2g}, but by "
      "{without:.2g} if trained without the penalty.",
-     [Number("rise of the other terms with exchanged inputs", "with")],
+     Number("rise of the other terms with exchanged inputs", "with"),
      Advice("give the penalty a far smaller weight, or one that rises"),
      where=lambda fact: "with" in fact.numbers
      and fact.numbers["with"] < LEARNT * fact.numbers["without"]
@@ -120,11 +131,24 @@ told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
      explains=LEARNING)  # fmt: skip
 
 
+@finds("monitor")
+def outweighed(record: Record) -> Iterator[Finding]:
+    """Find gradients that hold more of something else than of the loss of the batch's rows."""
+    least = min(foreign_shares(record), default=0.0)
+    if least > FOREIGN and several(record) and goes_badly(record) and course.is_measure(record):
+        yield Finding("penalty-dominates", "act",
+            f"Typically {least:.0%} and more of the gradient of each layer is not that of the "
+            "loss at its outputs, which does not fall: a penalty outweighs it.",
+            (Evidence("foreign_share", least, FOREIGN),),
+            (Advice("give the penalty a far smaller weight, or use the optimizer's weight decay"),),
+            )  # fmt: skip
+
+
 told(__name__, "penalty-dominates", "", "watch",
      "The loss falls by {falls:.3g} in training, but not by its error: the terms that compare "
      "outputs with targets rise from {before:.3g} to {after:.3g} (first batch). Other terms reward "
      "something for its own sake, such as a spread, a norm or an entropy.",
-     [Number("terms that compare, after training", "after")],
+     Number("terms that compare, after training", "after"),
      Advice("check the sign and the weight of each term that is no error"),
      where=lambda fact: "after" in fact.numbers,
      unless=lambda record: not any(fact.numbers["after"] > (record.chance or math.inf)
@@ -164,7 +188,7 @@ told(__name__, "loss-reversed", "The loss rewards wrong outputs",
      lambda record: record.found_by("loss-reversed")[0].words["outputs"] == "signed",
      "The loss is {wrong:.3g} if the outputs contradict all targets, and {right:.3g} if they agree "
      "with all.",
-     [Number("loss of outputs that contradict all targets", "wrong")],
+     Number("loss of outputs that contradict all targets", "wrong"),
      Advice("look for a wrong sign, and for labels the wrong way round, unless the outputs are "
             "distances or energies"),
      certain=True, explains=(*LEARNING, "vanishing"))  # fmt: skip
@@ -173,7 +197,7 @@ told(__name__, "term-without-graph", "A term of the loss without a gradient",
      lambda record: suffers(record) or course.is_unbounded(record),
      "{place} adds {value:.3g} to the loss, {loss:.3g} in all. This term depends on the "
      "parameters, but has no gradient.",
-     [Number("value of the term that has no gradient", "value")],
+     Number("value of the term that has no gradient", "value"),
      Advice("compute the term with a graph (no detach(), item() or no_grad(), and "
             "create_graph=True in torch.autograd.grad()), or leave it out"),
      explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
@@ -182,7 +206,7 @@ told(__name__, "term-without-graph", "A term of the loss without a gradient",
 told(__name__, "target-attached", "A target that passes gradients on", suffers,
      "The network runs twice in the loss, and one time its outputs get minus {share:.3g} times the "
      "gradients of the other: a target, such as r + {share:.3g} Q, passes gradients on.",
-     [Number("gradient of the target, over minus that of the value", "share")],
+     Number("gradient of the target, over minus that of the value", "share"),
      Advice("compute the target under torch.no_grad(), or detach() it"),
      explains=LEARNING)  # fmt: skip
 
@@ -190,8 +214,8 @@ told(__name__, "target-attached", "A target that passes gradients on", suffers,
 told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act",
      "Two terms of the loss are opposed, from {place} and {other}: the cosine of their gradients "
      "is {cosine:.3g}.",
-     [Number("largest cosine of the two", "largest", below=AGAINST),
-      Number("length of the shorter gradient over the longer", "ratio", above=ALIKE)],
+     Number("largest cosine of the two", "largest", below=AGAINST),
+     Number("length of the shorter gradient over the longer", "ratio", above=ALIKE),
      Advice("give each player its own loss (detach generated samples), or look for a term that is "
             "added with both signs"), explains=LEARNING)  # fmt: skip
 
@@ -199,7 +223,7 @@ told(__name__, "terms-opposed", "Terms of the loss that cancel each other", "act
 told(__name__, "weighs-itself", "A loss that lowers itself", suffers,
      "For the same outputs, the loss falls from {first:.3g} to {lowest:.3g} by {place} alone: "
      "weights of its terms, or the like, with nothing that holds them.",
-     [Number("what is left of the loss", "share", below=ITSELF)],
+     Number("what is left of the loss", "share", below=ITSELF),
      Advice("add what holds the weights, such as log σ to loss / σ², or fix them"),
      explains=(*LEARNING, "unbounded-loss"))  # fmt: skip
 
@@ -208,7 +232,7 @@ told(__name__, "outputs-in-vain", "A loss that no outputs lower", suffers,
      "Whatever the last layers return, the loss of a few samples does not fall below {lowest:.3g} "
      "({first:.3g} at first, {zeros:.3g} if all outputs are 0): the fault is in the loss, its "
      "targets, or what lies between the last layer and the loss.",
-     [Number("lowest loss, over that of the model or of zeros", "share", above=IN_VAIN)],
+     Number("lowest loss, over that of the model or of zeros", "share", above=IN_VAIN),
      Advice("compute the loss of perfect outputs by hand: look for bounds on the outputs, scales "
             "and temperatures, constants that drown the rest, smoothed or repeated targets"),
      unless=lambda record: record.found_by("bounded-logits"), explains=NOT_LEARNT)  # fmt: skip

@@ -145,7 +145,7 @@ def _outweighs(record: Record) -> bool:
 told(__name__, "decay-fights", "", _outweighs,
      "Terms of the loss that depend on the weights alone, {value:.3g} of {loss:.3g}, pull "
      "{pull:.3g} times as hard as the other terms at the first step.",
-     [Number("pull of a penalty on the weights", "pull", above=DECAY_WATCH)],
+     Number("pull of a penalty on the weights", "pull", above=DECAY_WATCH),
      Advice("use a tenth of this penalty, or none"),
      unless=lambda record: any(decay_fights(record)))  # fmt: skip
 

@@ -57,14 +57,14 @@ def not_held(record: Record) -> Iterator[Finding]:
 told(__name__, "hidden-parameters", "Parameters that are not registered", "act",
      "No step trains the parameters of {all_places}, that the model does not register, as in plain "
      "lists, dictionaries and tensors.",
-     [Number("share of all parameters", "share")],
+     Number("share of all parameters", "share"),
      Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into nn.Parameter, then "
             "make the optimizer"),
      where=lambda fact: "made" not in fact.words, certain=True, explains=LEARNING)  # fmt: skip
 told(__name__, "hidden-parameters", "", "act",
      "No step trains the parameters of {all_places}, that forward() makes anew in each step, with "
      "random values.",
-     [Number("share of all parameters", "share")],
+     Number("share of all parameters", "share"),
      Advice("make the module or the parameter once, in __init__(), then the optimizer"),
      where=lambda fact: fact.words.get("made") == "anew")  # fmt: skip
 
@@ -109,7 +109,7 @@ def _several(names: tuple[str, ...]) -> str:
     return "the parameters " + listed([f"'{name}'" for name in names])
 
 
-@loop_fault("rate-zero", "A learning rate of zero", certain=True, explains=LEARNING)
+@fault("rate-zero", "A learning rate of zero", about="loop", certain=True, explains=LEARNING)
 def rates_zero(record: Record) -> Iterator[Finding]:
     """Find a learning rate, of all parameter groups or of some, that is zero in all steps."""
     reports = record.reports
@@ -118,30 +118,17 @@ def rates_zero(record: Record) -> Iterator[Finding]:
     still = [path for path, group in groups if group < len(largest) and not largest[group]]
     if several(record) and largest and (still or not any(largest)):
         of = f" of {these(record, still)}" if still else ""
-        yield Finding("rate-zero", could_train.strength(record) if still else "act",
+        yield Finding("rate-zero",
+            could_train.strength(record) if still and not record.is_audited else "act",
             f"The learning rate{of} is zero in all measured steps.",
             (Evidence("learning rate", 0.0, 0.0),),
-            (Advice("give the optimizer a rate above zero"),), layers=tuple(still))  # fmt: skip
+            (Advice("give this parameter group a learning rate; if a scheduler set it to 0, look "
+                    "for an integer division"),),
+            "Any multiple of a learning rate of zero is zero.", layers=tuple(still))  # fmt: skip
 
 
-told(__name__, "rate-zero", "", "act",
-     "The learning rate is 0 for {share:.0%} of the parameters ({all_places}).",
-     [Number("share of the parameters", "share")],
-     Advice("give this parameter group a learning rate; if a scheduler set it to 0, look for an "
-            "integer division"),
-     not_advised="Any multiple of a learning rate of zero is zero.")  # fmt: skip
-
-
-told(__name__, "rounded-away", "Steps lost to rounding", suffers,
-     "A step leaves {share:.0%} of the entries that have a gradient unchanged to the last bit: it "
-     "is smaller than the last digit of {dtype} weights.",
-     [Number("share of entries that a step leaves unchanged", "share", above=ROUNDED_AWAY)],
-     Advice("keep the weights in float32, under torch.autocast", "float32-weights"),
-     not_advised="A lower learning rate makes even more steps too small.", against=LOWER_RATES,
-     explains=LEARNING, acts_below=1.0, shown_by=stepped)  # fmt: skip
-
-
-@finds("monitor")
+@fault("rounded-away", "Steps lost to rounding", explains=LEARNING, acts_below=1.0,
+       shown_by=stepped)  # fmt: skip
 def rounded(record: Record) -> Iterator[Finding]:
     """Find steps that leave most entries with a gradient unchanged in most layers that move."""
     shares = {p: x.value for p, x in by_layer(record, "unchanged_share").items() if x.value < 1}
@@ -149,11 +136,14 @@ def rounded(record: Record) -> Iterator[Finding]:
     if lost and not any(could_train.rate_gone(record)):  # steps without a rate are lost anyway
         layers = worst_first(shares)
         yield Finding("rounded-away", act_if(suffers(record)),
-            f"A step leaves {shares[layers[0]]:.0%} of the entries of {layers[0]} that have a "
-            "gradient unchanged to the last bit: it is smaller than the weights' last digit.",
+            f"A step leaves {shares[layers[0]]:.0%} of the entries of {these(record, layers[:1])} "
+            "that have a gradient unchanged to the last bit: it is smaller than the weights' last "
+            "digit.",
             (Evidence("unchanged_share", shares[layers[0]], ROUNDED_AWAY, layers[0]),),
-            (Advice("keep the weights in float32, under torch.autocast"),),
-            "A lower learning rate makes even more steps too small.", layers=layers)  # fmt: skip
+            (Advice("keep the weights in float32, under torch.autocast", "float32-weights",
+                    everywhere=True),),
+            "A lower learning rate makes even more steps too small.", layers=layers,
+            against=LOWER_RATES)  # fmt: skip
 
 
 @loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING)
@@ -174,7 +164,6 @@ def whole_model_in_eval(record: Record) -> Iterator[Finding]:
 told(__name__, "left-in-eval", "", suffers,
      "These normalisations are in eval mode while the model trains: {all_places}. Their running "
      "mean is still 0 and their variance 1, so they normalise nothing.",
-     [Number("normalisations in eval mode")],
      Advice("call train() on these modules before training, and look for eval() in a train() of "
             "the model's own"),
      of_modules=True)  # fmt: skip

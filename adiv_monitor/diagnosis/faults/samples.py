@@ -40,7 +40,6 @@ told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
      # Positions that get to see later ones lower the loss, so that the run does not suffer.
      lambda record: suffers(record) or record.found_by("future-leak"),
      "{place} reshapes {of} to {to} across the axes, and mixes positions.",
-     [Number("reshapes that cut across axes")],
      Advice("exchange axes with permute, not with view, unless a shift is intended"),
      explains=(*LEARNING, "future-leak"))  # fmt: skip
 
@@ -74,12 +73,11 @@ def cuts(record: Record) -> list[Fact]:
 
 told(__name__, "no-activation", "Activation functions without effect", suffers,
      "Nothing uses the result of {place}.",
-     [Number("results that nothing uses")],
      Advice("assign the result: x = relu(x), not relu(x)"),
      where=lambda fact: fact.words["by"] == "lost", explains=LEARNING, acts_below=0.8)  # fmt: skip
 told(__name__, "no-activation", "", suffers,
      "The outputs of {layers:.0f} layers are an affine function of the inputs.",
-     [Number("layers of an affine model", "layers")],
+     Number("layers of an affine model", "layers"),
      Advice("put an activation function between the layers", "relu-between"),
      where=lambda fact: fact.words["by"] == "affine")  # fmt: skip
 
@@ -87,7 +85,6 @@ told(__name__, "no-activation", "", suffers,
 told(__name__, "attention-axis", "Attention weights summed over another axis", suffers,
      "{place} makes weights of shape {shape} that sum to 1 along axis {axis}, but {product} sums "
      "over axis {over}.",
-     [Number("softmaxes over another axis than their product")],
      Advice("take the softmax over the keys, usually dim=-1"),
      explains=(*LEARNING, "future-leak"))  # fmt: skip
 
@@ -114,6 +111,6 @@ def input_partly_ignored(record: Record) -> Iterator[Finding]:
 # The inputs may be sets, and positions may help a short run whatever the order says: never "act".
 told(__name__, "order-ignored", "The order of positions is ignored", "watch",
      "The outputs do not depend on the order of the {places:.0f} positions of an input.",
-     [Number("positions whose order does not matter", "places")],
+     Number("positions whose order does not matter", "places"),
      Advice("add position embeddings, unless the inputs are sets", "positions"),
      often_meant=True)  # fmt: skip

@@ -173,7 +173,7 @@ behind_reference = told(__name__, "behind-reference", "The model learns less tha
      "watch",
      "A small network explains {reference:.0%} of unseen labels, and this model {model:.0%} of "
      "them: the fault is in the model, the loss or the optimizer.",
-     [Number("share of the labels that the model explains", "model")],
+     Number("share of the labels that the model explains", "model"),
      Advice("start from parts that work on these data, and exchange one at a time"),
      where=lambda fact: fact.numbers["reference"] > EXPLAINS
      and fact.numbers["model"] < BEHIND * fact.numbers["reference"],
@@ -214,10 +214,10 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         advice = (Advice("train for more steps: the mean over more batches has less noise"),)
     elif course.rose(record):
         said = "rises"
-    elif little or (fell and not audited):
-        said = f"falls by less than {course.STILL:.0%}"
     elif (fell or course.may_have_fallen(record)) and start == record.chance:
         said = f"ends hardly below {start:.3g}, the loss of a constant prediction"
+    elif little or (fell and not audited):
+        said = f"falls by less than {course.STILL:.0%}"
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",
         f"The loss {said}: {record.losses[0]:.3g} at first, {end:.3g} at the end."
         + " However, the model overfits one small batch."

@@ -31,7 +31,9 @@ ALL_DEAD = 0.9  # next to nothing passes, however the loss develops so far
 # Fewer batches prove little: zeros in one batch are no fault (DeepDiagnosis took 36 % of healthy
 # runs for faulty, nearly all by this).
 LEAST_BATCHES = 4
-LEAST_LATE = 3  # measured steps in the second half of a run, if units themselves were not observed
+# Measured steps in the second half of a run, if units themselves were not observed; and the share
+# of them in which no row has a gradient: a few rows may have one now and then.
+LEAST_LATE, MOSTLY_IDLE = 3, 0.8
 # Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy
 # tanh nets have up to 0.35.
 SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
@@ -51,7 +53,7 @@ CLIPPED_FAR = 10.0
 told(__name__, "bounded-logits", "Logits of too narrow a range", suffers,
      "The logits of {place} stay between −1 and 1 even if all weights are ten times as large. With "
      "{classes:.0f} classes, its loss can't fall below {floor:.3g}.",
-     [Number("share of the logits within ±1", "share")],
+     Number("share of the logits within ±1", "share"),
      Advice("multiply the logits by 10 to 30, or a learnt factor", "logits-times-10"),
      not_advised="A higher learning rate does not widen the range of the logits.",
      against=HIGHER_RATES,
@@ -141,7 +143,7 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
     if len(late) < LEAST_LATE:
         return
     paths = [path for path in maps(record) if all(path in layers for layers in late)]
-    idle = [path for path in paths if all(layers[path].idle_share == 1 for layers in late)]
+    idle = [p for p in paths if fmean(layers[p].idle_share == 1 for layers in late) > MOSTLY_IDLE]
     alive = [path for path in paths if path not in idle]
     layers = tuple(path for path in idle if alive and paths.index(path) < paths.index(alive[-1]))
     if layers:
@@ -149,7 +151,7 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
                      and r.layers[layers[-1]].idle_share == 1)  # fmt: skip
         yield replace(_DEAD,
             summary=f"No row sends a gradient to {these(record, layers)}, but layers behind "
-            "receive one: all units between them are dead, or the gradient is cut there.",
+            "receive one: units between them are dead, weights are zero, or the gradient is cut.",
             evidence=of_layers("idle_share", dict.fromkeys(layers, 1.0), ALL_DEAD),
             layers=layers, since=first.step)  # fmt: skip
 
