@@ -28,6 +28,7 @@ from adiv_monitor.diagnosis.faults.fault import (
     several,
     stepped,
 )
+from adiv_monitor.diagnosis.faults.rates import overshoot
 from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import these
@@ -420,7 +421,7 @@ def rate_jumps(record: Record) -> Iterator[Finding]:
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = {r.step: r.weights_returned for r in record.reports if r.weights_returned is not None}
-    limit = SET_BACK if goes_badly(record) else RETURNED
+    limit = SET_BACK if goes_badly(record) and overshoot(record) is None else RETURNED
     often = sum(share > limit for share in back.values()) > len(back) / 2
     wholly = [step for step, share in back.items() if share > RETURNED]
     if len(back) >= FEWEST_MEASURED - 1 and (often or wholly):

@@ -24,7 +24,7 @@ from adiv_monitor.diagnosis.faults.fault import (
     reported,
     told,
 )
-from adiv_monitor.diagnosis.faults.inputs import LARGE_STD
+from adiv_monitor.diagnosis.faults.inputs import LARGE_STD, seen_inputs
 from adiv_monitor.diagnosis.faults.rates import clip_norm, suffers
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT, dead_share
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
@@ -160,7 +160,7 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
     """
     least = min((*record.losses, *(t.loss for t in record.rates.values())), default=-1.0)
     limit = FIRST_LOSS * (record.chance or math.inf)
-    large = any(seen.std > LARGE_STD for seen in record.inputs.values())
+    large = any(seen.std > LARGE_STD for seen in seen_inputs(record).values())
     if record.losses and least >= 0 and not large and record.losses[0] > limit > 0:
         yield Evidence("loss", record.losses[0], limit, step=0)
 

@@ -116,7 +116,7 @@ def non_finite(record: Record) -> Finding:
        acts_below=1.0)  # fmt: skip
 def input_scale(record: Record) -> Iterator[Finding]:
     """Find inputs, or features of them, far larger or smaller than initialisations assume."""
-    for name, seen in _inputs(record).items():
+    for name, seen in seen_inputs(record).items():
         evidence, std = [], seen.std / _long_rows(record)
         if std > LARGE_STD:
             evidence = [Evidence("input std", seen.std, LARGE_STD, name)]
@@ -139,7 +139,7 @@ def input_scale(record: Record) -> Iterator[Finding]:
                 * (std > LARGE_STD), layers=read.maps(record)[:1], against=LOWER_RATES)  # fmt: skip
 
 
-def _inputs(record: Record) -> Mapping[str, InputStatistics]:
+def seen_inputs(record: Record) -> Mapping[str, InputStatistics]:
     """Return the statistics of the inputs by name; if none was observed, of the first layer's rows.
 
     The layer's path is then the name. The rows' mean counts only if it is most of their mean
@@ -219,7 +219,7 @@ def input_mean(record: Record) -> Iterator[Finding]:
     shares = read.by_layer(record, "common_share").values()
     # A model may centre inputs: then the rows of no layer share much of their length.
     centred = bool(shares) and all(share.value < COMMON_SHARE_WATCH for share in shares)
-    for name, seen in _inputs(record).items():
+    for name, seen in seen_inputs(record).items():
         share = common_share(seen)
         if share > COMMON_SHARE_WATCH and _is_read(record, seen) and not centred:
             acts = share > COMMON_SHARE_ACT and _costs(record)
