@@ -104,9 +104,7 @@ HITS = {
     "gradient-reversed by an optimizer that maximizes": run(
         losses=RISING, maximize=True, loss_module="CrossEntropyLoss"
     ),
-    "loss-multiplied by what a scaler divides alone": run(
-        losses=STILL, layers=UNSCALED, loss_gradients=(1.0,)
-    ),
+    "loss-multiplied by a scaler": run(losses=STILL, layers=UNSCALED, loss_gradients=(1.0,)),
     "loss-multiplied by a scale that nothing divides": run(
         losses=(1.6, *(1e5,) * 3, math.inf),
         layers=[SCALED, *[NO_FACTOR] * 5],
@@ -375,7 +373,7 @@ MEANT = {
     "another optimizer that takes over": run(changed_by=[(), ("Adam",), *[()] * 4]),
     "a mean of micro-batches": run(losses=RISING, layers=LONG, loss_gradients=(0.25,) * 4),
     "three terms of a critic": run(loss_gradients=ONES[:3], other_optimizers=("Adam",)),
-    "a sum of micro-batches for Adam": run(
+    "micro-batches, by Adam": run(
         losses=RISING, layers=LONG, loss_gradients=ONES, optimizer="Adam"
     ),
     "two terms of a critic": run(losses=RISING, layers=LONG, loss_gradients=(1.0, 1.0)),

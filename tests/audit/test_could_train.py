@@ -112,10 +112,12 @@ SAID: list[tuple[str, str, Record]] = [
     ("loss-stuck watch", "", run(losses=(
         *CREEPING[:10], *(x + 6 for x in CREEPING[10:20]), *(537.0, 535.0) * 10))),
     ("loss-stuck watch", "", record(losses=CREEPING, chance=552.0)),
-    *((f"loss-stuck {strength}", "ends hardly below 2.3",
-       run(losses=(first, *[2.31] * 39), loss_module="CrossEntropyLoss",
-           loss_shapes=((64, classes), (64,))))
-      for first, classes, strength in ((3.5, 10, "watch"), (3.5, 20, "no"), (150.0, 10, "no"))),
+    *((finding, words, run(losses=(first, *[2.31] * 39), loss_module="CrossEntropyLoss",
+                           loss_shapes=((64, classes), (64,))))
+      for finding, words, first, classes in (
+          ("loss-stuck watch", "ends hardly below 2.3", 3.5, 10), ("loss-stuck no", "", 3.5, 20),
+          ("loss-stuck no", "", 150.0, 10), ("bad-initialisation act", "is 60", 60.0, 10),
+          ("bad-initialisation no", "", 60.0, 20))),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise, takewhile
 
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import fell, is_long_enough
-from adiv_monitor.diagnosis.faults.could_train import strength
+from adiv_monitor.diagnosis.faults.could_train import goes_badly, strength
 from adiv_monitor.diagnosis.faults.fault import (
     FEWEST_LAYERS,
     FEWEST_REPORTS,
@@ -156,12 +156,14 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
 def _first_loss(record: Record) -> Iterator[Evidence]:
     """Yield evidence of a high first loss, unless large inputs explain it.
 
-    Multiples of a loss mean nothing if it may be below zero.
+    Multiples of a loss mean nothing if it may be below zero. Losses that multiply their scores, as
+    ArcFace, begin high on purpose: an audit knows their scale, reports do not.
     """
     least = min((*record.losses, *(t.loss for t in record.rates.values())), default=-1.0)
     limit = FIRST_LOSS * (record.chance or math.inf)
     large = any(seen.std > LARGE_STD for seen in seen_inputs(record).values())
-    if record.losses and least >= 0 and not large and record.losses[0] > limit > 0:
+    judged = record.is_audited or goes_badly(record)
+    if record.losses and least >= 0 and not large and judged and record.losses[0] > limit > 0:
         yield Evidence("loss", record.losses[0], limit, step=0)
 
 
