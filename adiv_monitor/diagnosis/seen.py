@@ -28,13 +28,15 @@ def activation_before(reports: Sequence[StepReport]) -> ActivatedOutput | None:
 def chance_of(reports: Sequence[StepReport], losses: Sequence[float]) -> float | None:
     """Return ln C, the cross-entropy of C classes that are all as likely; None: it is not known.
 
-    A sum over the samples, which is no such mean, begins far above it.
+    A sum over the samples begins far above it. A loss that never comes near it is of another kind,
+    as of scores that are multiplied (ArcFace), or the mean of several heads.
     """
     for first in (r for r in reports[:1] if r.loss_module == "CrossEntropyLoss" and r.step == 0):
         logits, labels = (*first.loss_shapes, (), ())[:2]
         if len(logits) == len(labels) + 1 > 1 and losses:
             chance = math.log(logits[1])
-            return chance if losses[0] < chance * math.prod(labels) / 2 else None
+            is_mean = losses[0] < chance * math.prod(labels) / 2
+            return chance if is_mean and min(losses) < 1.05 * chance else None
     return None
 
 

@@ -96,6 +96,7 @@ SAID: list[tuple[str, str, Record]] = [
     ("activated-logits watch", "of the sigmoid as logits", HITS["activated-logits"]),
     ("activated-logits act", "", replace(HITS["activated-logits"], losses=STILL)),
     ("rounded-away act", "", run(**ROUNDED)),
+    ("weights-set-back no", "", run(losses=UP, layers=FAR, weights_returned=0.6)),
     ("rounded-away no", "", GONE),
     ("rate-too-high act", "", after_a_batch(2.3)),
     ("rate-too-high no", "", after_a_batch(40.0)),
@@ -115,7 +116,7 @@ SAID: list[tuple[str, str, Record]] = [
     *((finding, words, run(losses=(first, *[2.31] * 39), loss_module="CrossEntropyLoss",
                            loss_shapes=((64, classes), (64,))))
       for finding, words, first, classes in (
-          ("loss-stuck watch", "ends hardly below 2.3", 3.5, 10), ("loss-stuck no", "", 3.5, 20),
+          ("loss-stuck watch", "ends at about 2.3", 3.5, 10), ("loss-stuck no", "", 3.5, 20),
           ("loss-stuck no", "", 150.0, 10), ("bad-initialisation act", "is 60", 60.0, 10),
           ("bad-initialisation no", "", 60.0, 20))),
 ]  # fmt: skip

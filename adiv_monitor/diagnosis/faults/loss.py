@@ -65,7 +65,7 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
     if not several(record) or not course.is_known(record) or course.course(record) == "falls":
         return
     norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
-    least = ROUNDING * abs(record.losses[0])
+    least = ROUNDING * min(1.0, abs(record.losses[0]))
     small = all(norm <= least for norm in norms)
     if small and record.reports[-1].coverage > 0.5 and not any(scaled(record)):
         yield Finding("zero-gradient", act_if(course.is_measure(record)),
@@ -135,10 +135,12 @@ told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
 def outweighed(record: Record) -> Iterator[Finding]:
     """Find gradients that hold more of something else than of the loss of the batch's rows."""
     least = min(foreign_shares(record), default=0.0)
-    if least > FOREIGN and several(record) and goes_badly(record) and course.is_measure(record):
+    badly = several(record) and goes_badly(record) and course.is_measure(record)
+    if least > FOREIGN and badly and all(len(r.loss_gradients) < 2 for r in record.reports):
         yield Finding("penalty-dominates", "act",
             f"Typically {least:.0%} and more of the gradient of each layer is not that of the "
-            "loss at its outputs, which does not fall: a penalty outweighs it.",
+            "loss at its outputs, which does not fall: a penalty, or code that changes gradients, "
+            "outweighs it.",
             (Evidence("foreign_share", least, FOREIGN),),
             (Advice("give the penalty a far smaller weight, or use the optimizer's weight decay"),),
             )  # fmt: skip

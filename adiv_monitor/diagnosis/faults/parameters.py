@@ -33,6 +33,7 @@ from adiv_monitor.report.wording import listed, percent
 # Share of the entries with a gradient that a step leaves equal to the last bit: 81 % with faulty
 # bfloat16 weights, at most 2.6 % elsewhere.
 ROUNDED_AWAY = 0.5
+OF_FLOAT32 = 1e-6  # weight_update_ratio: steps of 16-bit weights that change any entry are longer
 
 
 @fault("not-held", "Parameters that the optimizer does not hold", shown_by=reported("trainable"),
@@ -131,7 +132,9 @@ def rates_zero(record: Record) -> Iterator[Finding]:
        shown_by=stepped)  # fmt: skip
 def rounded(record: Record) -> Iterator[Finding]:
     """Find steps that leave most entries with a gradient unchanged in most layers that move."""
-    shares = {p: x.value for p, x in by_layer(record, "unchanged_share").items() if x.value < 1}
+    moves = by_layer(record, "weight_update_ratio")
+    shares = {p: x.value for p, x in by_layer(record, "unchanged_share").items()
+              if x.value < 1 and (p not in moves or moves[p].value > OF_FLOAT32)}  # fmt: skip
     lost = several(record) and shares and median(shares.values()) > ROUNDED_AWAY
     if lost and not any(could_train.rate_gone(record)):  # steps without a rate are lost anyway
         layers = worst_first(shares)

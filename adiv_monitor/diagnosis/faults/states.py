@@ -215,7 +215,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     elif course.rose(record):
         said = "rises"
     elif (fell or course.may_have_fallen(record)) and start == record.chance:
-        said = f"ends hardly below {start:.3g}, the loss of a constant prediction"
+        said = f"ends at about {start:.3g}, the loss of a constant prediction"
     elif little or (fell and not audited):
         said = f"falls by less than {course.STILL:.0%}"
     yield Finding("loss-stuck", "note" if unclear or rises or little or not told else "watch",

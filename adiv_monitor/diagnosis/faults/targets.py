@@ -55,7 +55,6 @@ told(__name__, "broadcast-loss", "Each output is compared with all targets", "ac
      certain=True, explains=LEARNING, about="loop", shown_by=reported("loss_module"))  # fmt: skip
 
 
-_NO_LOG = [Number("losses that get no log-probabilities")]
 told(__name__, "no-log", "The loss expects log-probabilities", "act",
      "{place} expects log-probabilities, but receives {given}.",
      Advice("use log_softmax over the classes before this loss, or cross_entropy"),
