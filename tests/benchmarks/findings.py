@@ -775,7 +775,7 @@ PICTURES: dict[str, Picture] = {
         "a regression of the digit, of mean 0, by a model that ends in a ReLU",
         lambda: of_shape(lambda z: z[:, 0].relu()),
         {"share of the targets out of range": of_fact("targets-out-of-range", "share")},
-        (targets, ("OUTSIDE",)),
+        (targets, ("OUTSIDE", "BELOW_ZERO")),
         lambda: of_shape(lambda z: z[:, 0]),
     ),
     "target-is-input": Picture(
@@ -938,7 +938,7 @@ PICTURES: dict[str, Picture] = {
             HEALTHY.setup(), model=HEALTHY.setup().model.bfloat16(), loss=in_16_bits,
             optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
         {"unchanged_share of the first layer": first("unchanged_share")},
-        (parameters, ("ROUNDED_AWAY",)),
+        (parameters, ("ROUNDED_AWAY", "OF_FLOAT32")),
         with_setup(optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
     ),
     "left-in-eval": Picture(
@@ -1101,7 +1101,7 @@ PICTURES: dict[str, Picture] = {
         "the biases of 90 % of the first layer's units are −100",
         faulty(model=partial(killed, share=0.9)),
         {"largest dead share": of_units(lambda u: u.dead / u.units)},
-        (units, ("DEAD_NOTE", "DEAD_ACT", "ALL_DEAD", "LEAST_BATCHES")),
+        (units, ("DEAD_NOTE", "DEAD_ACT", "ALL_DEAD", "LEAST_BATCHES", "MOSTLY_IDLE")),
     ),
     "saturated-units": Picture(
         "a tanh net, all weights 10 times as large",
