@@ -151,8 +151,8 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
                      and r.layers[layers[-1]].idle_share == 1)  # fmt: skip
         always = all(x[path].idle_share == 1 for path in layers for x in late)
         yield replace(_DEAD, strength=act_if(always or suffers(record)),
-            summary=f"No row sends a gradient to {these(record, layers)}"
-            + ", but in single steps" * (not always) + ", but layers behind "
+            summary="In most steps, no" * (not always) + "No" * always
+            + f" row sends a gradient to {these(record, layers)}, but layers behind "
             "receive one: units between them are dead, weights are zero, or the gradient is cut.",
             evidence=of_layers("idle_share", dict.fromkeys(layers, 1.0), ALL_DEAD),
             layers=layers, since=first.step)  # fmt: skip
