@@ -54,7 +54,7 @@ def test_a_page_is_computed_from_its_runs(name: str) -> None:
     assert PAGES[name](runs) == (RESULTS / f"{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["fair", "fair-adam-unit", "fair-depth6", "fair-epochs100"])
+@pytest.mark.parametrize("name", sorted(p.stem for p in RESULTS.glob("fair*.md")))
 def test_a_fair_test_is_computed_from_its_runs(name: str) -> None:
     page = fair_report.text(headlines.runs(f"{name}-tuning"), headlines.runs(name))
     assert page == (RESULTS / f"{name}.md").read_text()
