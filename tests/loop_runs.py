@@ -186,7 +186,7 @@ HITS = {
     ),
     "targets-out-of-range": run(losses=BELOW_ZERO, loss_module="BCEWithLogitsLoss"),
     "no-log": run(losses=BELOW_ZERO, loss_module="NLLLoss"),
-    "constant-data": run(losses=STILL, batch=(-8e3,), batch_spread=(0.3,)),
+    "constant-data": run(losses=STILL, batch=(-8e3,), batch_spread=(0.3,), loss_shapes=((), ())),
     "penalty-dominates": run(losses=STILL, layers=ADDED),
     "seed-again": run(random_states=(1, 2)),
     "running-statistics": run(norm_passes=[1, 8, 23, 30, 45, 52]),

@@ -81,7 +81,7 @@ def constant_data(record: Record) -> Iterator[Finding]:
 @finds("monitor")
 def hardly_differ(record: Record) -> Iterator[Finding]:
     """Find inputs of which next to nothing differs between the samples of a batch."""
-    size = max((r.loss_shapes[0][0] for r in record.reports if r.loss_shapes), default=1)
+    size = max((of[0] for r in record.reports for of in r.loss_shapes[:1] if of), default=1)
     shares = [size**0.5 * abs(b / a) for a, b in _sums(record) if a and b]
     if len(shares) >= FEWEST_MEASURED and max(shares) < HARDLY_DIFFER and goes_badly(record):
         yield Finding("constant-data", act_if(is_measure(record)),
