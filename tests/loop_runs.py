@@ -14,7 +14,7 @@ OWN = replace(FACTS, model="", optimizer="")  # known from reports alone
 LAYERS = {name: reading() for name in "abc"}
 SHORT = {name: reading(update_ratio=1e-4, gradient_factor=1e-3) for name in "abc"}
 FAR = {name: reading(update_ratio=50.0) for name in "abc"}
-STILL_HIGH = tuple(3.9e4 + 100.0 * (-1) ** step for step in range(39))
+HIGH = (4e4, *(3.9e4 + 100.0 * (-1) ** step for step in range(39)))
 SLOWLY = tuple(2.3 * 0.99**step for step in range(40))  # by a third
 CREEPING = tuple(550.0 - 0.4 * step + 1.5 * (-1) ** step for step in range(40))  # by 3 %
 USUAL = {"layers": LAYERS, "unsupported": {}, "optimizer": "SGD", "trainable": 1000}
@@ -180,10 +180,8 @@ HITS = {
     "broadcast-loss": run(loss_module="MSELoss", loss_shapes=((64, 1), (64,))),
     "double-softmax": run(loss_module="CrossEntropyLoss", probabilities=True),
     "activated-logits": run(loss_module="BCEWithLogitsLoss", probabilities=True),
-    "target-scale": run(losses=(4e4, *STILL_HIGH), loss_module="MSELoss", layers=SMALL),
-    "target-scale by sum": run(
-        losses=(4e4, *STILL_HIGH), loss_module="CrossEntropyLoss", layers=SMALL
-    ),
+    "target-scale": run(losses=HIGH, loss_module="MSELoss", layers=SMALL),
+    "target-scale of a sum": run(losses=HIGH, loss_module="CrossEntropyLoss", layers=SMALL),
     "targets-out-of-range": run(losses=BELOW_ZERO, loss_module="BCEWithLogitsLoss"),
     "no-log": run(losses=BELOW_ZERO, loss_module="NLLLoss"),
     "constant-data": run(losses=STILL, batch=(-8e3,), batch_spread=(0.3,), loss_shapes=((), ())),
@@ -306,7 +304,7 @@ MEANT = {
     "a head with a higher rate": run(layers=LAYERS | {"c": reading(update_ratio=0.2)}, **GROUPS),
     "batches that differ, as the loss falls": run(9, every=4, **SPREAD),
     "rounding below zero": run(losses=(0.7, *(-1e-6,) * 39), loss_module="BCEWithLogitsLoss"),
-    "a penalty, as the loss falls": run(layers=ADDED),
+    "gradients of two passes": run(losses=STILL, layers=ADDED, loss_gradients=(0.5, 0.5)),
     "inputs that hardly differ, as the loss falls": run(batch=(-8e3,), batch_spread=(0.3,)),
     "batches drawn at random": run(9, STILL, every=4, **(SPREAD | {"batch_spread": (30.0,)})),
     "one row with a gradient": run(

@@ -31,13 +31,14 @@ def chance_of(reports: Sequence[StepReport], losses: Sequence[float]) -> float |
     A sum over the samples begins far above it. A loss that never comes near it is of another kind,
     as of scores that are multiplied (ArcFace), or the mean of several heads.
     """
-    for first in (r for r in reports[:1] if r.loss_module == "CrossEntropyLoss" and r.step == 0):
-        logits, labels = (*first.loss_shapes, (), ())[:2]
-        if len(logits) == len(labels) + 1 > 1 and losses:
-            chance = math.log(logits[1])
-            is_mean = losses[0] < chance * math.prod(labels) / 2
-            return chance if is_mean and min(losses) < 1.05 * chance else None
-    return None
+    if not (reports and losses and reports[0].loss_module == "CrossEntropyLoss"):
+        return None
+    logits, labels = (*reports[0].loss_shapes, (), ())[:2]
+    if reports[0].step or not len(logits) == len(labels) + 1 > 1:  # resumed, or soft labels
+        return None
+    chance = math.log(logits[1])
+    is_mean = losses[0] < chance * math.prod(labels) / 2
+    return chance if is_mean and min(losses) < 1.05 * chance else None
 
 
 def _broadcast(reports: Sequence[StepReport]) -> Iterator[Fact]:

@@ -190,13 +190,8 @@ def of_hundred_of_own() -> Iterator[Headline]:
     """The paper's setting for a hundred epochs, with a learning rate tuned for every map."""
     found = tuned("fair-adam-unit-epochs100")
     rivals = (
-        "standard",
-        "norm-like",
-        "batchnorm",
-        "layernorm",
-        "rmsnorm",
-        "constant-scale",
-        "centred",
+        *("standard", "norm-like", "batchnorm", "layernorm"),
+        *("rmsnorm", "constant-scale", "centred"),
     )
     for activation, than in product(("tanh", "leaky"), rivals):
         shown = signed(difference(found, Arm("affine-like", activation, 32), than))

@@ -8,6 +8,7 @@ from example_reports import running
 from loop_runs import (
     AVERAGED,
     CREEPING,
+    FADES,
     FADING,
     FAR,
     HITS,
@@ -16,7 +17,6 @@ from loop_runs import (
     MEANT,
     ONES,
     UP,
-    rates,
     run,
 )
 from made_records import FACTS, RISING, STILL, WELL, reading, record
@@ -62,8 +62,9 @@ def test_an_audit_asks_by_its_own_probes(name: str) -> None:
 
 CLIPPED, SOFT = HITS["clipping-always"], HITS["double-softmax"]
 NO_RATE = HITS["rate-zero of one group"]
+OF_FLOAT32 = dict.fromkeys("abc", reading(unchanged_share=0.9, weight_update_ratio=1e-8))
 ROUNDED = {"losses": STILL, "layers": dict.fromkeys("abc", reading(unchanged_share=0.9))}
-GONE = run(**ROUNDED, learning_rates=rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6))
+GONE = run(**ROUNDED, learning_rates=FADES)
 BELOW_ZERO = HITS["settings-off by a rate below zero"]
 BROADCAST = "MSELoss broadcasts the shapes (64, 1) and (64,)"
 ADVERSARIAL = "no fault of generative adversarial networks"
@@ -98,6 +99,7 @@ SAID: list[tuple[str, str, Record]] = [
     ("rounded-away act", "", run(**ROUNDED)),
     ("weights-set-back no", "", run(losses=UP, layers=FAR, weights_returned=0.6)),
     ("rounded-away no", "", GONE),
+    ("rounded-away no", "", run(losses=STILL, layers=OF_FLOAT32)),
     ("rate-too-high act", "", after_a_batch(2.3)),
     ("rate-too-high no", "", after_a_batch(40.0)),
     ("loss-stuck watch", "", STUCK),
@@ -118,7 +120,7 @@ SAID: list[tuple[str, str, Record]] = [
       for finding, words, first, classes in (
           ("loss-stuck watch", "ends at about 2.3", 3.5, 10), ("loss-stuck no", "", 3.5, 20),
           ("loss-stuck no", "", 150.0, 10), ("bad-initialisation act", "is 60", 60.0, 10),
-          ("bad-initialisation no", "", 60.0, 20))),
+          ("bad-initialisation no", "", 60.0, 20), ("loss-stuck no", "", 3.5, 5))),
 ]  # fmt: skip
 
 

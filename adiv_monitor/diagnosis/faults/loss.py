@@ -142,8 +142,7 @@ def outweighed(record: Record) -> Iterator[Finding]:
             "loss at its outputs, which does not fall: a penalty, or code that changes gradients, "
             "outweighs it.",
             (Evidence("foreign_share", least, FOREIGN),),
-            (Advice("give the penalty a far smaller weight, or use the optimizer's weight decay"),),
-            )  # fmt: skip
+            (Advice("give the penalty a far smaller weight, or use weight decay"),))  # fmt: skip
 
 
 told(__name__, "penalty-dominates", "", "watch",

@@ -154,7 +154,7 @@ told(__name__, "targets-out-of-range", "", suffers,
 @finds("monitor")
 def below_zero(record: Record) -> Iterator[Finding]:
     """Find a loss below zero that no targets, or outputs, for which it is made have."""
-    loss, *_ = (*(r.loss_module for r in record.reports[-1:]), "")
+    loss = record.reports[-1].loss_module if record.reports else ""
     lowest, is_nll = min(record.losses, default=0.0), loss == "NLLLoss"
     if lowest < BELOW_ZERO and (is_nll or loss in ("BCEWithLogitsLoss", "CrossEntropyLoss")):
         yield Finding("no-log" if is_nll else "targets-out-of-range", "act",
