@@ -91,6 +91,7 @@ class Ensemble:
         dtype: of parameters and inputs.
         device: where they are.
         optimizer: "adam", or "sgd" without momentum.
+        residual: hidden layers but the first, all as wide, add what they give to what they take.
 
     Raises:
         ValueError: unknown optimizer.
@@ -104,10 +105,12 @@ class Ensemble:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         optimizer: str = "adam",
+        residual: bool = False,
     ) -> None:
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={optimizer!r}; must be one of {OPTIMIZERS}.")
         self.optimizer = optimizer
+        self.residual = residual
         self.networks = sorted(networks, key=_order)
         self.seeds = sorted({network.seed for network in networks})
         self.sizes = list(sizes)
@@ -283,8 +286,10 @@ class Ensemble:
         z = z.view(len(z), len(self.networks), -1).transpose(0, 1)
         z = z * factor + of_bias * self.small[0]
         rest = zip(self.small[1::2], self.small[2::2], self._columns, self._rows, strict=True)
+        h: Tensor | float = 0.0
         for weight, bias, columns, rows in rest:
-            h = torch.where(self._tanh, z.tanh(), torch.where(z > 0, z, self._slope * z))
+            branch = torch.where(self._tanh, z.tanh(), torch.where(z > 0, z, self._slope * z))
+            h = h + branch if self.residual else branch
             x, of_bias = rows(self._treated(h, columns, group))
             if self._directions.any:
                 z = _Directed.apply(of_bias * bias, x, weight, self._directions)

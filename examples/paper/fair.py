@@ -10,7 +10,8 @@ best one, tested on the test images, and compared seed by seed. Killed at any mo
 goes on.
 
 `--optimizer adam --pixels unit` is the paper's own setting but for the learning rates, which it
-does not tune. Its files are called `fair-adam-unit`, those of `--depth 6` `fair-depth6`.
+does not tune. Its files are called `fair-adam-unit`, those of `--depth 6` `fair-depth6`, and with
+`--residual` `fair-depth6-residual`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,18 +63,20 @@ def rate(half_decades: int) -> float:
 
 
 class Kind(NamedTuple):
-    """What all arms share: optimizer, pixels and the number of hidden layers."""
+    """What all arms share: optimizer, pixels, the number of hidden layers, and paths past them."""
 
     optimizer: str = "sgd"
     pixels: str = "centred"
     depth: int = 2
+    residual: bool = False
 
     @property
     def name(self) -> str:
         """Of the files with the runs."""
-        setting = self._replace(depth=2)
-        name = "fair" if setting == Kind() else f"fair-{self.optimizer}-{self.pixels}"
-        return name if self == setting else f"{name}-depth{self.depth}"
+        plain = self[:2] == Kind()[:2]
+        name = "fair" if plain else f"fair-{self.optimizer}-{self.pixels}"
+        depth = "" if self.depth == 2 else f"-depth{self.depth}"
+        return f"{name}{depth}{'-residual' * self.residual}"
 
 
 FAIR = Kind()
@@ -123,7 +126,8 @@ def settings(rates: Mapping[Arm, Sequence[float]], seeds: int, kind: Kind = FAIR
             for seed in range(seeds)
             if arm.batch_size == batch_size
         )
-        found.append(Setting(batch_size, 32, kind.depth, kind.pixels, networks, kind.optimizer))
+        shape = (batch_size, 32, kind.depth, kind.pixels)
+        found.append(Setting(*shape, networks, kind.optimizer, kind.residual))
     return found
 
 
@@ -136,8 +140,9 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--pixels", choices=cifar.PIXELS, default="centred")
     parser.add_argument("--depth", type=count, default=2, help="hidden layers")
+    parser.add_argument("--residual", action="store_true", help="add paths past hidden layers")
     given = parsed(parser, batch_sizes=[128], seeds=2, epochs=1)
-    kind = Kind(given.optimizer, given.pixels, given.depth)
+    kind = Kind(given.optimizer, given.pixels, given.depth, given.residual)
     data = load(given)
     apart = cifar.held_out(data, min(HELD_OUT, len(data.train) // 10))
     arms = [

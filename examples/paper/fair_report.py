@@ -121,15 +121,16 @@ def text(tuning: Sequence[Run], final: Sequence[Run]) -> str:
     optimizer = final[0]["optimizer"]
     named = {"sgd": "plain SGD", "adam": "Adam"}[optimizer]
     layers = {2: "two"}.get(final[0]["depth"], final[0]["depth"])
+    paths = ", with residual paths" if final[0].get("residual") else ""
     epochs = " or ".join(map(str, sorted({run["epoch"][-1] for run in final})))
     seeds = len({run["seed"] for run in final})
     tuned = {b: len({r["seed"] for r in tuning if r["batch_size"] == b}) for b in sizes}
     by_seeds = ", ".join(f"{count} at B = {b}" for b, count in tuned.items())
     parts = [
         f"Data: {final[0]['data']}; pixels: {final[0]['pixels']}; optimizer: {named}; {layers} "
-        f"hidden layers, {final[0]['width']} wide; epochs: {epochs}; seeds: {seeds}. Accuracy in "
-        "percent, mean of the last tenth of the epochs; differences are paired by seed; ± standard "
-        "error over seeds.",
+        f"hidden layers, {final[0]['width']} wide{paths}; epochs: {epochs}; seeds: {seeds}. "
+        "Accuracy in percent, mean of the last tenth of the epochs; differences are paired by "
+        "seed; ± standard error over seeds.",
         "Learning rates are tuned in half decades, on training images held out. Seeds of that: "
         f"{by_seeds}.",
     ]

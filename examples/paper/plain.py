@@ -88,17 +88,36 @@ class _Over(torch.autograd.Function):
         return gradients[0] / ctx.divisor, None
 
 
-def model(network: Network, sizes: Sequence[int], typical: float) -> nn.Sequential:
+class Residual(nn.Module):
+    """x and what a branch makes of it."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum."""
+        made: Tensor = self.branch(x)
+        return x + made
+
+
+def model(
+    network: Network, sizes: Sequence[int], typical: float, residual: bool = False
+) -> nn.Sequential:
     """One network, with the weights it has at first in an ensemble."""
     torch.manual_seed(network.seed)
-    layers: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for n, m in itertools.pairwise(sizes):
-        if network.method == "constant-scale" and not layers:
-            layers.append(Over(typical))
-        layers += [*_normaliser(network.method, n), _linear(network.method, n, m)]
-        tanh = network.activation == "tanh"
-        layers.append(nn.Tanh() if tanh else nn.LeakyReLU(SLOPES[network.activation]))
-    return nn.Sequential(*layers[:-1])
+        layers = [*_normaliser(network.method, n), _linear(network.method, n, m)]
+        if network.method == "constant-scale" and not parts:
+            layers.insert(0, Over(typical))
+        hidden = len(parts) < len(sizes) - 2
+        if hidden:
+            tanh = network.activation == "tanh"
+            layers.append(nn.Tanh() if tanh else nn.LeakyReLU(SLOPES[network.activation]))
+        part = nn.Sequential(*layers)
+        parts.append(Residual(part) if residual and hidden and parts else part)
+    return nn.Sequential(*parts)
 
 
 def optimizer(network: Network, model: nn.Module, name: str = "adam") -> torch.optim.Optimizer:

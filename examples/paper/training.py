@@ -28,9 +28,10 @@ CHECKPOINT_EVERY = 5  # epochs
 TRAIN_SUBSET = 5000  # training images, always the same, that training accuracy is taken on
 BY_BATCH = "test_accuracy_by_batch_statistics"
 EVALUATED = 256  # rows at once, about
-SHARED = ("batch_size", "width", "depth", "pixels", "optimizer")  # by networks of an ensemble
+# By networks of an ensemble.
+SHARED = ("batch_size", "width", "depth", "pixels", "optimizer", "residual")
 CRITERION = nn.CrossEntropyLoss()
-BEFORE = {"optimizer": "adam"}  # the only choice when older runs were made
+BEFORE = {"optimizer": "adam", "residual": False}  # the only choice when older runs were made
 
 
 class Setting(NamedTuple):
@@ -42,13 +43,15 @@ class Setting(NamedTuple):
     pixels: str
     networks: tuple[Network, ...]
     optimizer: str = "adam"
+    residual: bool = False
 
     @property
     def name(self) -> str:
         """Name of the ensemble's folder, which other networks do not share."""
         networks = hashlib.sha256(json.dumps(sorted(self.networks)).encode()).hexdigest()[:8]
         shared = f"batch{self.batch_size}-width{self.width}-depth{self.depth}-{self.pixels}"
-        return f"{shared}-{networks}" if self.optimizer == "adam" else f"{shared}-sgd-{networks}"
+        optimizer = "" if self.optimizer == "adam" else f"-{self.optimizer}"
+        return f"{shared}{optimizer}{'-residual' * self.residual}-{networks}"
 
     def without(self, runs: Iterable[Run], epochs: int) -> "Setting":
         """The ensemble of those networks that have no run of so many epochs yet."""
@@ -174,8 +177,8 @@ class Course:
             squares += self.pixels(rows).square().sum(dtype=torch.float64).item()
         self.typical = math.sqrt(squares / len(data.train))
         sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
-        optimizer = setting.optimizer
-        self.ensemble = Ensemble(setting.networks, sizes, self.typical, dtype, device, optimizer)
+        kind = (setting.optimizer, setting.residual)
+        self.ensemble = Ensemble(setting.networks, sizes, self.typical, dtype, device, *kind)
         self._graph: Graph | None = None
 
     def epoch(self, number: int) -> dict[str, list[float]]:

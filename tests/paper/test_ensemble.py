@@ -10,13 +10,15 @@ from methods import METHODS
 from plain import model, optimizer
 from torch import Tensor, nn
 
-DEPTHS = {1: (12, 5, 4), 2: (12, 5, 7, 4), 3: (12, 5, 7, 1, 4)}
+DEPTHS = {1: (12, 5, 4), 2: (12, 5, 7, 4), 3: (12, 5, 7, 1, 4), 4: (12, 5, 5, 5, 5, 4)}
+RESIDUAL = 4  # hidden layers of the networks with paths past all but the first
 SIZES = DEPTHS[2]
 TYPICAL = 3.0
 RATE = 0.01
 SEEDS = (3, 8)
 BATCHES = (6, 6, 6, 4)  # the last of an epoch is smaller
-COURSES = [("adam", 1), ("adam", 2), ("sgd", 2), ("sgd", 3)]  # and how many hidden layers
+# Optimizer and how many hidden layers.
+COURSES = [("adam", 1), ("adam", 2), ("sgd", 2), ("sgd", 3), ("sgd", 4)]
 Trained = tuple[Ensemble, list[list[list[Tensor]]]]
 
 
@@ -38,7 +40,8 @@ def trained(optimizer: str, depth: int) -> Trained:
         Network(method, activation, seed, RATE)
         for method, activation, seed in itertools.product(METHODS, ACTIVATIONS, SEEDS)
     ]
-    ensemble = Ensemble(networks, DEPTHS[depth], TYPICAL, torch.float64, optimizer=optimizer)
+    kind = (torch.float64, "cpu", optimizer, depth == RESIDUAL)
+    ensemble = Ensemble(networks, DEPTHS[depth], TYPICAL, *kind)
     seen = {seed: batches(seed) for seed in SEEDS}
     course = []
     for step in range(len(BATCHES) * 3):
@@ -61,7 +64,7 @@ def test_stacked_networks_train_as_separate_ones(
     for seed in SEEDS:
         network = Network(method, activation, seed, RATE)
         place = ensemble.networks.index(network)
-        alone = model(network, DEPTHS[depth], TYPICAL).double()
+        alone = model(network, DEPTHS[depth], TYPICAL, depth == RESIDUAL).double()
         stepper = optimizer(network, alone, name)
         assert stepper.param_groups[0]["lr"] == (RATE / 2 if method == "norm-like-half" else RATE)
         last_bias = list(alone.parameters())[-1].detach().clone()
