@@ -160,9 +160,18 @@ def of_hundred() -> Iterator[Headline]:
 
 
 def of_depth() -> Iterator[Headline]:
-    """The fair test with six hidden layers, at batch size 128."""
-    found = tuned("fair-depth6")
+    """The fair test with six hidden layers, at batch size 128, without and with residual paths."""
+    found, paths = tuned("fair-depth6"), tuned("fair-depth6-residual")
     for activation in ("tanh", "leaky"):
+        for method in ("affine-like", "norm-like", "batchnorm", "rate-by-layer"):
+            arm = Arm(method, activation, 128)
+            shown = signed(difference(paths, arm, "standard"))
+            yield f"six layers with paths, {activation}: {method} − standard", shown
+            gain = [paths[arm][seed] - without for seed, without in found[arm].items()]
+            yield f"six layers, {activation}: {method} with paths − without", signed(gain)
+        for than in ("batchnorm", "rate-by-layer"):
+            shown = signed(difference(paths, Arm("affine-like", activation, 128), than))
+            yield f"six layers with paths, {activation}: affine-like − {than}", shown
         for than in ("standard", "batchnorm", "layernorm"):
             shown = signed(difference(found, Arm("affine-like", activation, 128), than))
             yield f"six layers, {activation}: affine-like − {than}", shown
