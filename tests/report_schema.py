@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from adiv_monitor import AlignmentReading, AttentionReading, LayerReading, StepReport
-from adiv_monitor.audit import AuditReport
+from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis import finding, record
 from adiv_monitor.diagnosis.diagnosis import SCHEMA
 from adiv_monitor.report import Alarm, Turn

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from adiv_monitor.diagnosis.course import FEWEST, course, end, may_have_fallen
 from adiv_monitor.diagnosis.faults import FAULTS, Fault, could_show, found
-from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS, LONG_STEPS, several
+from adiv_monitor.diagnosis.faults.fault import LONG_STEPS
 from adiv_monitor.diagnosis.faults.states import OF_MOVES, TARGETS
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.health import sentence
-from adiv_monitor.diagnosis.readings import maps
+from adiv_monitor.diagnosis.readings import FEWEST_REPORTS, maps, several
 from adiv_monitor.diagnosis.record import Record
 
 FIRST_THAT = (Advice("fix the findings above first", untried="its cause comes first"),)

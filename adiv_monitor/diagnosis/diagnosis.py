@@ -114,10 +114,7 @@ class Diagnosis:
         Raises:
             ValueError: the text is not JSON, or not a report that `from_dict` reads.
         """
-        try:
-            return cls.from_dict(json.loads(text))
-        except RecursionError:
-            raise ValueError(f"{cls.__name__}.from_json: got text nested too deeply") from None
+        return cls.from_dict(json.loads(text))
 
 
 def _cause(act: Sequence[Finding], findings: Sequence[Finding]) -> str:

@@ -12,6 +12,12 @@ LOWER_RATES = ("rate*0.001", "rate*0.01", "rate*0.1", "rate*0.3")
 HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))
 RATES = (*LOWER_RATES, *HIGHER_RATES)
 
+
+def act_if(harms: object) -> Strength:
+    """Return "act" if the condition holds, else "watch"."""
+    return "act" if harms else "watch"
+
+
 Mark = Literal["✓", "✗", "→"]
 NO_STEPS = "the steps for trials were used up"
 _MOST_RED = 10

@@ -4,7 +4,7 @@ Steps are judged near the peak of the learning rate.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from statistics import median
@@ -18,6 +18,8 @@ from adiv_monitor.report.wording import listed
 # Kinds of layers whose rows are the layer's inputs unchanged; corrected layers have others.
 PLAIN = ("linear", "convolution")
 
+FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
+FEWEST_REPORTS = 3  # fewest reports that show typical values
 PEAK = 0.5  # of the largest learning rate so far: lower ones are warmup or intended decay
 _FEWEST = 2  # fewest measured steps at the peak
 _RISES = 1.01  # times the learning rate of the previous measured step
@@ -46,6 +48,21 @@ class Typical(NamedTuple):
     def below(self, limit: float) -> bool:
         """Return whether the value is below the limit by more than two standard errors."""
         return self.value + 2 * self.error < limit
+
+
+def several(record: Record) -> bool:
+    """Return whether there are enough reports to show what is typical."""
+    return len(record.reports) >= FEWEST_REPORTS
+
+
+def stepped(record: Record) -> bool:
+    """Return whether several reports show an optimizer's steps."""
+    return several(record) and bool(by_layer(record, "parameter_cosine"))
+
+
+def reported(field: str) -> Callable[[Record], object]:
+    """Return the condition that there are several reports, and that one of them holds a field."""
+    return lambda record: several(record) and any(getattr(r, field) for r in record.reports)
 
 
 def optimizer_of(record: Record) -> str:

@@ -112,22 +112,20 @@ class Running:
         if self.first_non_finite is None and (first := report.first_non_finite) is not None:
             self.first_non_finite = report.step, non_finite_words(report, *first)
         self.add_losses({step: x for step, x in report.losses.items() if step >= report.step})
-        newest = report
-        if self.count:
-            if spikes := (*self.last.spikes, *report.spikes)[-8:]:  # of this report and former ones
-                newest = report = replace(report, spikes=spikes)
-            before, turn = self._reports.pop(), report.turn
-            round_ = before.turn
-            if round_ and turn and (turn.of, turn.first) == (round_.of, round_.last + 1):
-                newest = _together(before, report)
-            else:
-                stays = self._reports.stays(self.count)
-                self._reports.add(before.step, before.lean if stays else before)
-        self._reports.add(report.step, newest)
         for alarm in report.alarms:
             key = alarm.rule, alarm.layer
             raised = self._raised.setdefault(key, Raised(alarm, report.step, report.step))
             raised.alarm, raised.last, raised.times = alarm, report.step, raised.times + 1
+        if self.count:
+            if spikes := (*self.last.spikes, *report.spikes)[-8:]:  # of this report and former ones
+                report = replace(report, spikes=spikes)
+            before, turn = self._reports.pop(), report.turn
+            round_ = before.turn
+            if round_ and turn and (turn.of, turn.first) == (round_.of, round_.last + 1):
+                report = _together(before, report)
+            else:
+                self._reports.add(before.step, before.lean)
+        self._reports.add(report.step, report)
 
     def _go_back_to(self, step: int) -> None:
         self._reports.go_back_to(step)

@@ -39,12 +39,7 @@ def read(kind: type[T], value: Any) -> T:
     Raises:
         ValueError: a value does not fit, or a field without default is missing.
     """
-    try:
-        return cast(T, _value(kind, value, kind.__name__))
-    except RecursionError:
-        pass
-    said = "got data that are nested too deeply, expected those that a report was written as"
-    raise _error(kind.__name__, said)
+    return cast(T, _value(kind, value, kind.__name__))
 
 
 def _misfit(where: str, value: Any, expected: str) -> ValueError:

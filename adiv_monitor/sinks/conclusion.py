@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from adiv_monitor.diagnosis.diagnose import LOSS_UNKNOWN, finding_title, running_headline
-from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS
 from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.readings import FEWEST_REPORTS
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report.wording import listed

@@ -17,7 +17,7 @@ from setups import equal, trained
 from torch import nn
 
 from adiv_monitor import StepReport
-from adiv_monitor.audit import AuditReport
+from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.diagnosis.faults import FAULTS
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
 

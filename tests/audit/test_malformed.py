@@ -135,7 +135,7 @@ def shown(found: AuditReport) -> None:
     "text",
     [
         *("[]", "3", "{", "", "\x00", "\ufeff", '{"schema": 3}'),
-        *("[" * 100_000, '{"schema": ' + "1" * 5000 + "}"),
+        '{"schema": ' + "1" * 5000 + "}",
     ],
 )
 def test_text_that_is_no_report_is_refused(text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from example_reports import report
 
-from adiv_monitor.diagnosis.faults.fault import FEWEST_REPORTS
+from adiv_monitor.diagnosis.readings import FEWEST_REPORTS
 from adiv_monitor.sinks import Sink, TrackerSink
 from adiv_monitor.sinks.scalars import board_scalars
 

@@ -122,12 +122,11 @@ def load(model: nn.Module, path: str, *, trusted: bool = False) -> None:
 
 
 def _read(path: str, trusted: bool, where: str) -> Any:
+    load: Any = partial(torch.load, map_location="cpu", weights_only=not trusted)
+    if path.endswith(".safetensors"):
+        load = needed("safetensors.torch", "a .safetensors file").load_file
     try:
-        if path.endswith(".safetensors"):
-            return needed("safetensors.torch", "a .safetensors file").load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=not trusted)
-    except UsageError:
-        raise
+        return load(path)
     except Exception as error:
         told = "it is missing, damaged, unfinished, or no file of safetensors or torch.save"
         # torch's own words advise to load the file all the same.

@@ -14,6 +14,7 @@ from adiv_monitor.audit.experiments.calls import calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import (
     RepeatedLoss,
     given_inputs,
+    noting,
     of_few,
     only_target,
     passed,
@@ -38,12 +39,11 @@ class Answered:
     """
 
     def __init__(self, fork: Fork, batch: Any) -> None:
-        made: list[Any] = []
+        made: list[Tensor] = []
         self._model, self._loss, self._batch = fork.model, RepeatedLoss(fork), batch
-        with fork.model.register_forward_hook(lambda m, args, out: made.append(out)):
+        with fork.model.register_forward_hook(noting(made)):
             self.first = self._loss.of(batch)
-        own = (x.detach() for x in tensors(made) if x.is_floating_point())
-        self.outputs = next(own, None)
+        self.outputs = next(iter(made), None)
 
     def loss(self, outputs: Tensor) -> float:
         """Return the loss of these outputs."""

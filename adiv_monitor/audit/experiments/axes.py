@@ -58,8 +58,6 @@ def _summed(call: Call) -> list[Summed]:
     if call.name == "einsum":
         inputs, _, output = call.args[0].replace(" ", "").replace("...", "").partition("->")
         parts = inputs.split(",")
-    elif call.name == "__rmatmul__":
-        operands.reverse()
     found = []
     for x, letters in zip(operands, parts, strict=True):
         axes = range(x.ndim - len(letters), x.ndim)

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import (
-    ADDS,
-    Call,
-    change_calls,
-    given,
-    see_calls,
-)
+from adiv_monitor.audit.experiments.calls import Call, change_calls, given, see_calls
 from adiv_monitor.audit.experiments.questions import Look, asks, looks
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -97,7 +91,7 @@ def _meets(taken: list[Tensor], call: Call) -> bool:
 
 def _is_beside(cut: list[Call], call: Call) -> bool:
     """Return whether a call adds what was cut to what has been computed from it, as in a block."""
-    before = getattr(cut[0].args[0], "grad_fn", None) if cut and call.name in ADDS else None
+    before = getattr(cut[0].args[0], "grad_fn", None) if cut and call.name == "add" else None
     return before is not None and before in nodes_of(x.grad_fn for x in given(call))
 
 

@@ -173,10 +173,8 @@ def is_callers(file: str) -> bool:
 # What derives, entry by entry, from the result of some function
 
 
-ADDS = ("add", "__add__", "__radd__", "__iadd__")
-MULTIPLIES = ("mul", "multiply", "__mul__", "__rmul__")
 # Functions that do more than move, mask or map entries one by one.
-PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "mm", "linear")
+PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "mm", "linear")
 LAYERS = ("bilinear", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward",
           "lstm", "gru", "rnn_tanh", "rnn_relu")  # fmt: skip
 

@@ -4,10 +4,9 @@ They tell the loss from the model: if no outputs lower it, the fault is in the l
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adiv_monitor.audit.experiments.backward import nodes_of
 from adiv_monitor.audit.experiments.calls import calls_of, given
@@ -33,13 +32,12 @@ class Free:
     def __init__(self, setup: Setup) -> None:
         self.outputs: list[Tensor] = []
         self.fork, self._next, self._batch = still(setup.fork()), 0, of_few(setup).batches[0]
-        for path in last_maps(setup.fork())[0]:
-            self.fork.model.get_submodule(path).register_forward_hook(self._instead)
+        self.fork.change_outputs(last_maps(setup.fork())[0], self._instead)
         with seeded(setup.seed):
             self._again = RepeatedLoss(self.fork)  # a queue that it fills begins anew each time
         self.first = self.loss()
 
-    def _instead(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def _instead(self, output: Tensor) -> Tensor:
         if self._next == len(self.outputs):
             own = output.detach().clone(memory_format=torch.contiguous_format)
             self.outputs.append(own.requires_grad_())

@@ -7,16 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.experiments.calls import (
-    MULTIPLIES,
-    Call,
-    Derived,
-    calls_of,
-    change_calls,
-    given,
-    rate_of,
-    see_calls,
-)
+from adiv_monitor.audit.experiments.calls import Call, Derived, calls_of, given, rate_of, see_calls
 from adiv_monitor.audit.experiments.modules import ends_of_function
 from adiv_monitor.audit.experiments.questions import Look, asks, looks, of_each_call
 from adiv_monitor.audit.training.batches import size_of, tensors
@@ -24,7 +15,8 @@ from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact
 
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-DIFFERENCES = ("sub", "subtract", "__sub__", "__rsub__", "rsub", *LOSSES)
+DIFFERENCES = ("sub", "subtract", "__rsub__", "rsub", *LOSSES)
+MULTIPLIES = ("mul", "multiply")
 OWN = ("cross_entropy", "binary_cross_entropy_with_logits")  # with their own softmax or sigmoid
 CLASSIFIES = (*OWN, "nll_loss", "binary_cross_entropy", "multi_margin_loss")
 
@@ -258,8 +250,7 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
 # Functions with a bounded range that never fall; and what moves or scales a result by a number.
 BOUNDED = ("relu", "softplus", "relu6", "sigmoid", "special_expit", "hardsigmoid", "tanh",
            "hardtanh", "clamp", "clamp_min", "clamp_max", "clip", "exp", "elu")  # fmt: skip
-_MOVES = ("mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "add", "__add__",
-          "__radd__", "sub", "__sub__", "rsub", "__rsub__")  # fmt: skip
+_MOVES = ("mul", "div", "neg", "add", "sub", "rsub", "__rsub__")
 NEARLY = 0.05  # of the targets' standard deviation: those that are less beyond a range count as met
 SEVERAL = 1.5  # sum of the targets of a sample from which on they are of several classes
 
@@ -426,17 +417,6 @@ def activation(fork: Fork) -> Call | None:
     return found
 
 
-def leave_out(fork: Fork, calls: list[Call]) -> None:
-    """Let calls of a pass, known by their numbers, return their inputs from now on."""
-    left = {(call.number, call.name) for call in calls}
-
-    def change(call: Call) -> object:
-        is_one = (call.number, call.name) in left
-        return call.argument(0, "input") if is_one else NotImplemented
-
-    change_calls(fork, change)
-
-
 def activated_output(fork: Fork) -> ActivatedOutput | None:
     """Return the name and the module of that function."""
     call = activation(fork)
@@ -483,7 +463,7 @@ def bounded_logits(setup: Setup, trained: Fork) -> Iterable[Fact]:
 # A tensor compared with itself
 
 
-_CANCELS = ("sub", "__sub__", "div", "__truediv__")
+_CANCELS = ("sub", "div")
 
 
 @asks("zero-gradient")

@@ -34,8 +34,7 @@ def chance(setup: Setup) -> float | None:
     for model, made in ((plain.model, own), (fork.model, without)):
         model.register_forward_hook(noting(made))
     last, _ = last_maps(plain)
-    for path in last:
-        fork.model.get_submodule(path).register_forward_hook(lambda m, x, y: torch.zeros_like(y))
+    fork.change_outputs(last, torch.zeros_like)
     try:
         losses = _losses(setup, fork)
     except Exception:  # not every loss takes zeros
@@ -192,8 +191,7 @@ def _given(setup: Setup) -> list[Tensor]:
 
 def _loss(fork: Fork, paths: Sequence[str], change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the first loss with the outputs of some modules changed, in order."""
-    for path in paths:
-        fork.model.get_submodule(path).register_forward_hook(lambda m, args, out: change(out))
+    fork.change_outputs(paths, change)
     return fork.first_loss()
 
 

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.backward import nodes_of
-from adiv_monitor.audit.experiments.calls import (
-    ADDS,
-    Call,
-    Watched,
-    calls_of,
-    given,
-    rate_of,
-    see_calls,
-)
+from adiv_monitor.audit.experiments.calls import Call, Watched, calls_of, given, rate_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import SAMPLES, ChangedInputs, still
 from adiv_monitor.audit.experiments.questions import Look, Untold, asks, looks, of_each_call
 from adiv_monitor.audit.experiments.state import MAPS
@@ -165,7 +157,7 @@ def _is_zero(module: nn.Module | None) -> bool:
 @of_each_call("added-to-itself")
 def added_to_itself(call: Call, fork: Fork) -> Fact | None:
     """Find sums in the model whose two operands are one computed tensor."""
-    x, y = call.args[:2] if call.name in ADDS and len(call.args) > 1 else (None, None)
+    x, y = call.args[:2] if call.name == "add" and len(call.args) > 1 else (None, None)
     is_one = x is y and isinstance(x, Tensor) and x.requires_grad and call.path is not None
     return Fact(call.place) if is_one else None
 
@@ -265,8 +257,7 @@ def ends_of_function(
         function: The function's `__name__`; in-place variants are accepted.
         arguments: Arguments other than the input, by name.
     """
-    name = function.strip("_")
-    name = _SAME.get(name, name)
+    name = _SAME.get(function, function)
     if name == "hardtanh":
         ends = arguments.get("min_val", -1.0), arguments.get("max_val", 1.0)
         return ("relu6" if ends == (0.0, 6.0) else name), ends

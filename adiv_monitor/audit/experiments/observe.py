@@ -34,15 +34,7 @@ from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.state import are_trained, unused, weights
 from adiv_monitor.audit.training.batches import copied, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
-from adiv_monitor.audit.training.train import (
-    Course,
-    Progress,
-    Watch,
-    gradient_norm,
-    held,
-    silent,
-    train,
-)
+from adiv_monitor.audit.training.train import Progress, Watch, gradient_norm, held, silent, train
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.faults.inputs import HIDDEN
@@ -117,7 +109,7 @@ def observe(
         watch.remove()
     ran, copies = list(watch.ran), averages(setup.model)
     record = Record(
-        facts=_facts(setup, fork, every_n_steps, course),
+        facts=_facts(setup, fork, every_n_steps, course.seconds),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
         reports=tuple(replace(r, layers=in_order(r.layers, ran)) for r in monitor.reports),
@@ -237,7 +229,7 @@ def _notes(setup: Setup) -> Iterator[str]:
         yield "The optimizer has taken steps before; the run goes on from its state."
 
 
-def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
+def _facts(setup: Setup, fork: Fork, every_n_steps: int, seconds: Sequence[float]) -> Facts:
     parameters = list(fork.model.parameters())
     kind = type(setup.model)
     group = fork.optimizer.param_groups[0]
@@ -255,7 +247,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         device=str(parameters[0].device),
         torch=str(torch.__version__),
         step_cost=setup.cost,
-        seconds_per_step=median(course.seconds or [math.nan]),
+        seconds_per_step=median(seconds or [math.nan]),
         clip_norm=setup.clip_norm,
         resumed=bool(getattr(setup.optimizer, "state", None)),
     )

@@ -161,7 +161,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 # Functions that multiply by a weight, and the place of the weight among their arguments.
-_RIGHT = {"linear": 1, "matmul": 1, "__matmul__": 1, "mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
+_RIGHT = {"linear": 1, "matmul": 1, "mm": 1, "bmm": 1, "addmm": 2, "baddbmm": 2}
 _COUNTED = 10  # batches that batch normalisations may have counted before training, as in a test
 
 

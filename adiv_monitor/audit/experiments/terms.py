@@ -125,8 +125,7 @@ def penalty_on_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
     batch = next((x for x in setup.batches if x is not setup.batches[0]), None)
     own = _terms(setup.fork(), exchanged=False)
     fork = replace(setup.fork(), seed=setup.seed + 1)
-    for path in last_maps(setup.fork())[0]:
-        fork.model.get_submodule(path).register_forward_hook(lambda *given: 2 * given[-1] + 1)
+    fork.change_outputs(last_maps(setup.fork())[0], lambda x: 2 * x + 1)
     others = _terms(fork, exchanged=False, batch=batch)
     penalties = {i for i, (x, y) in enumerate(zip(own, others, strict=False)) if _alike(x, y) and x}
     if batch is None or len(own) != len(others) or not 0 < len(penalties) < len(own):
@@ -169,7 +168,7 @@ def _alike(x: float, y: float) -> bool:
 # Sums with what has no gradient
 
 NOISE = 0.1  # of the spread of each parameter, and at least a hundredth
-_ADDS = ("add", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "__rsub__", "__isub__")
+_ADDS = ("add", "sub", "__rsub__")
 
 
 @looks("term-without-graph")

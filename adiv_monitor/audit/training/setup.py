@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,6 +54,11 @@ class Fork:
         """Return the loss of the first batch, with random numbers from the run's seed."""
         with seeded(self.seed):
             return self.loss(self.model, copied(self.batches[0]))
+
+    def change_outputs(self, paths: Iterable[str], change: Callable[[Tensor], Tensor]) -> None:
+        """Change the outputs of the modules at these paths, in order, from now on."""
+        for path in paths:
+            self.model.get_submodule(path).register_forward_hook(lambda m, args, out: change(out))
 
 
 @dataclass(frozen=True)
@@ -310,16 +315,11 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     except TypeError as error:
         got = f"can't take the whole batch ({error})"
         raise TypeError(f"audit(loss=None): {kind} {got}, {told}") from error
-    loss = own_loss(output)
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         got = type(output).__name__ + " whose loss is None" * hasattr(output, "loss")
         raise TypeError(f"audit(loss=None): {kind} gave {got}, {told}")
     return loss
-
-
-def own_loss(output: Any) -> Any:
-    """Return the loss in a model's output; None: there is none."""
-    return output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
 
 
 def of_batch(loss: Callable[..., Any], name: str = "") -> Loss:

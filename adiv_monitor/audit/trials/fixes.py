@@ -18,7 +18,7 @@ from adiv_monitor.audit.experiments.backward import cuts, undo
 from adiv_monitor.audit.experiments.calls import Call, calls_of, change_calls, rate_of, with_rate
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
 from adiv_monitor.audit.experiments.data import features, inputs_of
-from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, dropped, leave_out
+from adiv_monitor.audit.experiments.loss_inputs import HIGH, activation, dropped
 from adiv_monitor.audit.experiments.modules import maps_that_run
 from adiv_monitor.audit.experiments.state import MAPS, bare_weights
 from adiv_monitor.audit.training.batches import mapped
@@ -349,16 +349,16 @@ def replace_calls(fork: Fork, is_met: Of, instead: Of) -> None:
 @fix("outputs-without-dropout", find=dropped)
 def _left_out(fork: Fork, layers: Layers, record: Seen, find: Callable[[Fork], list[Call]]) -> None:
     """Leave out functions that act on the outputs, in front of the loss."""
-    leave_out(fork, some(find(fork), "no such function stands in front of the loss"))
+    found = some(find(fork), "no such function stands in front of the loss")
+    left = {call.number for call in found}
+    replace_calls(fork, lambda call: call.number in left, lambda call: call.argument(0, "input"))
 
 
 @fix("relu-between", rescales=True)
 def _relu_between(fork: Fork, layers: Layers, record: Seen) -> None:
     """Put a ReLU behind each linear or convolutional layer that runs, but the last."""
-    for path in some(maps_that_run(fork)[:-1], "fewer than two layers run"):
-        fork.model.get_submodule(path).register_forward_hook(
-            lambda module, args, output: functional.relu(output)
-        )
+    paths = some(maps_that_run(fork)[:-1], "fewer than two layers run")
+    fork.change_outputs(paths, functional.relu)
 
 
 @fix("dropout-0.1")

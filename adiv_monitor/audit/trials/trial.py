@@ -306,20 +306,19 @@ def overfit(setup: Setup, record: Record) -> Trial | None:
     Raises:
         KeyboardInterrupt: the user interrupted a run.
     """
-    budget = Budget(affordable(record, FOR_ONE_BATCH))
-    steps = int(min(ONE_BATCH_STEPS, budget.left))
+    left = affordable(record, FOR_ONE_BATCH)
+    steps = int(min(ONE_BATCH_STEPS, left))
     if steps < _FEWEST_OF_ONE_BATCH:
         return None
     whole = setup.batches[0]
     small = first(whole, SAMPLES)
     attempts = [(small, 1.0), *[(whole, 1.0)] * (small is not whole), (small, 3.0), (small, 0.3)]
     trials: list[Trial] = []
-    for batch, factor in attempts:
+    for batch, factor in attempts[: int(min(len(attempts), left / steps))]:
         try:
-            budget.take(steps)
             rate = factor * best_rate(record.rates)
             trials.append(_of_one_batch(replace(setup, batches=(batch,), steps=steps), rate))
-        except (StepsUsedUp, DoesNotApply):  # or no learning rate
+        except DoesNotApply:  # there is no learning rate
             break
         except Exception:
             if batch is whole:

@@ -3,15 +3,7 @@
 from dataclasses import replace
 from importlib import import_module
 
-from adiv_monitor.diagnosis.faults.fault import (
-    FAULTS,
-    NOT_LEARNT,
-    RULES,
-    Fault,
-    family_of,
-    fault,
-    finds,
-)
+from adiv_monitor.diagnosis.faults.fault import FAULTS, NOT_LEARNT, RULES, Fault, family_of
 from adiv_monitor.diagnosis.finding import RATES, Finding
 from adiv_monitor.diagnosis.record import Record
 
@@ -58,4 +50,4 @@ def could_show(record: Record) -> list[str]:
     return [name for name in order if FAULTS[name].shown_by(record)]
 
 
-__all__ = ["FAULTS", "RULES", "Fault", "could_show", "fault", "finds", "found"]
+__all__ = ["FAULTS", "Fault", "could_show", "found"]

@@ -16,27 +16,16 @@ from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis import readings as read
-from adiv_monitor.diagnosis.faults.fault import (
-    FEWEST_REPORTS,
-    LEARNING,
-    LONG_STEPS,
-    act_if,
-    fault,
-    finds,
-    loop_fault,
-    reported,
-    several,
-    stepped,
-)
+from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, fault, finds, loop_fault
 from adiv_monitor.diagnosis.faults.rates import overshoot
-from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, Strength, act_if
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import these
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import NO_GRADIENT, listed, percent
 
-FEWEST_MEASURED = FEWEST_REPORTS  # in all of which a condition must hold
+FEWEST_MEASURED = read.FEWEST_REPORTS  # in all of which a condition must hold
 FEWEST_SAME = 5  # the same, for batches: whole epochs of few batches repeat, too
 LEAST_SHARE = 0.01  # of the trainable elements; less are a pooler or a head that nobody uses
 # Norm of the gradient that was there before a step's first backward pass, over that of the gradient
@@ -88,7 +77,7 @@ def share_of(
     return (paths, share) if share >= LEAST_SHARE else ((), 0.0)
 
 
-@loop_fault("not-zeroed", "Gradients are not zeroed between steps", shown_by=stepped,
+@loop_fault("not-zeroed", "Gradients are not zeroed between steps", shown_by=read.stepped,
             explains=(*LEARNING, "non-finite", "optimizer-turns", "stands-still"))  # fmt: skip
 def not_zeroed(record: Record) -> Iterator[Finding]:
     """Find layers whose gradients are not zeroed between two steps of the optimizer.
@@ -117,14 +106,15 @@ def not_zeroed(record: Record) -> Iterator[Finding]:
 
 @loop_fault("gradient-reversed", "Steps that climb the loss",
             explains=(*LONG_STEPS, "rate-too-high", "optimizer-turns"),
-            shown_by=stepped)  # fmt: skip
+            shown_by=read.stepped)  # fmt: skip
 def reversed_(record: Record) -> Iterator[Finding]:
     """Find steps that climb a positive loss on demand; one of torch's own should not rise."""
     seen = [max(report.loss_gradients) for report in record.reports if report.loss_gradients]
     why = "backward() begins at its negative" * (bool(seen) and max(seen) < 0)
     if all(report.maximize for report in record.reports):
         why = "the optimizer has maximize=True"
-    if why and several(record) and course.course(record) == "rises" and min(record.losses) >= 0:
+    rises = read.several(record) and course.course(record) == "rises"
+    if why and rises and min(record.losses) >= 0:
         yield Finding("gradient-reversed",
             act_if(course.is_measure(record) or any(r.loss_module for r in record.reports)),
             f"The steps go up the loss, which rises, since {why}.",
@@ -133,7 +123,7 @@ def reversed_(record: Record) -> Iterator[Finding]:
 
 
 @loop_fault("losses-unused", "Losses of training that get no backward pass", explains=LEARNING,
-            shown_by=reported("loss_gradients"))  # fmt: skip
+            shown_by=read.reported("loss_gradients"))  # fmt: skip
 def losses_unused(record: Record) -> Iterator[Finding]:
     """Find that steps typically compute several losses with a graph for each backward pass."""
     pairs = [(r.unused_losses, len(r.loss_gradients)) for r in record.reports if r.loss_gradients]
@@ -147,7 +137,7 @@ def losses_unused(record: Record) -> Iterator[Finding]:
                     "that should not train under torch.no_grad()"),))  # fmt: skip
 
 
-@loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=several)
+@loop_fault("zeroed-early", "Gradients are zeroed before the step uses them", shown_by=read.several)
 def zeroed_early(record: Record) -> Iterator[Finding]:
     """Find gradients that are removed before the step, or between its backward passes."""
     paths, share = share_of(record, "removed", record.reports)
@@ -159,7 +149,7 @@ def zeroed_early(record: Record) -> Iterator[Finding]:
             (Advice("call optimizer.zero_grad(), backward() and step() in this order"),),
             layers=paths)  # fmt: skip
     zeroed = [report for report in record.reports if report.zeroed_passes > 0]
-    if several(record) and len(zeroed) > len(record.reports) / 2:
+    if read.several(record) and len(zeroed) > len(record.reports) / 2:
         lost = zeroed[-1].zeroed_passes
         used = max(1, len(zeroed[-1].loss_gradients) - lost)
         yield Finding("zeroed-early", strength(record),
@@ -175,7 +165,7 @@ _LAST_STEP = Advice("take a step with what is left of an accumulation at an epoc
 
 
 @loop_fault("accumulation-cut", "An accumulation that an epoch's end cuts off",
-            shown_by=reported("loss_counts"))  # fmt: skip
+            shown_by=read.reported("loss_counts"))  # fmt: skip
 def accumulation_cut(record: Record) -> Iterator[Finding]:
     """Find steps after more batches than usual, by less than an accumulation, each of one number.
 
@@ -206,7 +196,7 @@ def untrained(record: Record) -> Iterator[Finding]:
     """
     reports, sizes = record.reports, [*map(_reached, record.reports)]
     others = any(share_of(record, field, reports)[0] for field in ("cut_off", "removed"))
-    if not several(record) or others or not (most := max(r.trainable for r in reports)):
+    if not read.several(record) or others or not (most := max(r.trainable for r in reports)):
         return
     now = max(sizes[len(sizes) // 2 :])
     ended = now < (1 - ENDED) * max(sizes)
@@ -256,12 +246,12 @@ def frozen(record: Record) -> Iterator[Finding]:
             layers=paths)  # fmt: skip
 
 
-@loop_fault("gradient-rescaled", "Gradients are rescaled one by one", shown_by=stepped)
+@loop_fault("gradient-rescaled", "Gradients are rescaled one by one", shown_by=read.stepped)
 @loop_fault("loss-multiplied", "The gradient is multiplied by a number far from 1, or that changes",
-            shown_by=reported("loss_gradients"),
+            shown_by=read.reported("loss_gradients"),
             explains=(*LONG_STEPS, "rate-too-high"))  # fmt: skip
 @loop_fault("clipping-always", "Most gradients are clipped", shown_by=lambda record:
-            reported("loss_gradients")(record) and not read.scale_free(record))  # fmt: skip
+            read.reported("loss_gradients")(record) and not read.scale_free(record))  # fmt: skip
 def scaled(record: Record) -> Iterator[Finding]:
     """Find clipping after which the layers hardly move, or other factors on the gradient.
 
@@ -327,7 +317,7 @@ def _spread(values: list[float]) -> float:
 
 
 @fault("rate-gone", "The learning rate is gone before the end", about="loop", explains=LEARNING,
-       shown_by=reported("learning_rates"))  # fmt: skip
+       shown_by=read.reported("learning_rates"))  # fmt: skip
 def rate_gone(record: Record) -> Iterator[Finding]:
     """Find a learning rate that is gone long before the end, sooner if the loss does not halve."""
     rates = read.learning_rates(record)
@@ -361,7 +351,7 @@ def _gone_since(rates: Mapping[int, float], limit: float) -> int | None:
 
 
 @loop_fault("rate-falls-back", "The learning rate falls back in the middle of its rise",
-            shown_by=reported("learning_rates"),
+            shown_by=read.reported("learning_rates"),
             explains=("rate-too-low", "loss-stuck", "stands-still"))  # fmt: skip
 def rate_falls_back(record: Record) -> Iterator[Finding]:
     """Find a rate that again and again rises over several steps, and falls in one step."""
@@ -377,7 +367,7 @@ def rate_falls_back(record: Record) -> Iterator[Finding]:
 
 
 @loop_fault("rate-rises", "The learning rate rises too far", shown_by=lambda record:
-            course.is_known(record) and reported("learning_rates")(record))  # fmt: skip
+            course.is_known(record) and read.reported("learning_rates")(record))  # fmt: skip
 def rate_rises(record: Record) -> Iterator[Finding]:
     """Find a learning rate that rises on, as the loss does, long after the lowest loss."""
     rates, smooth = read.learning_rates(record), course.smoothed(record)
@@ -417,7 +407,7 @@ def rate_jumps(record: Record) -> Iterator[Finding]:
 
 
 @loop_fault("weights-set-back", "Weights are set back between steps", shown_by=lambda r:
-            several(r) and any(x.weights_returned is not None for x in r.reports))  # fmt: skip
+            read.several(r) and any(x.weights_returned is not None for x in r.reports))  # fmt: skip
 def set_back(record: Record) -> Iterator[Finding]:
     """Find weights that begin measured steps as they were in an earlier one."""
     back = {r.step: r.weights_returned for r in record.reports if r.weights_returned is not None}
@@ -438,11 +428,11 @@ def set_back(record: Record) -> Iterator[Finding]:
 
 
 @loop_fault("other-optimizer", "Another optimizer steps the same weights",
-            shown_by=several, explains=("projection-fights",))  # fmt: skip
+            shown_by=read.several, explains=("projection-fights",))  # fmt: skip
 def other_optimizer(record: Record) -> Iterator[Finding]:
     """Find another optimizer that changes measured weights in most of the steps."""
     by = [r.changed_by for r in record.reports[1:]]
-    share = fmean(map(bool, by)) if several(record) else 0.0
+    share = fmean(map(bool, by)) if read.several(record) else 0.0
     if share > 0.5:
         names = listed([*dict.fromkeys(name for each in by for name in each)])
         yield Finding("other-optimizer", strength(record),
@@ -453,7 +443,7 @@ def other_optimizer(record: Record) -> Iterator[Finding]:
 
 
 @loop_fault("gradients-summed", "Gradients of micro-batches are summed, not averaged",
-            shown_by=reported("loss_gradients"))  # fmt: skip
+            shown_by=read.reported("loss_gradients"))  # fmt: skip
 def summed(record: Record) -> Iterator[Finding]:
     """Find micro-batches whose gradients are added up where their mean was meant.
 
@@ -462,7 +452,9 @@ def summed(record: Record) -> Iterator[Finding]:
     """
     passes = [report.loss_gradients for report in record.reports]
     k = min(map(len, passes), default=0)
-    if not several(record) or k < SUMMED or k < max(map(len, passes)) or min(map(min, passes)) < 1:
+    if not read.several(record) or k < SUMMED or k < max(map(len, passes)):
+        return
+    if min(map(min, passes)) < 1:
         return
     if read.scale_free(record) or any(report.other_optimizers for report in record.reports):
         return

@@ -11,19 +11,9 @@ from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import is_measure
 from adiv_monitor.diagnosis.faults import could_train
 from adiv_monitor.diagnosis.faults.could_train import FEWEST_MEASURED, FEWEST_SAME, goes_badly
-from adiv_monitor.diagnosis.faults.fault import (
-    LEARNING,
-    Number,
-    act_if,
-    fault,
-    finds,
-    loop_fault,
-    reported,
-    stepped,
-    told,
-)
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, finds, loop_fault, told
 from adiv_monitor.diagnosis.faults.rates import overshoot, suffers
-from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, act_if
 from adiv_monitor.diagnosis.readings import named
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import percent
@@ -100,7 +90,7 @@ def _sums(record: Record) -> list[tuple[float, float]]:
 
 @fault("same-batch", "The same batch is repeated", of="monitor", certain=True,
        explains=("cannot-overfit", "behind-reference"),
-       shown_by=lambda r: len(r.reports) >= FEWEST_SAME and reported("batch")(r))  # fmt: skip
+       shown_by=lambda r: len(r.reports) >= FEWEST_SAME and read.reported("batch")(r))  # fmt: skip
 def one_batch(record: Record) -> Iterator[Finding]:
     """Find inputs that are equal in all measured steps, and in the step after each."""
     sums = {r.batch for r in record.reports} | {r.next_batch for r in record.reports[:-1]}
@@ -198,7 +188,7 @@ told(__name__, "labels-unrelated", "", "watch",
      where=lambda fact: fact.numbers["held"])  # fmt: skip
 
 
-@loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=stepped)
+@loop_fault("targets-ignored", "Nearly no row has a gradient", shown_by=read.stepped)
 def targets_ignored(record: Record) -> Iterator[Finding]:
     """Find that typically nearly all rows of the last layer have no gradient."""
     seen = [r.layers[p] for r in record.reports for p in read.maps(record)[-1:] if p in r.layers]

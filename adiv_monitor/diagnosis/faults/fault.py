@@ -2,17 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength
-from adiv_monitor.diagnosis.readings import by_layer
-from adiv_monitor.diagnosis.record import Fact, Record
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength, act_if
+from adiv_monitor.diagnosis.record import Fact, Probed, Record
 from adiv_monitor.report.wording import listed
 
 _R = TypeVar("_R", bound=Callable[..., Iterable[Finding]])
-FEWEST_LAYERS = 3  # fewer layers have no path on which a gradient could vanish
-FEWEST_REPORTS = 3  # fewest reports that show typical values
 _SHOWN = 5  # layers whose values are evidence
 Condition = Callable[[Record], object]
 Rule = Callable[[Record], Iterable[Finding]]
@@ -63,26 +60,6 @@ class Fault:
 
 FAULTS: dict[str, Fault] = {}
 RULES: dict[Callable[..., Iterable[Finding]], Of] = {}  # within a family in the order of its file
-
-
-def several(record: Record) -> bool:
-    """Return whether there are enough reports to show what is typical."""
-    return len(record.reports) >= FEWEST_REPORTS
-
-
-def stepped(record: Record) -> bool:
-    """Return whether several reports show an optimizer's steps."""
-    return several(record) and bool(by_layer(record, "parameter_cosine"))
-
-
-def reported(field: str) -> Condition:
-    """Return the condition that there are several reports, and that one of them holds a field."""
-    return lambda record: several(record) and any(getattr(r, field) for r in record.reports)
-
-
-def act_if(harms: object) -> Strength:
-    """Return "act" if the condition holds, else "watch"."""
-    return "act" if harms else "watch"
 
 
 def fault(name: str, title: str, of: Of = "", **attributes: Any) -> Callable[[_R], _R]:
@@ -190,10 +167,11 @@ def told(file: str, name: str, title: str, strength: Strength | Condition, said:
         main, found = numbers[0], float(len(facts))
         facts.sort(key=lambda f: f.numbers.get(main.name, 0.0), reverse=main.below is None)
         worst, *rest = facts
+        seen = replace(record, probed={**record.probed, name: Probed(tuple(facts))})
         module = worst.place if of_modules else None
         others = [f for f in rest if f.place and "{all_places}" not in said]
         yield Finding(name,
-            strength if isinstance(strength, str) else act_if(strength(record)),
+            strength if isinstance(strength, str) else act_if(strength(seen)),
             said.format(place=worst.place, all_places=places(facts), **worst.numbers, **worst.words)
             + f" It is alike at {places(others)}." * bool(others),
             tuple(Evidence(n.measure, worst.numbers.get(n.name, found), n.limit, module)

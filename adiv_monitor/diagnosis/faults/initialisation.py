@@ -12,22 +12,18 @@ from itertools import pairwise, takewhile
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import fell, is_long_enough
 from adiv_monitor.diagnosis.faults.could_train import goes_badly, strength
-from adiv_monitor.diagnosis.faults.fault import (
-    FEWEST_LAYERS,
-    FEWEST_REPORTS,
-    LEARNING,
-    LONG_STEPS,
-    Number,
-    act_if,
-    fault,
-    finds,
-    reported,
-    told,
-)
+from adiv_monitor.diagnosis.faults.fault import LEARNING, LONG_STEPS, Number, fault, finds, told
 from adiv_monitor.diagnosis.faults.inputs import LARGE_STD, seen_inputs
 from adiv_monitor.diagnosis.faults.rates import clip_norm, suffers
 from adiv_monitor.diagnosis.faults.units import ALL_DEAD, DEAD_ACT, dead_share
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import (
+    HIGHER_RATES,
+    LOWER_RATES,
+    Advice,
+    Evidence,
+    Finding,
+    act_if,
+)
 from adiv_monitor.diagnosis.readings import named
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report import StepReport
@@ -109,7 +105,7 @@ def dropout_rises(record: Record) -> Iterator[Finding]:
     """Find a dropout rate at which next to nothing passes, as one that rises without a limit."""
     rates = [report.dropout for report in record.reports]
     high = [r.step for r in record.reports if r.dropout >= DROPS]
-    if len(high) >= FEWEST_REPORTS:
+    if len(high) >= read.FEWEST_REPORTS:
         yield Finding("dropout-too-high", strength(record),
             f"From step {high[0]:,} on, a dropout drops up to {max(rates):.0%} of its input.",
             (Evidence("dropout rate", max(rates), DROPS),),
@@ -251,7 +247,7 @@ def input_ignored(record: Record) -> Iterator[Finding]:
 
 def _from_the_start(record: Record) -> bool:
     """Return whether a report is of the first step, and of enough layers."""
-    return len(read.maps(record)) >= FEWEST_LAYERS and record.reports[0].step == 0
+    return len(read.maps(record)) >= read.FEWEST_LAYERS and record.reports[0].step == 0
 
 
 @fault("vanishing", "Vanishing gradients", shown_by=_from_the_start)
@@ -300,7 +296,7 @@ def gradient_ratios(record: Record) -> dict[int, float]:
     begins_at_zero = any(weight.gain == 0 for weight in record.weights.values())
     for report in record.reports[-2:] if begins_at_zero else record.reports[:2]:
         norms = read.heard(record, report)
-        if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
+        if len(norms) >= read.FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
             at_first = (norms[_first(report, norms)], *read.looked_up(report).values())
             found[report.step] = max(at_first) / last
     return found
@@ -343,7 +339,7 @@ told(__name__, "running-statistics", "Running statistics that are no average", "
      "the last batch in the statistics of evaluation mode.",
      Number("momentum", "momentum"),
      Advice("use a momentum of about 0.1: it is the share of the new batch"),
-     of_modules=True, shown_by=reported("norm_passes"))  # fmt: skip
+     of_modules=True, shown_by=read.reported("norm_passes"))  # fmt: skip
 
 
 @finds("monitor")

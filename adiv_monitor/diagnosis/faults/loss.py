@@ -21,15 +21,13 @@ from adiv_monitor.diagnosis.faults.fault import (
     LONG_STEPS,
     NOT_LEARNT,
     Number,
-    act_if,
     fault,
     finds,
-    several,
     told,
 )
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.states import cannot_overfit
-from adiv_monitor.diagnosis.finding import FAR_BELOW, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import FAR_BELOW, Advice, Evidence, Finding, act_if
 from adiv_monitor.diagnosis.record import Record
 
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
@@ -59,10 +57,10 @@ told(__name__, "zero-slope", "A function that stops the gradient",
 
 @fault("zero-gradient", "Gradients of zero", certain=True, about="loop",
        explains=("weights-set-back", "projection-fights"),
-       shown_by=lambda record: course.is_known(record) and several(record))  # fmt: skip
+       shown_by=lambda record: course.is_known(record) and read.several(record))  # fmt: skip
 def zero_gradient(record: Record) -> Iterator[Finding]:
     """Find gradients that are zero, or no more than rounding, in all steps."""
-    if not several(record) or not course.is_known(record) or course.course(record) == "falls":
+    if not read.several(record) or not course.is_known(record) or course.course(record) == "falls":
         return
     norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
     least = ROUNDING * min(1.0, abs(record.losses[0]))
@@ -135,7 +133,7 @@ told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
 def outweighed(record: Record) -> Iterator[Finding]:
     """Find gradients that hold more of something else than of the loss of the batch's rows."""
     least = min(foreign_shares(record), default=0.0)
-    badly = several(record) and goes_badly(record) and course.is_measure(record)
+    badly = read.several(record) and goes_badly(record) and course.is_measure(record)
     if least > FOREIGN and badly and all(len(r.loss_gradients) < 2 for r in record.reports):
         yield Finding("penalty-dominates", "act",
             f"Typically {least:.0%} and more of the gradient of each layer is not that of the "

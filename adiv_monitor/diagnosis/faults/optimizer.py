@@ -15,19 +15,22 @@ from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     LONG_STEPS,
     Number,
-    act_if,
     fault,
     finds,
     loop_fault,
     of_layers,
-    reported,
-    several,
-    stepped,
     told,
 )
 from adiv_monitor.diagnosis.faults.rates import less_momentum, suffers
 from adiv_monitor.diagnosis.faults.states import behind_reference
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import (
+    HIGHER_RATES,
+    LOWER_RATES,
+    Advice,
+    Evidence,
+    Finding,
+    act_if,
+)
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed
 
@@ -52,7 +55,7 @@ FIRST_STEP = 0.2
 
 
 @loop_fault("settings-off", "A setting of the optimizer beyond its range",
-            shown_by=reported("settings"),
+            shown_by=read.reported("settings"),
             explains=(*LEARNING, *LONG_STEPS, "weights-set-back", "projection-fights"))  # fmt: skip
 def settings_off(record: Record) -> Iterator[Finding]:
     """Find settings that end below zero, or above what is usual."""
@@ -64,7 +67,7 @@ def settings_off(record: Record) -> Iterator[Finding]:
     limits |= {"lr": math.inf, **({"eps": LARGE_EPSILON} if read.scale_free(record) else {})}
     limits["beta1"] = math.sqrt(max(0.0, _setting(record, "beta2"))) or 1.0  # else Adam may diverge
     settings = [{**report.settings, "lr": report.learning_rates} for report in record.reports]
-    for name, limit in limits.items() if several(record) else ():
+    for name, limit in limits.items() if read.several(record) else ():
         first, *_, last = (of.get(name, ()) for of in settings)
         off = next((i for i, x in enumerate(last) if not 0 <= x < limit), None)
         if off is not None:
@@ -97,7 +100,7 @@ def large_epsilon(record: Record) -> Iterator[Finding]:
             (Advice("give the optimizer its usual eps, such as 1e-8"),))  # fmt: skip
 
 
-@loop_fault("state-lost", "The optimizer's state is lost between steps", shown_by=stepped,
+@loop_fault("state-lost", "The optimizer's state is lost between steps", shown_by=read.stepped,
             explains=(*LEARNING, *LONG_STEPS))  # fmt: skip
 def state_lost(record: Record) -> Iterator[Finding]:
     """Find that momentum, or Adam's averages, are made anew again and again."""
@@ -236,7 +239,8 @@ def _first_cosines(record: Record) -> dict[str, read.Typical]:
     return first[0] if known else {}
 
 
-@fault("optimizer-turns", "The optimizer turns the step away from the gradient", shown_by=stepped)
+@fault("optimizer-turns", "The optimizer turns the step away from the gradient",
+       shown_by=read.stepped)  # fmt: skip
 def optimizer_turns(record: Record) -> Iterator[Finding]:
     """Find steps that go uphill or follow gradients of many steps ago.
 

@@ -10,22 +10,12 @@ from collections.abc import Iterator
 from itertools import takewhile
 from statistics import median
 
+from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.faults import could_train
-from adiv_monitor.diagnosis.faults.fault import (
-    LEARNING,
-    Number,
-    act_if,
-    fault,
-    finds,
-    loop_fault,
-    reported,
-    several,
-    stepped,
-    told,
-)
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, finds, loop_fault, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.samples import cuts
-from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import LOWER_RATES, Advice, Evidence, Finding, act_if
 from adiv_monitor.diagnosis.readings import by_layer, these, worst_first
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed, percent
@@ -36,8 +26,8 @@ ROUNDED_AWAY = 0.5
 OF_FLOAT32 = 1e-6  # weight_update_ratio: steps of 16-bit weights that change any entry are longer
 
 
-@fault("not-held", "Parameters that the optimizer does not hold", shown_by=reported("trainable"),
-       about="loop", certain=True, explains=LEARNING)  # fmt: skip
+@fault("not-held", "Parameters that the optimizer does not hold", about="loop", certain=True,
+       explains=LEARNING, shown_by=read.reported("trainable"))  # fmt: skip
 def not_held(record: Record) -> Iterator[Finding]:
     """Find parameters with a gradient that are in no group, or that no measured step changed."""
     names, audited = record.wiring.not_held, record.is_audited
@@ -70,7 +60,7 @@ told(__name__, "hidden-parameters", "", "act",
      where=lambda fact: fact.words.get("made") == "anew")  # fmt: skip
 
 
-@loop_fault("unreached", "Parameters that no gradient reaches", shown_by=reported("trainable"),
+@loop_fault("unreached", "Parameters that no gradient reaches", shown_by=read.reported("trainable"),
        certain=True, explains=(*LEARNING, "no-activation"))  # fmt: skip
 def cut_off(record: Record) -> Iterator[Finding]:
     """Find modules that ran before the first trained layer, and that no gradient reaches."""
@@ -117,7 +107,7 @@ def rates_zero(record: Record) -> Iterator[Finding]:
     largest = [*map(max, zip(*(r.learning_rates for r in reports), strict=False))]
     groups = reports[-1].groups.items() if reports and any(largest) else ()
     still = [path for path, group in groups if group < len(largest) and not largest[group]]
-    if several(record) and largest and (still or not any(largest)):
+    if read.several(record) and largest and (still or not any(largest)):
         of = f" of {these(record, still)}" if still else ""
         yield Finding("rate-zero",
             could_train.strength(record) if still and not record.is_audited else "act",
@@ -129,13 +119,13 @@ def rates_zero(record: Record) -> Iterator[Finding]:
 
 
 @fault("rounded-away", "Steps lost to rounding", explains=LEARNING, acts_below=1.0,
-       shown_by=stepped)  # fmt: skip
+       shown_by=read.stepped)  # fmt: skip
 def rounded(record: Record) -> Iterator[Finding]:
     """Find steps that leave most entries with a gradient unchanged in most layers that move."""
     moves = by_layer(record, "weight_update_ratio")
     shares = {p: x.value for p, x in by_layer(record, "unchanged_share").items()
               if x.value < 1 and (p not in moves or moves[p].value > OF_FLOAT32)}  # fmt: skip
-    lost = several(record) and shares and median(shares.values()) > ROUNDED_AWAY
+    lost = read.several(record) and shares and median(shares.values()) > ROUNDED_AWAY
     if lost and not any(could_train.rate_gone(record)):  # steps without a rate are lost anyway
         layers = worst_first(shares)
         yield Finding("rounded-away", act_if(suffers(record)),
@@ -149,7 +139,7 @@ def rounded(record: Record) -> Iterator[Finding]:
             against=LOWER_RATES)  # fmt: skip
 
 
-@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=several, explains=LEARNING)
+@loop_fault("left-in-eval", "Layers left in eval mode", shown_by=read.several, explains=LEARNING)
 def whole_model_in_eval(record: Record) -> Iterator[Finding]:
     """Find a model that is in eval mode as a whole in more than the last half of the run."""
     last = [*takewhile(lambda report: report.evaluated, reversed(record.reports))]

@@ -13,8 +13,8 @@ import numpy as np
 
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis import readings as read
-from adiv_monitor.diagnosis.faults.fault import FEWEST_LAYERS, LONG_STEPS, act_if, fault, stepped
-from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
+from adiv_monitor.diagnosis.faults.fault import LONG_STEPS, fault
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial, act_if
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.readings import at_first, named, these
 from adiv_monitor.diagnosis.record import Record
@@ -117,7 +117,7 @@ UNEVEN_ACT = 100.0  # in either direction, at more than one step
 
 @fault("group-rates", "The learning rate of a parameter group is far from the others'")
 @fault("uneven-rates", "Layers move by very different amounts",
-       shown_by=lambda r: stepped(r) and len(read.maps(r)) >= FEWEST_LAYERS)  # fmt: skip
+       shown_by=lambda r: read.stepped(r) and len(read.maps(r)) >= read.FEWEST_LAYERS)  # fmt: skip
 def uneven_rates(record: Record) -> Iterator[Finding]:
     """Find layers whose activations move far less, or far more, than those of the others.
 
@@ -256,7 +256,7 @@ def _middle(moves: dict[str, read.Typical], apart: set[str]) -> float:
 
 def _off_the_middle(moves: dict[str, read.Typical], apart: set[str]) -> dict[str, float]:
     """Return the layers that move unlike the median layer, with the factor, at least 1."""
-    if len(moves) < FEWEST_LAYERS and not apart & {*moves}:
+    if len(moves) < read.FEWEST_LAYERS and not apart & {*moves}:
         return {}
     middle = _middle(moves, apart)
     return {
@@ -299,10 +299,11 @@ def by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[E
 
 def said_of_rates(factor: float, trial: Trial) -> str:
     """Return the sentence on a trial of a learning rate."""
-    is_finite = math.isfinite(trial.loss_without)
-    without = f" instead of {trial.loss_without:.3g}" if is_finite else None
+    without = "; at the current one it diverges"
+    if math.isfinite(trial.loss_without):
+        without = f" instead of {trial.loss_without:.3g}"
     return (f"At {factor:g} times the learning rate, the loss after {trial.steps} steps is "
-            f"{trial.loss:.3g}{without or '; at the current one it diverges'}.")  # fmt: skip
+            f"{trial.loss:.3g}{without}.")  # fmt: skip
 
 
 def _too_high(act: bool, said: str, seen: Sequence[Evidence], factors: Sequence[float]) -> Finding:

@@ -7,11 +7,11 @@ or attention without effect, and are parts of the inputs, or their order, ignore
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import is_opposed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, act_if, fault, told
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, told
 from adiv_monitor.diagnosis.faults.initialisation import INPUT_MATTERS
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
-from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, act_if
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed
 

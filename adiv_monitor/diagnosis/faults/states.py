@@ -14,20 +14,9 @@ from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.faults import rates
 from adiv_monitor.diagnosis.faults.data import BEHIND, EXPLAINS
-from adiv_monitor.diagnosis.faults.fault import (
-    FEWEST_REPORTS,
-    Number,
-    act_if,
-    fault,
-    finds,
-    loop_fault,
-    of_layers,
-    stepped,
-    told,
-)
+from adiv_monitor.diagnosis.faults.fault import Number, fault, finds, loop_fault, of_layers, told
 from adiv_monitor.diagnosis.faults.inputs import by_training, is_broken, non_finite
-from adiv_monitor.diagnosis.faults.rates import other_rates, usual_factor
-from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Evidence, Finding, Strength, act_if
 from adiv_monitor.diagnosis.health import HEALTH, value_of
 from adiv_monitor.diagnosis.readings import named, these
 from adiv_monitor.diagnosis.record import Record
@@ -81,7 +70,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
             + " So short a run favours high learning rates: compare them in a longer one."
             * (strength != "act"),
             rates.by_trial(factor, trial, share, limits[strength]),
-            other_rates([factor, *(f for f in (10.0, 3.0) if f != factor)]))  # fmt: skip
+            rates.other_rates([factor, *(f for f in (10.0, 3.0) if f != factor)]))  # fmt: skip
 
 
 def _moves(record: Record) -> dict[str, float]:
@@ -104,12 +93,12 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         unsure = " That is usual at the end of a training." * (not record.is_audited)
         resumed = is_long and read.resumed(record)
         unsure = " The optimizer began with averages of an earlier run." if resumed else unsure
-        factor = usual_factor([largest]) or 10.0
+        factor = rates.usual_factor([largest]) or 10.0
         yield Finding("rate-too-low", act_if(record.is_audited and rates.suffers(record)),
             f"In a typical step, no layer's activations move by more than {largest:.3g} times "
             f"their length (limit {HARDLY_MOVES:g}).{unsure}",
             (Evidence("update_ratio", largest, HARDLY_MOVES, path),),
-            other_rates([factor, factor / 10 if factor > 10 else 3.0]))  # fmt: skip
+            rates.other_rates([factor, factor / 10 if factor > 10 else 3.0]))  # fmt: skip
 
 
 @finds()
@@ -132,7 +121,7 @@ def became_non_finite(record: Record) -> Iterator[Finding]:
 
 
 @loop_fault("loss-spike", "The loss jumps up in single steps",
-            shown_by=lambda record: record.losses and stepped(record))  # fmt: skip
+            shown_by=lambda record: record.losses and read.stepped(record))  # fmt: skip
 def loss_spike(record: Record) -> Iterator[Finding]:
     """Find the loss's largest spike, and the layers that moved most with it."""
     spikes = [s for r in record.reports[-1:] for s in r.spikes if math.isfinite(s.loss)]
@@ -201,13 +190,13 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     own = median([r.descent for r in record.reports if r.descent is not None] or [0.0])
     vain = told and not audited and course.course(record) == "does not fall" and (
         own * len(record.losses) > IN_VAIN * start and rates.overshoot(record) is None)  # fmt: skip
-    factor = usual_factor(_moves(record).values()) or 1.0
+    factor = rates.usual_factor(_moves(record).values()) or 1.0
     factors = [10.0, 0.1] * audited
     if factor > 10:  # layers hardly move, whatever the loss does
         factors = [factor]
     elif end > (1 + course.STILL) * record.losses[0] > 0:
         factors = [0.1]
-    advice = other_rates(factors) or (*[TARGETS] * (told and not vain), AUDIT)
+    advice = rates.other_rates(factors) or (*[TARGETS] * (told and not vain), AUDIT)
     said = "does not fall"
     if unclear:
         said = f"may fall, but differs by {course.noise(record):.3g} from batch to batch"
@@ -269,7 +258,7 @@ def never_reached(record: Record, found: Sequence[Finding]) -> Iterator[Finding]
                     "that are flat for all rows"),))  # fmt: skip
 
 
-@fault("stands-still", "Layers that hardly move", "rest", about="symptom", shown_by=stepped)
+@fault("stands-still", "Layers that hardly move", "rest", about="symptom", shown_by=read.stepped)
 def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     """Find layers that hardly move, typically or lately.
 
@@ -286,7 +275,7 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     late, fell = _quarter(peak, last=True), not knows_loss or course.fell(record)
     limit = HEALTH["update_ratio"].far[0] if fell else LOW
     still: dict[str, read.Typical] = {}
-    for part in (peak, *[late] * (len(late.reports) >= FEWEST_REPORTS)):
+    for part in (peak, *[late] * (len(late.reports) >= read.FEWEST_REPORTS)):
         still |= {p: t for p, t in read.by_layer(part, "update_ratio").items() if t.below(limit)}
     for report in _quarter(peak, last=False).reports if fell else ():
         values = value_of(record, report, "update_ratio")
@@ -298,7 +287,7 @@ def stands_still(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
     # If the loss falls, or need not, the state may be meant.
     meant = knows_loss and bool(record.losses) and (fell or not course.is_measure(record))
     strength: Strength = "note" if meant or read.still_rises(record) else "watch"
-    factor = max(3.0, usual_factor(moves.values()) or 0.0)
+    factor = max(3.0, rates.usual_factor(moves.values()) or 0.0)
     said, do = "", "give these layers a learning rate above zero"
     if not any(moves.values()):
         said = "The learning rate is zero, or other code resets the weights."

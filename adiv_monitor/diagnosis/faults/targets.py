@@ -6,17 +6,10 @@ as it expects; and can the outputs, as they are, take the targets' values?
 
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.faults.fault import (
-    LEARNING,
-    Number,
-    act_if,
-    fault,
-    finds,
-    reported,
-    told,
-)
+from adiv_monitor.diagnosis import readings as read
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, finds, told
 from adiv_monitor.diagnosis.faults.rates import suffers
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, act_if
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.printable import quoted
 
@@ -52,7 +45,8 @@ told(__name__, "broadcast-loss", "Each output is compared with all targets", "ac
      "of all samples.",
      Number("entries of the result, over those before", "times", above=1.0),
      Advice("give outputs and targets the same shape"),
-     certain=True, explains=LEARNING, about="loop", shown_by=reported("loss_module"))  # fmt: skip
+     certain=True, explains=LEARNING, about="loop",
+     shown_by=read.reported("loss_module"))  # fmt: skip
 
 
 told(__name__, "no-log", "The loss expects log-probabilities", "act",
@@ -100,7 +94,7 @@ told(__name__, "softmax-over-samples", "", "act",
 
 
 @fault("double-softmax", "Softmax is applied twice", explains=LEARNING, about="loop",
-       shown_by=reported("loss_module"))  # fmt: skip
+       shown_by=read.reported("loss_module"))  # fmt: skip
 def double_softmax(record: Record) -> Iterator[Finding]:
     """Find probabilities whose softmax the loss takes again, so that it can't come near zero."""
     output = record.activated_output

@@ -9,17 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import fmean, median
 
-from adiv_monitor.diagnosis.faults.fault import (
-    Number,
-    act_if,
-    fault,
-    finds,
-    of_layers,
-    several,
-    told,
-)
+from adiv_monitor.diagnosis import readings as read
+from adiv_monitor.diagnosis.faults.fault import Number, fault, finds, of_layers, told
 from adiv_monitor.diagnosis.faults.rates import clip_norm, suffers
-from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, act_if
 from adiv_monitor.diagnosis.readings import maps, scale_free, these, worst_first
 from adiv_monitor.diagnosis.record import Record, UnitStatistics
 from adiv_monitor.printable import layer_words
@@ -74,7 +67,7 @@ def _attends(record: Record) -> dict[str, list[float]]:
 
 
 @fault("attention-saturated", "Attention that looks at single keys", "monitor",
-       shown_by=lambda record: several(record) and _attends(record))  # fmt: skip
+       shown_by=lambda record: read.several(record) and _attends(record))  # fmt: skip
 def attention_saturated(record: Record) -> Iterator[Finding]:
     """Find attention whose queries each see one key, not the first, or whose logits are coarse."""
     attends = _attends(record)

@@ -1,6 +1,7 @@
 """Is a tensor added to itself, or are the same random numbers drawn again in each step?"""
 
-from adiv_monitor.diagnosis.faults.fault import LEARNING, reported, told
+from adiv_monitor.diagnosis import readings as read
+from adiv_monitor.diagnosis.faults.fault import LEARNING, told
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.finding import Advice
 
@@ -14,4 +15,4 @@ told(__name__, "seed-again", "Random numbers that repeat in each step", suffers,
      "set in each of them, so that dropout, noise and samples are always the same ones.",
      Advice("set the seed once, before the training; for fixed numbers, use a torch.Generator of "
             "their own"),
-     certain=True, about="loop", shown_by=reported("random_states"))  # fmt: skip
+     certain=True, about="loop", shown_by=read.reported("random_states"))  # fmt: skip
