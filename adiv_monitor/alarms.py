@@ -4,7 +4,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -109,14 +109,9 @@ def _preset() -> Iterator[Rule]:
     """
     from adiv_monitor.diagnosis.health import HEALTH  # loads the rules of findings
 
-    yield Rule(NON_FINITE, "*", NON_FINITE, of_preset=True)
     limit, _ = HEALTH["update_ratio"].knots[-1]
-    for measure, comparison, number in (
-        ("projection_cosine", "<", 0),
-        ("update_ratio", ">", limit),
-    ):
-        text = f"{measure} {comparison} {number:g}"
-        yield Rule(text, "*", measure, comparison, number, of_preset=True)
+    for text in (NON_FINITE, "projection_cosine < 0", f"update_ratio > {limit:g}"):
+        yield replace(parse(text), of_preset=True)
 
 
 class Alarms:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from adiv_monitor.capture.loss_hook import takes
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.report import MEASURES, LayerReading
-from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.sinks.sink import check_sinks
 from adiv_monitor.step.schedule import Unasked
 from adiv_monitor.step.stepping import runs_hooks
 from adiv_monitor.step.training import Training
@@ -68,8 +68,7 @@ def check_schedule(every_n_steps: object, max_overhead: object, seed: object) ->
             f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
             "above 0 and below 1, such as 0.01 for 1 %, or None"
         )
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"Monitor(seed=…): got {seed!r}, expected an integer of at least 0")
+    _check_count("seed", seed, least=0)
 
 
 def _check_layers(of: Training) -> None:
@@ -112,12 +111,7 @@ def check_reports(
         )
     if on_error not in ("warn", "raise"):
         raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
-    for sink in sinks if _several(sinks) else [sinks]:
-        if isinstance(sink, type) or not isinstance(sink, Sink) or not _several(sinks):
-            raise TypeError(
-                f"Monitor(sinks=…): got {sink!r}, expected a list of objects with the methods "
-                "write(report) and close()"
-            )
+    check_sinks("Monitor", sinks)
 
 
 def check_step(step: object) -> int:
@@ -159,13 +153,13 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _check_count(name: str, value: object, *, or_none: bool = False) -> None:
+def _check_count(name: str, value: object, *, or_none: bool = False, least: int = 1) -> None:
     if or_none and value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         none = " or None" if or_none else ""
         raise ValueError(
-            f"Monitor({name}=…): got {value!r}, expected an integer of at least 1{none}"
+            f"Monitor({name}=…): got {value!r}, expected an integer of at least {least}{none}"
         )
 
 

@@ -129,9 +129,7 @@ class CallbackMonitor(Monitor):
         return self._called and f"{self._called} ({type(self._training.optimizer).__name__})"
 
     def _stop(self, error: AlarmError) -> None:
-        self.alarmed = self.alarmed or error
-
-
-def log_stop(error: AlarmError) -> None:
-    """Log one line to the logger `adiv_monitor`: training stops, and which alarms stop it."""
-    _logger.warning("%s", printable(f"adiv-monitor: training stops: {error}"))
+        if self.alarmed is None:
+            self.alarmed = error
+            if self._controller.ranks.rank == 0:
+                _logger.warning("%s", printable(f"adiv-monitor: training stops: {error}"))

@@ -3,7 +3,8 @@
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -20,6 +21,12 @@ def file_path(sink: str, path: object) -> Path:
     if found.is_dir():
         raise IsADirectoryError(f"{sink}(path=…): got the folder {path}, expected a file")
     return found
+
+
+def needs(user: str, packages: Sequence[str], install: str = '"adiv-monitor[audit]"') -> None:
+    """Raise ImportError if one of the packages is not installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ImportError(f"{user} needs {' and '.join(missing)}: pip install {install}")
 
 
 def write_whole(files: Mapping[Path, str | bytes]) -> None:

@@ -4,14 +4,13 @@ import math
 import sys
 from collections.abc import Callable
 from functools import wraps
-from types import FrameType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings, log_stop
-from adiv_monitor.errors import AlarmError
+from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.trainer import TrainerSink
@@ -84,7 +83,6 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self._trainer: Trainer | None = None  # while it trains
         self._own: dict[str, Any] = {}  # its methods, as far as they were set on it
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
-        self._reason: AlarmError | None = None  # why training stops
         self.monitor: CallbackMonitor | None = None
 
     # --- events of the Trainer -------------------------------------------------------------------
@@ -113,8 +111,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self._losses.clear()
         self._own = {name: vars(trainer).get(name) for name in _WORK}
         for name in _WORK:
-            note = self._note_loss if name == _TRAINS else _nothing
-            setattr(trainer, name, _watched(getattr(trainer, name), self.close, note))
+            method = getattr(trainer, name)
+            setattr(trainer, name, _watched(method, self.close, self._note_loss))
 
     def _note_loss(self, loss: Any) -> None:
         if self._trainer is not None and isinstance(loss, Tensor) and loss.numel() == 1:
@@ -128,20 +126,15 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the training if an alarm does."""
-        self._stop(state, control)
+        self._stop(control)
 
-    def _stop(self, state: "TrainerState", control: "TrainerControl") -> None:
-        error = None if self.monitor is None else self.monitor.alarmed
-        if error is None:
-            return
-        control.should_training_stop = True
-        if self._reason is not error and state.is_world_process_zero:
-            log_stop(error)
-        self._reason = error
+    def _stop(self, control: "TrainerControl") -> None:
+        if self.monitor is not None and self.monitor.alarmed is not None:
+            control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the metric that early stopping and the best checkpoint follow, if it is a summary."""
-        self._stop(state, control)
+        self._stop(control)
         metric = _followed(args)
         if metric is None or self.monitor is None:
             return
@@ -264,25 +257,18 @@ def _followed(args: "TrainingArguments") -> str | None:
 
 def _calling_trainer() -> Trainer:
     """Return the Trainer whose event is handled, from the stack: events do not name it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer):
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if isinstance(found := frame.f_locals.get("self"), Trainer):
             return found
-        frame = frame.f_back
     raise ValueError(
         "DivergenceTrainerCallback: got an event that was not called by a transformers.Trainer, "
         "expected one that was; in a loop of your own, use adiv_monitor.Monitor"
     )
 
 
-def _nothing(_: Any) -> None: ...
-
-
 # --- failures and losses, for which the Trainer has no event -------------------------------------
 
-_TRAINS = "training_step"
-_WORK = ("get_batch_samples", _TRAINS, "evaluate")
+_WORK = ("get_batch_samples", "training_step", "evaluate")
 
 
 def _watched(

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings, log_stop
+from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
-from adiv_monitor.errors import AlarmError
 from adiv_monitor.lightning_base import Callback
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
-from adiv_monitor.sinks.logger import logger_sinks, takes_pictures
+from adiv_monitor.sinks.board import BoardSink
+from adiv_monitor.sinks.logger import logger_sinks
 from adiv_monitor.sinks.scalars import Metrics, summary_group
 
 if TYPE_CHECKING:
@@ -94,7 +94,6 @@ class DivergenceCallback(Callback):
         self._published: dict[str, StepReport] = {}
         self._begun: dict[str, int] = {}  # steps taken when the batch began
         self._backwards = 0  # in the batch
-        self._reason: AlarmError | None = None  # why it stops
         self.monitors: dict[str, CallbackMonitor] = {}
 
     @property
@@ -243,7 +242,7 @@ class DivergenceCallback(Callback):
         metrics = self._metrics(name)
         loggers = [sink for logger in trainer.loggers for sink in logger_sinks(logger, metrics)]
         given = self._settings.sinks
-        if not (given or trainer.fast_dev_run or any(map(takes_pictures, loggers))):  # type: ignore[attr-defined]
+        if not (given or trainer.fast_dev_run or any(isinstance(x, BoardSink) for x in loggers)):  # type: ignore[attr-defined]
             kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(
                 f"DivergenceCallback: {kinds} takes numbers only; for findings and heat maps pass "
@@ -282,17 +281,8 @@ class DivergenceCallback(Callback):
                 short = tag.rpartition("/")[2]
                 if self._prog_bar and short == shown:
                     trainer.progress_bar_metrics[f"{name} {short}".strip()] = value
-        self._stop(trainer)
-
-    def _stop(self, trainer: "Trainer") -> None:
-        """Stop the training if an alarm requires it; the first such alarm is the reason."""
-        error = next((m.alarmed for m in self.monitors.values() if m.alarmed), None)
-        if error is None:
-            return
-        trainer.should_stop = True
-        if self._reason is not error and trainer.is_global_zero:
-            log_stop(error)
-        self._reason = error
+        if any(monitor.alarmed for monitor in self.monitors.values()):
+            trainer.should_stop = True
 
     def _close(self) -> None:
         for monitor in self.monitors.values():

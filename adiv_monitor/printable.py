@@ -37,6 +37,11 @@ def layer_words(path: str, kind: str = "") -> str:
     return f"{kind or 'layer'} {quoted(path)}" if path else quoted(path)
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun: "1 layer", "1,024 layers"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def code(name: str) -> str:
     """Return a name as Markdown code, also valid in a table: backquotes and bars are escaped."""
     return "`" + printable(name).replace("`", r"\x60").replace("|", r"\x7c") + "`"

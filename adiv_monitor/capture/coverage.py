@@ -69,7 +69,7 @@ def coverage_of(
             return "the step was not measured, as a note says"
         return off.get(selection.places[id(parameter)][0].path) or _why(parameter, capture)
 
-    names, total = selection.names, sum([selection.sizes[id(p)] for p in trained])
+    names, total = selection.names, sum(map(elements, trained))
     return Coverage(
         elements=total,
         share=(total - sum(missing.values())) / total if total else 0.0,

@@ -176,11 +176,6 @@ class Selection:
             dict.fromkeys(place.path for places in self.places.values() for place in places)
         )
 
-    @cached_property
-    def sizes(self) -> dict[int, int]:
-        """The numbers of elements of the trained parameters, by id."""
-        return {id(p): elements(p) for p in self.trained}
-
     def is_due(self, layer: Layer) -> bool:
         """Return whether a layer is due in this step, as its first parameter is."""
         return self.due is None or id(layer.pieces[0].parameter) in self.due

@@ -4,15 +4,15 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from adiv_monitor.diagnosis.course import difference
 from adiv_monitor.diagnosis.diagnose import TRAITS, fault_of, follows, running_headline
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Finding, Strength
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.report.plain import to_json, to_plain
-from adiv_monitor.report.written import read
+from adiv_monitor.report.plain import to_json
+from adiv_monitor.report.written import plain, read
 
 _D = TypeVar("_D", bound="Diagnosis")
 SCHEMA = 3  # of `Diagnosis.to_dict`; see docs/report-schema.md
@@ -83,7 +83,9 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as nested plain data; docs/report-schema.md describes the fields."""
-        return {"schema": SCHEMA, "verdict": self.verdict, "worst": self.worst, **to_plain(self)}
+        bare = plain(replace(self, record=replace(self.record, reports=())))
+        bare["record"]["reports"] = [r.to_dict(quantiles=True) for r in self.record.reports]
+        return {"schema": SCHEMA, "verdict": self.verdict, "worst": self.worst, **bare}
 
     @classmethod
     def from_dict(cls: type[_D], record: Mapping[str, Any]) -> _D:

@@ -71,15 +71,11 @@ class Attention:
             logits = _masked(logits, s <= t[queries, None])
         return logits
 
-    def probabilities(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
-        """Return P of some queries; zeros for a query that sees no key, as in torch."""
-        logits = self.logits(queries)
-        sees_none = logits.amax(-1, keepdim=True) == -math.inf
-        return torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
-
     def score_gradient(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
         """Return G = ∂L/∂Y of some queries, or numbers that are 0 where it would be."""
-        P = self.probabilities(queries)
+        logits = self.logits(queries)
+        sees_none = logits.amax(-1, keepdim=True) == -math.inf  # then P is 0, as in torch
+        P = torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
         if self.gradient is None:
             return P
         own = P * (self.gradient[:, :, queries] @ self.value.mT)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from adiv_monitor.diagnosis.diagnose import fault_of, finding_title, looked_for, untold
 from adiv_monitor.diagnosis.faults import FAMILY_NAMES
-from adiv_monitor.diagnosis.finding import STRENGTHS, Evidence, Finding, Trial
-from adiv_monitor.diagnosis.health import measure_title
+from adiv_monitor.diagnosis.finding import STRENGTHS, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
 
 STRENGTH_WORDS = {
@@ -113,20 +112,6 @@ def _of_reports(findings: Sequence[Finding], record: Record) -> Iterator[Check]:
         yield Check(finding_title(name), state, strengths.get(name, ""))
     for title, do in untold(record).items():
         yield Check(title, f"reports can't tell; to find out, {do}", is_missing=True)
-
-
-def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
-    """Return the evidence in printable form."""
-    return [
-        {
-            "measure": measure_title(e.measure),
-            "value": significant(e.value),
-            "limit": None if e.limit is None else significant(e.limit),
-            "layer": e.layer,
-            "step": e.step,
-        }
-        for e in evidence
-    ]
 
 
 def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.diagnosis.diagnose import finding_title
 from adiv_monitor.diagnosis.health import MEASURE_TITLES, fix_title, measure_title
-from adiv_monitor.pages.findings import STRENGTH_WORDS, evidence_rows, significant
+from adiv_monitor.files import needs
+from adiv_monitor.pages.findings import STRENGTH_WORDS, significant
 from adiv_monitor.pictures.colours import HEALTHY, NOT_FINITE, TOO_LITTLE, TOO_MUCH
 from adiv_monitor.printable import printable
-from adiv_monitor.report.wording import number, percent
+from adiv_monitor.report.wording import cell, number, percent, rows_words
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -49,20 +50,18 @@ _WORDS: dict[str, Any] = {
     "fix_title": fix_title,
     "measure_titles": MEASURE_TITLES,
     "strength_words": STRENGTH_WORDS,
-    "evidence_rows": evidence_rows,
     "significant": significant,
     "isfinite": math.isfinite,
+    "cell": cell,
+    "rows_words": rows_words,
 }
 
 
 @cache
 def _environment() -> "Environment":
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError as error:
-        raise ImportError(
-            'the audit\'s page needs the package jinja2: pip install "adiv-monitor[audit]"'
-        ) from error
+    needs("the audit's page", ["jinja2"])
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     environment = Environment(
         loader=FileSystemLoader(_HERE / "templates"),
         autoescape=True,

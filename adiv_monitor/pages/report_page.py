@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from adiv_monitor.diagnosis.course import difference
 from adiv_monitor.diagnosis.diagnose import follows, reason, running_headline, what_happens
@@ -17,7 +16,7 @@ from adiv_monitor.pages.pictures import loss_picture
 from adiv_monitor.pages.render import render
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
 from adiv_monitor.report.plain import without_secrets
-from adiv_monitor.report.wording import cell, not_measured, rows_words
+from adiv_monitor.report.wording import not_measured
 
 
 def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] = ()) -> str:
@@ -60,8 +59,8 @@ def page(report: Diagnosis, count: int | None = None, alarms: Sequence[object] =
         heat=heat_map(record, heat_measures(record, findings)),
         layers=layer_table(last) if last else None,
         anchors={path: i for i, path in enumerate(last.layers)} if last else {},
-        attention=_attention_table(last) if last and last.attention else None,
-        alignment=_alignment_table(last) if last and last.alignment else None,
+        attention=taken(last, ATTENTION_MEASURES) if last else (),
+        alignment=taken(last, ALIGNMENT_MEASURES) if last else (),
         settings=settings(record),
     )
 
@@ -161,27 +160,3 @@ def notes_of(record: Record) -> list[str]:
     """Return the notes of the record and of its reports, each once."""
     notes = [*record.notes, *(note for report in record.reports for note in report.notes)]
     return list(dict.fromkeys(notes))
-
-
-def _attention_table(report: StepReport) -> dict[str, Any]:
-    """Return a table with a row per attention module."""
-    measures = taken(report, ATTENTION_MEASURES)
-    rows = [
-        (path, rows_words(r), [cell(r, name) for name in measures])
-        for path, r in report.attention.items()
-    ]
-    return {"measures": measures, "rows": rows}
-
-
-def _alignment_table(report: StepReport) -> dict[str, Any]:
-    """Return a table with a row per layer of the probe."""
-    measures = taken(report, ALIGNMENT_MEASURES)
-    rows = [
-        (
-            path,
-            f"{r.role}, {r.kind}, {r.fan_in:,} → {r.fan_out:,}",
-            [getattr(r, measure) for measure in measures],
-        )
-        for path, r in report.alignment.items()
-    ]
-    return {"measures": measures, "rows": rows}

@@ -153,30 +153,16 @@ SIZES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 # Which end of a measure is the bad one. Measures that are missing here have no bad end: their
 # spread between layers is informative instead.
+_LOWEST = (
+    *("update_cosine", "gradient_cosine", "diagonal_cosine", "attainable_cosine", "descent"),
+    *("row_cosine_mean", "row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "realised_cosine"),
+    *("parameter_cosine", "projection_cosine", "applied_cosine"),
+    *("attention_cosine", "attention_gradient_cosine"),
+)
+_HIGHEST = (
+    *("scale_cv", "interference_ratio", "harmed_fraction", "first_order_error"),
+    *("attention_scale_cv", "expert_load_max", "expert_load_cv", "idle_expert_share"),
+)
 WORST: Mapping[str, Literal["min", "max"]] = MappingProxyType(
-    {
-        "update_cosine": "min",
-        "gradient_cosine": "min",
-        "diagonal_cosine": "min",
-        "attainable_cosine": "min",
-        "scale_cv": "max",
-        "interference_ratio": "max",
-        "row_cosine_mean": "min",
-        "row_cosine_p05": "min",
-        "row_cosine_p50": "min",
-        "row_cosine_p95": "min",
-        "harmed_fraction": "max",
-        "descent": "min",
-        "realised_cosine": "min",
-        "first_order_error": "max",
-        "parameter_cosine": "min",
-        "projection_cosine": "min",
-        "applied_cosine": "min",
-        "attention_cosine": "min",
-        "attention_gradient_cosine": "min",
-        "attention_scale_cv": "max",
-        "expert_load_max": "max",
-        "expert_load_cv": "max",
-        "idle_expert_share": "max",
-    }
+    {**dict.fromkeys(_LOWEST, "min"), **dict.fromkeys(_HIGHEST, "max")}
 )

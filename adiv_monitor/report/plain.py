@@ -4,10 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
-
-from adiv_monitor.report.step_report import StepReport
 
 HIDDEN = "***"
 # Names of what is always secret; of what is, if it looks like a code; and of sizes.
@@ -17,19 +14,6 @@ _SECRET = re.compile(
 _MAY_BE = re.compile(r"token|key|auth|bearer|cookie|pass|" + _SECRET.pattern, re.I)
 _SIZE = re.compile(r"(dim|len|length|size|count|num)s?$", re.I)
 _CODE = re.compile(r"(?=.*\d)(?=.*[a-z])[\w.:/+=~-]{16,}", re.I)
-
-
-def to_plain(value: Any) -> Any:
-    """Convert to dictionaries with text keys, lists, numbers, texts, booleans and None."""
-    if isinstance(value, StepReport):
-        return value.to_dict(quantiles=True)
-    if is_dataclass(value):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
-    return value
 
 
 def to_json(value: Any) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from adiv_monitor.printable import counted
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
 from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
 from adiv_monitor.report.extremes import MeasureSummary, summary
@@ -257,7 +258,7 @@ class StepReport:
     update_norms: Mapping[int, float] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        said = [f"step {self.step}", _count(len(self.layers), "layer")]
+        said = [f"step {self.step}", counted(len(self.layers), "layer")]
         said.append(f"coverage {self.coverage:.3g}")
         if self.loss is not None:
             said.append(f"loss {self.loss:.4g}")
@@ -265,7 +266,7 @@ class StepReport:
             what, layer = broken
             said.append(f"{what} not finite" + f" in {layer!r}" * bool(layer))
         if self.alarms:
-            said.append(_count(len(self.alarms), "alarm"))
+            said.append(counted(len(self.alarms), "alarm"))
         return f"<StepReport: {', '.join(said)}>"
 
     def __str__(self) -> str:
@@ -435,7 +436,3 @@ def _broken(layers: Iterable[tuple[str, LayerReading]], *kinds: str) -> Iterator
     """Yield the non-finite tensors of these kinds, with their layers."""
     for path, reading in layers:
         yield from ((kind, path) for kind in kinds if kind in reading.non_finite)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 
-from adiv_monitor.printable import code, layer_words
+from adiv_monitor.printable import code, counted, layer_words
 from adiv_monitor.report import AlignmentReading, AttentionReading, LayerReading, StepReport
 
 _MOST_LINES = 12
@@ -110,7 +110,7 @@ def not_measured(report: StepReport, *, as_code: bool = False) -> list[str]:
     shown = lines if len(lines) <= _MOST_LINES else lines[: _MOST_LINES - 1]
     said = [line for _, line in shown]
     if rest := lines[len(shown) :]:
-        count = _count(sum(elements for elements, _ in rest))
+        count = counted(sum(elements for elements, _ in rest), "element")
         said.append(f"{len(rest)} more reasons for {count} are in the report's `unsupported`")
     return said
 
@@ -120,7 +120,7 @@ def _where(paths: list[str], parameters: dict[str, int], as_code: bool) -> str:
     names = listed([path or "the model itself" for path in paths], as_code=as_code)
     if not parameters:
         return names
-    count = _count(sum(parameters.values()))
+    count = counted(sum(parameters.values()), "element")
     if len(paths) > 1 or paths[0] in parameters:
         return f"{names} ({count})"
     own = [name.removeprefix(f"{paths[0]}.") for name in parameters]
@@ -132,7 +132,3 @@ def listed(names: list[str], *, as_code: bool = False) -> str:
     said = (code(name) if as_code and name else name or "the model itself" for name in names[:3])
     shown = ", ".join(said)
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"
-
-
-def _count(elements: int) -> str:
-    return f"{elements:,} element{'' if elements == 1 else 's'}"

@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -106,12 +106,9 @@ def in_compiled_code() -> bool:
     """
     from torch._dynamo.eval_frame import OptimizeContext  # imported late: loads the compiler
 
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        # Several decorators share that file; frames of this one hold an `OptimizeContext`.
-        if frame.f_globals.get("__name__") == OptimizeContext.__module__ and isinstance(
-            frame.f_locals.get("self"), OptimizeContext
-        ):
-            return True
-        frame = frame.f_back
-    return False
+    # Several decorators share that file; frames of this one hold an `OptimizeContext`.
+    return any(
+        frame.f_globals.get("__name__") == OptimizeContext.__module__
+        and isinstance(frame.f_locals.get("self"), OptimizeContext)
+        for frame, _ in walk_stack(sys._getframe())
+    )

@@ -18,6 +18,7 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.report.blocks import common_stem
 from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks.course import CourseSink
+from adiv_monitor.sinks.scalars import Metrics, Scalars
 
 NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
@@ -47,8 +48,10 @@ class BoardSink(CourseSink):
         UserWarning: matplotlib, whose fonts pictures need, is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measures: Iterable[str] | None, scalars: Scalars, name: str) -> None:
         super().__init__(_FIRST)
+        self._metrics = Metrics(None if measures is None else tuple(measures), scalars, name=name)
+        self._step = 0
         self.draws = find_spec("matplotlib") is not None
         if not self.draws:
             warnings.warn(f"{type(self).__name__}: {NO_PICTURES}", stacklevel=3)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.sinks.sink import Sink, check_sinks
 
 
 class BorrowedSink:
@@ -27,16 +27,11 @@ class BorrowedSink:
         return BorrowedSink(named(name)) if name and named else self
 
 
-def borrowed(sinks: Sequence[object], owner: str) -> tuple[BorrowedSink, ...]:
+def borrowed(sinks: Sequence[Sink], owner: str) -> tuple[BorrowedSink, ...]:
     """The sinks, wrapped so that closing the wrapper leaves them open.
 
     Raises:
         TypeError: one of them is not a sink; `owner` is the class that it was given to.
     """
-    for sink in sinks:
-        if not isinstance(sink, Sink):
-            raise TypeError(
-                f"{owner}(sinks=…): got a {type(sink).__name__}, expected objects with the "
-                "methods write(report) and close()"
-            )
-    return tuple(BorrowedSink(sink) for sink in sinks if isinstance(sink, Sink))
+    check_sinks(owner, sinks)
+    return tuple(map(BorrowedSink, sinks))

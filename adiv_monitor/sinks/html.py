@@ -1,9 +1,8 @@
 """A page about a running training, rewritten while it goes on."""
 
 import os
-from importlib.util import find_spec
 
-from adiv_monitor.files import file_path, write_whole
+from adiv_monitor.files import file_path, needs, write_whole
 from adiv_monitor.pages import beside, is_ours, running_files
 from adiv_monitor.sinks.course import CourseSink
 
@@ -33,12 +32,7 @@ class HtmlSink(CourseSink):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
-        if missing:
-            raise ImportError(
-                f"HtmlSink needs the packages {' and '.join(missing)}: "
-                'pip install "adiv-monitor[audit]"'
-            )
+        needs("HtmlSink", ["jinja2", "matplotlib"])
         self._path = file_path("HtmlSink", path)
         for other in (beside(self._path, ending) for ending in _BESIDE):
             if not is_ours(other):

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.board import BoardSink
 from adiv_monitor.sinks.scalars import Metrics
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
@@ -25,11 +24,6 @@ def logger_sinks(logger: "Logger", metrics: Metrics) -> tuple[Sink, ...]:
     numbers = LoggerSink(logger, metrics)
     is_wandb = type(logger).__name__ == "WandbLogger"
     return (numbers, TrackerSink("wandb", scalars="none", name=name)) if is_wandb else (numbers,)
-
-
-def takes_pictures(sink: Sink) -> bool:
-    """Return whether the sink accepts pictures and findings."""
-    return isinstance(sink, BoardSink)
 
 
 class LoggerSink:

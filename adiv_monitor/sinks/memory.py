@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from adiv_monitor.files import needs
 from adiv_monitor.report import StepReport
 
 if TYPE_CHECKING:
@@ -35,12 +36,9 @@ class MemorySink:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError as error:
-            raise ImportError(
-                "MemorySink.to_pandas needs the package pandas: pip install pandas"
-            ) from error
+        needs("MemorySink.to_pandas", ["pandas"], "pandas")
+        from pandas import DataFrame
+
         frame = DataFrame([row for report in self.reports for row in report.to_rows()])
         # Rows of a step without sampled layers have no column for the error.
         errors = [column for column in frame if str(column).endswith("_standard_error")]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from adiv_monitor.diagnosis.finding import red_layers
 from adiv_monitor.diagnosis.health import HEALTH, MEASURE_TITLES
 from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.files import needs
 from adiv_monitor.pictures.grid import grid
 from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.pictures.picture import Picture
@@ -33,12 +34,7 @@ def run_figure(running: Running, measure: str | None = None) -> "Figure":
         )
     if not running.count:
         raise ValueError("plot: there is no report yet; one is complete when the next step begins")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            'plot needs the package matplotlib: pip install "adiv-monitor[audit]"'
-        ) from error
+    needs("plot", ["matplotlib"])
     record, findings = running.record(), running.findings()
     if measure is None:
         return _figure(overview(record, findings), "layers in reports")

@@ -1,5 +1,6 @@
 """The protocol of a sink."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from adiv_monitor.report import StepReport
@@ -23,3 +24,13 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Finish; nothing is written afterwards, and a second call does nothing."""
+
+
+def check_sinks(owner: str, sinks: object) -> None:
+    """Raise TypeError if something else than a list of sinks was given to a class."""
+    given = sinks if isinstance(sinks, Sequence) else [None]
+    if not all(isinstance(sink, Sink) and not isinstance(sink, type) for sink in given):
+        raise TypeError(
+            f"{owner}(sinks=…): got {sinks!r}, expected a list of objects with the methods "
+            "write(report) and close()"
+        )

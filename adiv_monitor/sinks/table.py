@@ -87,11 +87,6 @@ class Table(NamedTuple):
     rows: tuple[Row, ...]
     more: str
 
-    def columns(self, first: int, last: int) -> "Table":
-        """Return the table with some of its measures only."""
-        rows = tuple(row._replace(cells=row.cells[first:last]) for row in self.rows)
-        return self._replace(measures=self.measures[first:last], rows=rows)
-
 
 class TableSink:
     """Prints every report as a table: a row per layer, a column per measure.
@@ -217,15 +212,15 @@ def _tables(table: Table, console: "Console") -> Iterator["Drawn"]:
     first, last = 0, len(table.measures)
     while first < last:
         end = last
-        drawn = _drawn(table.columns(first, end))
+        drawn = _drawn(table, range(first, end))
         while end > first + 1 and console.measure(drawn, options=unbounded).maximum > console.width:
             end -= 1
-            drawn = _drawn(table.columns(first, end))
+            drawn = _drawn(table, range(first, end))
         yield drawn
         first = end
 
 
-def _drawn(table: Table) -> "Drawn":
+def _drawn(table: Table, shown: range) -> "Drawn":
     from rich import box
     from rich.table import Table as Drawn
     from rich.text import Text
@@ -234,8 +229,8 @@ def _drawn(table: Table) -> "Drawn":
     drawn.add_column(f"\n{table.titles[0]}", overflow="fold")
     drawn.add_column(f"\n{table.titles[1]}", justify="right", no_wrap=True)
     columns = []
-    for i, measure in enumerate(table.measures):
-        titles = [f"{word} " for word in measure.rsplit("_", 1)]
+    for i in shown:
+        titles = [f"{word} " for word in table.measures[i].rsplit("_", 1)]
         cells = [_padded(row.cells[i]) for row in table.rows]
         width = max(map(len, [*titles, *cells]))
         # Aligned here: rich would strip the blanks that align decimal points.

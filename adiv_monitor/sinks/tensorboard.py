@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Union
 
 from adiv_monitor.diagnosis.health import chart_text
+from adiv_monitor.files import needs
 from adiv_monitor.pages.layers import worst_lines
 from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport
@@ -13,7 +14,6 @@ from adiv_monitor.sinks.board import NO_PICTURES, BoardSink, findings_text, pict
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     FRONT_MEASURES,
-    Metrics,
     Scalars,
     summary_group,
 )
@@ -63,14 +63,11 @@ class TensorBoardSink(BoardSink):
         scalars: Scalars = "few",
         name: str = "",
     ) -> None:
-        chosen = None if measures is None else tuple(measures)
-        self._metrics = Metrics(chosen, scalars, name=_encodable(name))
+        super().__init__(measures, scalars, _encodable(name))
         self._owned = isinstance(target, str | os.PathLike)
         self._writer = _writer(target)
         self._texts: dict[str, str] = {}
         self._described_tags: set[str] = set()
-        self._step = 0
-        super().__init__()
 
     @property
     def place(self) -> str:
@@ -163,12 +160,9 @@ def as_writer(found: object) -> Union["SummaryWriter", None]:
 def _writer(target: object) -> "SummaryWriter":
     if (writer := as_writer(target)) is not None:
         return writer
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            'TensorBoardSink needs the package tensorboard: pip install "adiv-monitor[tensorboard]"'
-        ) from error
+    needs("TensorBoardSink", ["tensorboard"], '"adiv-monitor[tensorboard]"')
+    from torch.utils.tensorboard import SummaryWriter
+
     if isinstance(target, str | os.PathLike):
         return SummaryWriter(os.fspath(target))
     raise TypeError(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from adiv_monitor.printable import printable
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.board import BoardSink, findings_text, pictures
-from adiv_monitor.sinks.scalars import Metrics, Scalars, summary_group
+from adiv_monitor.sinks.scalars import Scalars, summary_group
 
 _LEVELS = {"act": "ERROR", "watch": "WARN", "note": "INFO"}
 _STEP = "adiv.step"  # in W&B, the measured step, over which charts are drawn
@@ -45,15 +45,12 @@ class TrackerSink(BoardSink):
     ) -> None:
         if product not in ("trackio", "wandb"):
             raise ValueError(f"TrackerSink: got {product!r}, expected 'trackio' or 'wandb'")
-        chosen = None if measures is None else tuple(measures)
+        super().__init__(measures, "few" if scalars == "none" else scalars, name)
         self._scalars = scalars != "none"
-        self._metrics = Metrics(chosen, "few" if scalars == "none" else scalars, name=name)
         self._product = product
         self._client: Any = import_module(product)
-        self._step = 0
         self._row: int | None = None  # the step of W&B that holds our last scalars
         self._told: dict[str, str] = {}  # finding → its strength
-        super().__init__()
 
     def write(self, report: StepReport) -> None:
         """Log the report's scalars, and pictures, findings and alerts if these are due."""

@@ -64,8 +64,8 @@ class Watched:
         if not self.running.count:
             return Text(printable(f"{self.file}: no report yet"))
         findings = self.running.findings()
-        shown = Text(f"{running_headline(findings, self.running.record())}\n", "bold")
-        shown = Text().append(shown)
+        headline = running_headline(findings, self.running.record())
+        shown = Text().append(f"{headline}\n", "bold")
         for finding in findings:
             shown.append(f"{said_of(finding)}\n", _STYLES[finding.strength])
         return shown.append(f"\n{self.running.last}")

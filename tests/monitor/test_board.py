@@ -161,7 +161,7 @@ def drawings(monkeypatch: pytest.MonkeyPatch, reports: int) -> list[int]:
         def show(self) -> None:
             drawn.append(self.count - 1)
 
-    board = Counts()
+    board = Counts(None, "few", "")
     for i in range(reports):
         board.write(report(i, layers={}))
     return drawn
@@ -314,7 +314,7 @@ def test_where_nothing_can_be_drawn_it_is_said_why(
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (report().plot, lambda: run_figure(running(report()))):
         with pytest.raises(ImportError, match=r"plot needs .* pip install \"adiv-monitor\[audit\]"):
             draw()

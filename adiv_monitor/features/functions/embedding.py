@@ -45,19 +45,17 @@ def trained(tokens: Tensor, table: Tensor, padding: int | None) -> Float[Tensor,
 
 def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
     """Return the use of a table by look-ups."""
+    tokens = token.reshape(-1)
 
     def features(rows: Rows) -> OneHotFeatures:
-        tokens = token.reshape(-1)
-        tokens = tokens.clone() if rows.chosen is None else tokens[rows.flat]
-        return OneHotFeatures(tokens.long(), trained(tokens, table, padding), len(table))
+        own = tokens.clone() if rows.chosen is None else tokens[rows.flat]
+        return OneHotFeatures(own.long(), trained(own, table, padding), len(table))
 
     def whole(rows: Rows) -> Whole:
-        tokens = token.reshape(-1)
         are_trained = trained(tokens, table, padding)
         return Whole(are_trained, trained=None if padding is None else are_trained)
 
     def times(v: Tensor) -> Tensor:
-        tokens = token.reshape(-1)
         return v[tokens] * trained(tokens, table, padding)[:, None]
 
     return Use("embedding", table, None, features, whole=whole, times=times)
