@@ -72,6 +72,8 @@ SMALL = {"a": reading(activation_rms=0.3)}
 BELOW_ZERO = (0.7, *(-0.01 * step for step in range(39)))
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
+PROBABLE_AT_TIMES = ["probabilities", ""] * 3
+UNREAD = reading(kind="gru", idle_share=0.875)
 IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
 MASKED = LAYERS | {"c": reading(idle_share=0.85)}  # as for masked language models
 FLAT = {name: reading(descent=0.0, idle_share=1.0, update_ratio=math.nan) for name in "abc"}
@@ -178,8 +180,11 @@ HITS = {
         losses=RISING, learning_rates=rates(0.1, 0.05, 0.01, -0.01, -0.05, -0.1)
     ),
     "broadcast-loss": run(loss_module="MSELoss", loss_shapes=((64, 1), (64,))),
-    "double-softmax": run(loss_module="CrossEntropyLoss", probabilities=True),
-    "activated-logits": run(loss_module="BCEWithLogitsLoss", probabilities=True),
+    "double-softmax": run(loss_module="CrossEntropyLoss", outputs="probabilities"),
+    "activated-logits": run(loss_module="BCEWithLogitsLoss", outputs="probabilities"),
+    "activated-logits by a ReLU": run(loss_module="CrossEntropyLoss", outputs="rectified"),
+    "softmax-over-samples": run(outputs="over samples", loss_shapes=((64, 10), (64,))),
+    "samples-mixed": run(layers={"a": UNREAD}),
     "target-scale": run(losses=HIGH, loss_module="MSELoss", layers=SMALL),
     "target-scale of a sum": run(losses=HIGH, loss_module="CrossEntropyLoss", layers=SMALL),
     "targets-out-of-range": run(losses=BELOW_ZERO, loss_module="BCEWithLogitsLoss"),
@@ -216,10 +221,11 @@ MEANT = {
     "outputs of their targets' shape": run(
         loss_module="MSELoss", loss_shapes=((64, 1), (64, 1))
     ),
-    "a loss of one's own": run(loss_shapes=((64, 1), (64,)), probabilities=True),
-    "probabilities at times": run(
-        loss_module="CrossEntropyLoss", probabilities=[True, False] * 3
-    ),
+    "a loss of one's own": run(loss_shapes=((64, 1), (64,)), outputs="probabilities"),
+    "probabilities at times": run(loss_module="BCEWithLogitsLoss", outputs=PROBABLE_AT_TIMES),
+    "rectified outputs of another loss": run(loss_module="MSELoss", outputs="rectified"),
+    "the last time of a layer in reverse": run(layers={"a_reverse": UNREAD}),
+    "padding": run(layers=[{"a": replace(UNREAD, idle_share=0.5 + 0.1 * i)} for i in range(6)]),
     "no random numbers": run(random_states=(1, 1)),
     "a seed for each epoch": run(random_states=[(1, 2), (3, 4)] * 3),
     "two passes in each step": run(norm_passes=[2, 16, 30, 44, 58, 72]),
@@ -232,7 +238,7 @@ MEANT = {
         loss_module="MSELoss",
         layers={"a": reading(activation_rms=200.0)},
     ),
-    "probabilities of one's own loss": run(loss_module="BCELoss", probabilities=True),
+    "probabilities of one's own loss": run(loss_module="BCELoss", outputs="probabilities"),
     "statistics that are frozen": run(norm_passes=[5] * 6),
     "a group that is added later": run(
         groups=[{}, *[ONE_GROUP["groups"]] * 5], learning_rates=[(0.1,), *[(0.1, 0.0)] * 5]

@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "adiv_monitor"
 # Part: its folders and files, and the most code lines that it may have. A ceiling only goes down.
 CEILINGS: dict[str, tuple[Sequence[str], int]] = {
     "audit and diagnosis": (("audit", "diagnosis"), 9_000),
-    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_400),
+    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_350),
     "max_lr": (("max_lr",), 1_250),
     "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 8_969),
-    "report and top level": ((), 2_136),  # the rest
+    "report and top level": ((), 2_075),  # the rest
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -43,9 +43,16 @@ def _sum(tensor: Tensor) -> Tensor:
     return torch.stack((samples.sum(), (samples - samples.mean()).norm()))
 
 
+# What the outputs that a loss gets may be: those of a softmax or sigmoid, or, in part 0, of a ReLU;
+# or those of a softmax, or its logarithm, over the samples.
+OUTPUTS = ("probabilities", "rectified", "over samples")
+
+
 @torch.no_grad()
-def are_probabilities(given: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return whether no output is below 0, and none above 1, or those of each sample sum to 1.
+def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return for each of `OUTPUTS` whether the outputs that a loss gets are that.
+
+    No probability is below 0, and none above 1, or those of each sample sum to 1.
 
     Args:
         given: the arguments of a loss. Its first one counts, of one or two dimensions without many
@@ -58,11 +65,18 @@ def are_probabilities(given: Sequence[Any]) -> tuple[Tensor, ...]:
     few = outputs.numel() > 0 and outputs.shape[1:].numel() <= _MOST_CLASSES
     if not (few and (sums or dtype == outputs.dtype)):
         return ()
+    below, is_over = -outputs.amin(), torch.zeros_like(outputs.amin(), dtype=torch.bool)
     above = (outputs.sum(1) - 1).abs() if sums else outputs - 1
-    return (torch.maximum(above.amax(), -outputs.amin()) < _ROUNDING,)
+    rectified = (below == 0) & ((outputs == 0).sum() > _ZEROS * outputs.numel())
+    if sums and min(outputs.shape) > 1 and len(outputs) != outputs.shape[1]:
+        linear = torch.maximum((outputs.sum(0) - 1).abs().amax(), below)
+        is_over = torch.minimum(linear, outputs.logsumexp(0).abs().amax()) < _ROUNDING
+    is_probable = torch.maximum(above.amax(), below) < _ROUNDING
+    return (torch.stack((is_probable, rectified, is_over)),)
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits
+_ZEROS = 0.05  # share of the outputs that a ReLU made 0
 _MOST_SAMPLES, _MOST_CLASSES = 4096, 100
 _REALS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _NUMBERS = {*_REALS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -4,14 +4,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from adiv_monitor.capture.check import Check
-from adiv_monitor.capture.guard import Guard
+from adiv_monitor.capture.guard import Guard, raised
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.passes import Passes
 from adiv_monitor.features.uses import unknown
-
-
-def _raised(path: str, error: Exception) -> None:
-    raise error
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Context:
 
     guard: Guard
     chooser: Chooser
-    fail: Callable[[str, Exception], None] = _raised
+    fail: Callable[[str, Exception], None] = raised
     switched_off: Collection[str] = ()
     checked: Collection[str] = ()
     begins: Callable[[], object] = unknown

@@ -13,15 +13,22 @@ ENTRYWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 
 def seen_in(reports: Sequence[StepReport]) -> dict[str, Probed]:
     """Return the facts by question; fewer than three reports tell nothing."""
-    found = {"broadcast-loss": _broadcast(reports), "seed-again": _seeded(reports)}
+    found = {
+        "broadcast-loss": _broadcast(reports),
+        "seed-again": _seeded(reports),
+        "softmax-over-samples": _over_samples(reports),
+    }
     enough = len(reports) >= FEWEST
     return {name: Probed(facts) for name, of in found.items() if enough and (facts := tuple(of))}
 
 
 def activation_before(reports: Sequence[StepReport]) -> ActivatedOutput | None:
-    """Return a softmax or sigmoid whose results the loss gets in all steps; None: none is known."""
-    losses = {r.loss_module if r.probabilities else "" for r in reports}
-    name = _OWN.get(losses.pop()) if len(losses) == 1 and len(reports) >= FEWEST else None
+    """Return a function whose results the loss gets as logits in all steps; None: none is known."""
+    seen = {(r.loss_module, r.outputs) for r in reports}
+    loss, kind = seen.pop() if len(seen) == 1 and len(reports) >= FEWEST else ("", "")
+    name = {"probabilities": _OWN.get(loss), "rectified": "ReLU" if loss in _OWN else None}.get(
+        kind
+    )
     return ActivatedOutput(name, None) if name else None
 
 
@@ -47,6 +54,13 @@ def _broadcast(reports: Sequence[StepReport]) -> Iterator[Fact]:
     short, long = sorted(last.loss_shapes, key=len) if len(last.loss_shapes) == 2 else ((), ())
     if last.loss_module in ENTRYWISE and long == (*short, 1) and short and short[0] > 1:
         yield Fact(last.loss_module, {"times": short[0]}, {"of": str(long), "and": str(short)})
+
+
+def _over_samples(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield that the loss gets a softmax over the samples in all steps."""
+    if all(r.outputs == "over samples" for r in reports):
+        loss, shape = reports[-1].loss_module, str(reports[-1].loss_shapes[0])
+        yield Fact(f"The softmax before {loss or 'the loss'}", {}, {"shape": shape})
 
 
 def _seeded(reports: Sequence[StepReport]) -> Iterator[Fact]:

@@ -182,10 +182,12 @@ class StepReport:
             they are drawn at random: √n times its deviation between the n samples.
         next_batch: `batch` of the next step: equal if the same batch came again; empty if it is
             not known.
-        probabilities: whether the step's first loss is called with outputs that are probabilities.
-            With labels of whole numbers, as from a softmax: none is below 0, and those of each
-            sample sum to 1. With targets of the same dtype, as from a sigmoid: all are in [0, 1].
-            Only outputs of one or two dimensions, of at most 100 classes, are looked at.
+        outputs: what the outputs are that the step's first loss is called with, if that is known.
+            "probabilities": with labels of whole numbers, as from a softmax, none is below 0, and
+            those of each sample sum to 1; with targets of the same dtype, as from a sigmoid, all
+            are in [0, 1]. "rectified": as from a ReLU, none is below 0, and more than 5 % are 0.
+            "over samples": those of each class, or their exponentials, sum to 1. Only outputs of
+            one or two dimensions, of at most 100 classes, are looked at.
         loss_module: the class name of the loss, if it is a module of torch's own; else "".
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
@@ -245,7 +247,7 @@ class StepReport:
     batch: tuple[float, ...] = ()
     batch_spread: tuple[float, ...] = ()
     next_batch: tuple[float, ...] = ()
-    probabilities: bool = False
+    outputs: str = ""
     loss_module: str = ""
     loss_shapes: tuple[tuple[int, ...], ...] = ()
     norm_passes: int | None = None

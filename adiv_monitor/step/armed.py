@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.batch import OUTPUTS
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.coverage import coverage_of
 from adiv_monitor.capture.guard import Guard, call_all
@@ -206,7 +208,7 @@ class Armed:
             "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
-            "probable": [*capture.passes.probable],
+            "outputs": [*capture.passes.outputs],
             "norm_passes": capture.norm_passes,
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
@@ -231,8 +233,9 @@ class Armed:
             return found
         given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
         gradients, zeroed = capture.passes.told(*given)
+        kinds = (kind for of in flags["outputs"] for kind in compress(OUTPUTS, of))
         return found | {
-            "probabilities": _is_set(flags, "probable"),
+            "outputs": next(kinds, ""),
             "loss_shapes": capture.passes.shapes,
             "norm_passes": next(map(int, flags["norm_passes"]), None),
             "zeroed_passes": zeroed,

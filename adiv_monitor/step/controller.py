@@ -61,9 +61,9 @@ _MOVED = (
 _MANY = 64  # losses of one step, of more micro-batches than are usual
 _UNSTEPPED = (
     "no step of the monitor's optimizer, or call of end_step(), was seen since step {} was to be "
-    "taken, so nothing was measured from then on (were the backward passes too few for an "
-    "accumulation, were all steps skipped, since gradients overflow, or does another optimizer "
-    "train the model?)"
+    "taken, so nothing was measured from then on (is the optimizer's step() never called, as where "
+    "scheduler.step() stands in its place, were the backward passes too few for an accumulation, "
+    "were all steps skipped, since gradients overflow, or does another optimizer train the model?)"
 )
 Stepping = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 

@@ -34,7 +34,7 @@ class Outgoing:
             - began, stepped: some weights as the optimizer's step began, and as it ended.
             - untrained: norms of some entries of each parameter that the optimizer does not step.
             - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
-            - batch, next_batch, probable, norm_passes: those of `Capture` and `Passes`.
+            - batch, next_batch, outputs, norm_passes: those of `Capture` and `Passes`.
     """
 
     def __init__(self) -> None:

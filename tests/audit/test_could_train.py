@@ -56,7 +56,7 @@ def test_an_audit_asks_by_its_own_probes(name: str) -> None:
     audited = replace(HITS[name], facts=FACTS)
     of_both = {"rate-too-high", "rate-gone", "group-rates", "rate-zero"}
     of_both |= {"broadcast-loss", "double-softmax", "seed-again", "activated-logits"}
-    of_both |= {"target-scale", "rounded-away", "zero-gradient"}
+    of_both |= {"target-scale", "rounded-away", "zero-gradient", "softmax-over-samples"}
     assert not (CERTAIN - of_both) & found(audited).keys()
 
 

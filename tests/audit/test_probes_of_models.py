@@ -465,6 +465,9 @@ OUTPUTS: list[Row] = [
      with_model(lambda: hidden(of_scale(nn.BatchNorm1d(16), 0.0), nn.ReLU())), "BatchNorm1d '1'"),
     ("outputs-constant", "a small weight",
      with_model(lambda: hidden(of_scale(nn.BatchNorm1d(16), 0.1), nn.ReLU())), ""),
+    *[("no-activation", "none, but at the end",
+       with_model(lambda last=last: hidden(last=nn.Sequential(nn.Linear(16, 3), last))), "affine")
+      for last in (nn.Sigmoid(), nn.Softmax(1))],
     ("outputs-constant", "zeros", with_model(pinched), "ReLU '4'"),
     ("outputs-constant", "a branch that begins at 0",
      with_model(lambda: branched(of_scale(nn.LayerNorm(16), 0.0), nn.Linear(16, 3))), ""),

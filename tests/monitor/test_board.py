@@ -126,8 +126,7 @@ BLUE, RED, GREY, BLACK = (8, 81, 156), (179, 0, 0), (227, 235, 223), (0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("value", "colour"),
-    [(1e-4, BLUE), (1e-7, BLUE), (0.02, GREY), (0.5, GREY), (20.0, RED)],
+    ("value", "colour"), [(1e-4, BLUE), (1e-7, BLUE), (0.02, GREY), (0.5, GREY), (20.0, RED)]
 )
 def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, int, int]) -> None:
     layers = {f"layer{i}": reading(update_ratio=value if i < 3 else 0.1) for i in range(6)}
@@ -311,10 +310,3 @@ def test_where_nothing_can_be_drawn_it_is_said_why(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         run_figure(running(*reports), measure)
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for draw in (report().plot, lambda: run_figure(running(report()))):
-        with pytest.raises(ImportError, match=r"plot needs .* pip install \"adiv-monitor\[audit\]"):
-            draw()

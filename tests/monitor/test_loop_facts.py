@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.batch import are_probabilities
+from adiv_monitor.capture.batch import kinds_of
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
 FACTS += ("dropout", "rescaled", "batch_spread", "settings")
-FACTS += ("new_state", "probabilities", "loss_module", "loss_shapes")
+FACTS += ("new_state", "outputs", "loss_module", "loss_shapes")
 FACTS += ("norm_passes", "random_states", "unused_losses", "loss_counts", "rate_falls")
 RATES = [0.5, 0.6, 0.9]
 TARGETS = torch.arange(6) % 3
@@ -352,29 +352,33 @@ OF_CLASSES, OF_EACH = (nn.CrossEntropyLoss(), TARGETS), (nn.BCEWithLogitsLoss(),
 
 
 @pytest.mark.parametrize(
-    ("last", "criterion", "targets", "probabilities"),
+    ("last", "criterion", "targets", "outputs"),
     [
-        (nn.Softmax(1), *OF_CLASSES, True),
-        (nn.Identity(), *OF_CLASSES, False),
-        (nn.Sigmoid(), *OF_CLASSES, False),
-        (nn.Sigmoid(), *OF_EACH, True),
-        (nn.Identity(), *OF_EACH, False),
+        (nn.Softmax(1), *OF_CLASSES, "probabilities"),
+        (nn.Identity(), *OF_CLASSES, ""),
+        (nn.Sigmoid(), *OF_CLASSES, ""),
+        (nn.ReLU(), *OF_CLASSES, "rectified"),
+        (nn.Softmax(0), *OF_CLASSES, "over samples"),
+        (nn.LogSoftmax(0), nn.NLLLoss(), TARGETS, "over samples"),
+        (nn.LogSoftmax(1), nn.NLLLoss(), TARGETS, ""),
+        (nn.Sigmoid(), *OF_EACH, "probabilities"),
+        (nn.Identity(), *OF_EACH, ""),
     ],
 )
 def test_what_the_loss_gets(
-    last: nn.Module, criterion: nn.Module, targets: Tensor, probabilities: bool
+    last: nn.Module, criterion: nn.Module, targets: Tensor, outputs: str
 ) -> None:
     model = nn.Sequential(*two_layers(), last)
     step = stepping(lambda number: criterion(model(batch(number)), targets))
     report, *_ = reports_of(model, step, 1, loss=criterion)
     assert report.loss_module == type(criterion).__name__
     assert report.loss_shapes == ((6, 3), tuple(targets.shape))
-    assert report.probabilities is probabilities
+    assert report.outputs == outputs
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (4, 3, 2), (4, 101)])
-def test_what_no_probabilities_are_looked_for_in(shape: tuple[int, ...]) -> None:
-    assert are_probabilities((torch.rand(shape), torch.rand(shape))) == ()
+def test_what_no_kinds_are_looked_for_in(shape: tuple[int, ...]) -> None:
+    assert kinds_of((torch.rand(shape), torch.rand(shape))) == ()
 
 
 def test_only_a_loss_of_torchs_own_has_a_name() -> None:

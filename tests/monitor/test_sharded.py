@@ -11,16 +11,7 @@ import torch
 import torch.distributed as dist
 from adiv_layers import AffineLikeLinear
 from cases import Tied
-from processes import (
-    OF_ONE_RANK,
-    WAIT,
-    FoundBy,
-    assert_same,
-    by_processes,
-    meet,
-    patient,
-    written,
-)
+from processes import OF_ONE_RANK, WAIT, FoundBy, assert_same, by_processes, meet, patient, written
 from rank_steps import Case, sharded, small, take, train
 from setups import trained
 from torch import Tensor, nn

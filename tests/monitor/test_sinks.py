@@ -295,11 +295,8 @@ def test_few_scalars_however_many_layers_there_are() -> None:
 @pytest.mark.parametrize(
     ("package", "use", "install"),
     [
-        (
-            "tensorboard",
-            lambda: TensorBoardSink("unused"),
-            r'pip install "adiv-monitor\[tensorboard\]"',
-        ),
+        ("tensorboard", lambda: TensorBoardSink("unused"), r'"adiv-monitor\[tensorboard\]"'),
+        ("matplotlib", lambda: report().plot(), r'plot needs .* pip install "adiv-monitor\[audit'),
         ("pandas", lambda: MemorySink().to_pandas(), "to_pandas needs .*: pip install pandas"),
         ("jinja2", lambda: HtmlSink("unused"), r'jinja2: pip install "adiv-monitor\[audit\]"'),
     ],

@@ -412,7 +412,8 @@ def _switched_on(fork: Fork) -> Fork:
 def _is_affine(fork: Fork) -> bool:
     """Return whether f(a + b − c) = f(a) + f(b) − f(c) for samples a, b and c of the first batch.
 
-    It is False if the model has not exactly one input, of floating-point numbers.
+    Or so it is of what a sigmoid or a softmax at the end gets. It is False if the model has not
+    exactly one input, of floating-point numbers.
     """
     run = ChangedInputs(fork, first(fork.batches[0], SAMPLES))
     if len(run.inputs) != 1 or not run.inputs[0].is_floating_point():
@@ -429,4 +430,11 @@ def _is_affine(fork: Fork) -> bool:
     size = len(run.inputs[0])
     pairs = [(x, y) for x, y in zip(run.own, run.outputs(mixed), strict=True)
              if x.shape[:1] == (size,)]  # fmt: skip
-    return size >= LEAST and bool(pairs) and all(fits(x, y) for x, y in pairs)
+    return size >= LEAST and bool(pairs) and all(
+        fits(x, y) or fits(_logits(x), _logits(y)) for x, y in pairs)  # fmt: skip
+
+
+def _logits(x: Tensor) -> Tensor:
+    """Return of what x is the sigmoid, or the softmax over the last axis; else NaN."""
+    is_softmax = x.ndim > 1 and bool(((x.sum(-1) - 1).abs() < AFFINE).all())
+    return x.log() - x.log().mean(-1, keepdim=True) if is_softmax else x.logit()

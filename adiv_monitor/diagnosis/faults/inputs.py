@@ -22,6 +22,7 @@ from adiv_monitor.diagnosis.seen import ENTRYWISE
 # End of `Record.first_non_finite` if a softmax, or another function, is given a row of −∞ alone.
 HIDDEN = ", which gets a row of nothing but -inf: all of its places are masked"
 STEP = "the update"  # beginning of `Record.first_non_finite` if the optimizer made the value
+LAST = 3  # losses before one that is not finite, which tell whether they rose
 DATA = "data"  # value of `Record.first_non_finite` if the value came with a batch
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2
@@ -76,13 +77,17 @@ def by_training(record: Record) -> bool:
 def _by_loss(record: Record) -> bool:
     """Return whether a function makes the value, as log(0) does, and no step was too long.
 
-    Otherwise it comes at the end of losses that rise.
+    Otherwise it comes at the end of losses that rise. In a monitored run, none of the last ones is
+    above the first.
     """
     finite, where = [*filter(math.isfinite, record.losses)], record.first_non_finite or ""
     if where.endswith(HIDDEN):
         return True
-    usual = record.is_audited and finite and max(finite) < PEAK * abs(start(record))
-    return bool(usual) and (where == "loss" or "(" in where) and overshoot(record) is None
+    usual = len(finite) > LAST and max(finite[-LAST:]) <= finite[0]
+    if record.is_audited:
+        usual = bool(finite) and max(finite) < PEAK * abs(start(record))
+    is_loss = where in ("loss", "the loss") or "(" in where
+    return usual and is_loss and overshoot(record) is None
 
 
 def non_finite(record: Record) -> Finding:

@@ -6,8 +6,9 @@ or attention without effect, and are parts of the inputs, or their order, ignore
 
 from collections.abc import Iterator
 
+from adiv_monitor.diagnosis import readings as read
 from adiv_monitor.diagnosis.course import is_opposed
-from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, told
+from adiv_monitor.diagnosis.faults.fault import LEARNING, Number, fault, finds, told
 from adiv_monitor.diagnosis.faults.initialisation import INPUT_MATTERS
 from adiv_monitor.diagnosis.faults.rates import suffers
 from adiv_monitor.diagnosis.faults.units import dead_units, saturated_units
@@ -15,6 +16,8 @@ from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, act_if
 from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed
 
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # kinds of layers
+UNREAD = 0.5  # share of a recurrent layer's rows that get no gradient
 OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
@@ -34,6 +37,28 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
             (Advice("look in forward() for layers without batch_first=True, for a table along axis "
                     "0, the axis of the samples, and for a mean, a softmax, attention or a reshape "
                     "over it"),))  # fmt: skip
+
+
+@finds("monitor")
+def samples_for_times(record: Record) -> Iterator[Finding]:
+    """Find recurrent layers of which always the same share of rows, half and more, never counts.
+
+    So it is if results are read at the last place of the samples' axis, taken for the times. Layers
+    in reverse are left out: of their last time, only the first row counts.
+    """
+    for path, kind in {p: x.kind for r in record.reports for p, x in r.layers.items()}.items():
+        if kind in RECURRENT and not path.endswith("_reverse"):
+            shares = {x.idle_share for x in read.readings(record, path).values()}
+            share = shares.pop() or 0.0
+            if read.several(record) and not shares and UNREAD <= share < 1:
+                yield Finding("samples-mixed", act_if(suffers(record)),
+                    f"In every measured step, {share:.1%} of the rows of "
+                    f"{read.named(record, path)} have no gradient: what reads its results, such as "
+                    "[:, -1], seems to take the axis of its samples for that of the times.",
+                    (Evidence("idle_share", share, UNREAD, path),),
+                    (Advice("give the layer batch_first=True, or (times, samples, features)"),),
+                    layers=(path,))  # fmt: skip
+                return
 
 
 told(__name__, "reshape-scrambles", "A reshape that scrambles axes",
