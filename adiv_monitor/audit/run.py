@@ -19,7 +19,7 @@ from adiv_monitor.audit.training import setup as settings
 from adiv_monitor.audit.training.setup import COSTLY, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, silent
 from adiv_monitor.diagnosis import diagnose
-from adiv_monitor.diagnosis.course import compared, course, end, start
+from adiv_monitor.diagnosis.course import course, end, note_on_own_losses, start
 from adiv_monitor.diagnosis.record import Record
 
 # Without a given number of steps, a run has as many as cost no more than `MOST_STEPS` steps that
@@ -66,7 +66,7 @@ def run(given: Mapping[str, Any]) -> AuditReport:
             trained=record.trained or bool(facts.get("trained")),
             own_losses={int(step): float(x) for step, x in by_step},
         )
-        notes += [*record.notes, *filter(None, [compared(record)])]
+        notes += [*record.notes, *filter(None, [note_on_own_losses(record)])]
         why = "" if of.try_fixes else "trials are off"
         return _report(setup, replace(record, notes=tuple(notes)), why, progress)
 

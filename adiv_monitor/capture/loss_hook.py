@@ -42,17 +42,18 @@ class LossHook:
         fail: Callable[[Exception], None],
     ) -> None:
         self.stays = isinstance(loss, nn.Module)
-        self._of = None if isinstance(loss, nn.Module) else loss
         self._note = note
         self._fail = fail
         of_torch = type(loss).__module__ == nn.modules.loss.__name__
         self.of_torch = type(loss).__name__ if of_torch else ""
         name = getattr(loss, "__name__", type(loss).__name__)
-        why = f"{name} gave no value with a gradient for the model's output"
         if isinstance(loss, nn.Module):
+            self._module, self._of = loss, None
             why = f"the given {name} was not seen to be called (another instance is, or compiled?)"
+        else:
+            self._module, self._of = inside_wrappers(model), loss
+            why = f"{name} gave no value with a gradient for the model's output"
         self.unseen = f"The loss is not known: {why}. {_OTHERWISE}"
-        self._module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
         self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:

@@ -225,7 +225,7 @@ def _common_steps(record: Record) -> list[int]:
     return sorted(step for step in record.own_losses if 0 <= step < len(record.losses))
 
 
-def compared(record: Record) -> str:
+def note_on_own_losses(record: Record) -> str:
     """Return a note on the comparison of losses; "" if the user gave no losses, or they differ."""
     count = len(_common_steps(record))
     if not record.own_losses or difference(record):

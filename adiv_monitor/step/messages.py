@@ -79,8 +79,8 @@ def decode(message: bytes) -> RankContribution:
     """
     with np.load(BytesIO(message), allow_pickle=False) as held:
         said, *arrays = (held[name] for name in held.files)
-    plain, rest = json.loads(said.tobytes()), iter(arrays)
-    part, text = read(RankContribution, plain[0]), read(_Text, plain[1])
+    told, rest = json.loads(said.tobytes()), iter(arrays)
+    part, text = read(RankContribution, told[0]), read(_Text, told[1])
     sums = StepSums(text.paths, text.about, *(next(rest) for _ in KINDS))
     return replace(part, sums=sums, attention=dict(zip(text.attention, rest, strict=True)))
 
@@ -96,7 +96,7 @@ def decode_report(message: bytes) -> tuple[StepReport, list[int]]:
     Raises:
         ValueError: the message is not from `encode_report`.
     """
-    plain = json.loads(message)
-    if not isinstance(plain, dict):
+    told = json.loads(message)
+    if not isinstance(told, dict):
         raise ValueError("the message is no report")
-    return StepReport.from_dict(plain.get("report", {})), [*map(int, plain.get("ranks", ()))]
+    return StepReport.from_dict(told.get("report", {})), [*map(int, told.get("ranks", ()))]

@@ -15,7 +15,7 @@ from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
-from adiv_monitor.audit.trials.trial import FOR_RATES, Runs, beside, compared
+from adiv_monitor.audit.trials.trial import FOR_RATES, Runs, beside, trial_of
 from adiv_monitor.diagnosis.diagnose import FIRST_THAT
 from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
@@ -61,7 +61,7 @@ def test_the_error_is_that_of_the_paired_differences() -> None:
     generator = np.random.default_rng(0)
     noise = generator.normal(0, 5, 20)  # common to both runs, so that it is not in the error
     without, losses = noise + generator.normal(3, 0.1, 20), noise + generator.normal(1, 0.1, 20)
-    found = compared("a", losses.tolist(), without.tolist(), 20)
+    found = trial_of("a", losses.tolist(), without.tolist(), 20)
     differences = [without[i] - losses[i] for i in range(15, 20)]
     mean = sum(differences) / 5
     error = math.sqrt(sum((d - mean) ** 2 for d in differences) / 4 / 5)
@@ -78,17 +78,17 @@ def test_what_does_not_get_to_the_end_or_grows_without_bound_has_diverged(
     broken: list[float],
 ) -> None:
     whole = [2.0, 1.0, 1.0, 1.0]
-    assert compared("a", broken, whole, 4).loss == math.inf
-    assert not compared("a", broken, whole, 4).pays
-    fixed = compared("a", whole, broken, 4)
+    assert trial_of("a", broken, whole, 4).loss == math.inf
+    assert not trial_of("a", broken, whole, 4).pays
+    fixed = trial_of("a", whole, broken, 4)
     assert fixed.pays and fixed.loss_without == math.inf and math.isnan(fixed.error)
-    assert not compared("a", broken, broken, 4).pays
+    assert not trial_of("a", broken, broken, 4).pays
 
 
 def test_beside_a_wild_run_a_fix_is_told_from_a_rate_by_errors_of_their_own() -> None:
     wild = [100.0, 300.0] * 10
-    rate = compared("rate*0.1", [1.6, 1.7] * 10, wild, 20)
-    fixed = beside(compared("a", [0.1, 0.2] * 10, wild, 20), {0.1: rate})
+    rate = trial_of("rate*0.1", [1.6, 1.7] * 10, wild, 20)
+    fixed = beside(trial_of("a", [0.1, 0.2] * 10, wild, 20), {0.1: rate})
     assert fixed.loss_by_rate == rate.loss
     alone = float(np.std([0.2, 0.1, 0.2, 0.1, 0.2], ddof=1) / math.sqrt(5))
     assert fixed.loss_error == pytest.approx(alone)

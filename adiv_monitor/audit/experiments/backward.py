@@ -37,7 +37,7 @@ def backward(fork: Fork) -> list[Tensor]:
             for p in held(fork.optimizer)]  # fmt: skip
 
 
-def compared(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float]:
+def cosine_and_ratio(some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float]:
     """Return the cosine of two gradients, 0 if one is zero, and the second's length over the first.
 
     The ratio is NaN if the first is zero.
@@ -146,7 +146,8 @@ def gradient_cut(setup: Setup, trained: Fork) -> Iterable[Fact]:
     changed = [(g, h) for g, h in pairs if not torch.equal(g, h)]
     own, uncut = [g for g, _ in changed], [h for _, h in changed]
     removed = [h - g for g, h in changed]
-    numbers = {"cosine": compared(own, uncut)[0], "removed": compared(own, removed)[0]}
+    others = {"cosine": uncut, "removed": removed}
+    numbers = {name: cosine_and_ratio(own, other)[0] for name, other in others.items()}
     words = {"drawn": "True"} if any(map(_draws, found)) else {}
     return [Fact(call.place.replace("__get__", ".data"), numbers, words) for call in found]
 

@@ -19,7 +19,7 @@ from adiv_monitor.audit.experiments.loss_inputs import (
     CLASSIFIES,
     DIFFERENCES,
     LOSSES,
-    compared,
+    outputs_and_targets,
 )
 from adiv_monitor.audit.experiments.questions import Untold, asks
 from adiv_monitor.audit.experiments.state import last_maps
@@ -57,7 +57,7 @@ def compared_in(
 
     def see(call: Call) -> None:
         is_loss = call.name in (*CLASSIFIES, *LOSSES) or call.path is None
-        for output, target in compared(call) if is_loss and call.name in COMPARE else ():
+        for output, target in outputs_and_targets(call) if is_loss and call.name in COMPARE else ():
             if output.requires_grad and target.numel() > 1 and not target.is_complex():
                 targets.append(target.detach().cpu().clone())
 

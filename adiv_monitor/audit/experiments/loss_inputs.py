@@ -48,7 +48,7 @@ class Known:
         return known if version == x._version else None
 
 
-def compared(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+def outputs_and_targets(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each of a call's first two tensors with the other, if that depends on no parameters."""
     sides = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)][:2]
     for output, target in zip(sides, reversed(sides), strict=True):
@@ -271,7 +271,7 @@ class OutOfRange:
     def see(self, call: Call) -> None:
         """Note bounds and softmaxes, and what a call compares with targets."""
         known = (*DIFFERENCES, *CLASSIFIES, *MULTIPLIES)  # overlaps multiply
-        for output, target in compared(call) if call.name in known else ():
+        for output, target in outputs_and_targets(call) if call.name in known else ():
             is_read = call.name not in MULTIPLIES or _is_mask(target)
             if is_read and target.numel() > 1 and output.requires_grad:  # no number that scales
                 self._compare(call, output, target.double())
@@ -339,7 +339,7 @@ class Forced:
 
     def see(self, call: Call) -> None:
         """Follow the results of normalisations to what they are compared with."""
-        for x, y in compared(call) if call.name in DIFFERENCES else ():
+        for x, y in outputs_and_targets(call) if call.name in DIFFERENCES else ():
             if x.shape == y.shape and (norm := self._made.source(x)) and x.requires_grad:
                 means = y.double().flatten(_AXES[norm.name]).mean(-1)
                 share = float(means.var(0).mean() / y.double().var())
@@ -380,7 +380,8 @@ def dropped(fork: Fork) -> list[Call]:
     made, found = Derived(), dict[int, Call]()
 
     def see(call: Call) -> None:
-        for output, _ in compared(call) if call.name in (*CLASSIFIES, *DIFFERENCES) else ():
+        is_met = call.name in (*CLASSIFIES, *DIFFERENCES)
+        for output, _ in outputs_and_targets(call) if is_met else ():
             if (source := made.source(output)) is not None:
                 found[source.number] = source
         if len([x for x in given(call) if x.grad_fn is not None]) == 1:

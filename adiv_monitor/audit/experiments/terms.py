@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.experiments.backward import backward, compared
+from adiv_monitor.audit.experiments.backward import backward, cosine_and_ratio
 from adiv_monitor.audit.experiments.calls import Call, see_calls, undropped, watched
 from adiv_monitor.audit.experiments.changed_inputs import change_inputs
 from adiv_monitor.audit.experiments.questions import Look, asks, looks
@@ -131,7 +131,7 @@ def penalty_on_weights(setup: Setup, trained: Fork) -> Iterable[Fact]:
     if batch is None or len(own) != len(others) or not 0 < len(penalties) < len(own):
         return
     rest, both = backward(_without(setup.fork(), penalties)), backward(setup.fork())
-    pull = compared(rest, [h - g for g, h in zip(rest, both, strict=True)])[1]
+    pull = cosine_and_ratio(rest, [h - g for g, h in zip(rest, both, strict=True)])[1]
     yield Fact("", {"pull": pull, "value": sum(own[i] for i in penalties), "loss": sum(own)})
 
 
@@ -246,8 +246,8 @@ def opposed(setup: Setup, trained: Fork) -> Iterable[Fact]:
         both = [(g, h) for g, h in zip(own, others, strict=True)
                 if g is not None and h is not None and g.any() and h.any()]  # fmt: skip
         if both:
-            cosine, ratio = compared(*zip(*both, strict=True))
-            largest = max(compared([g], [h])[0] for g, h in both)
+            cosine, ratio = cosine_and_ratio(*zip(*both, strict=True))
+            largest = max(cosine_and_ratio([g], [h])[0] for g, h in both)
             found += [(cosine, largest, ratio, place, other)] * (ratio <= 1)
     for cosine, largest, ratio, place, other in sorted(found)[:1]:
         yield Fact(place, {"cosine": cosine, "largest": largest, "ratio": ratio}, {"other": other})

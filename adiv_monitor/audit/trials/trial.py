@@ -138,7 +138,7 @@ class Runs:
         return self._compared(rate_name(factor), factor)
 
     def _compared(self, name: str, factor: float) -> Trial:
-        found = compared(name, self.losses[factor], self.without, self.setup.steps)
+        found = trial_of(name, self.losses[factor], self.without, self.setup.steps)
         return replace(found, constant=None if is_opposed(self.record) else self.record.chance)
 
     def follow(self, factors: Sequence[float]) -> bool:
@@ -178,7 +178,7 @@ def at_the_end(losses: Sequence[float], steps: int) -> float:
     return mean if mean <= _DIVERGED * max(abs(losses[0]), 1.0) else math.inf
 
 
-def compared(fix: str, losses: Sequence[float], without: Sequence[float], steps: int) -> Trial:
+def trial_of(fix: str, losses: Sequence[float], without: Sequence[float], steps: int) -> Trial:
     """Return the trial of a fix from its run and the plain run.
 
     The standard error of n numbers, the losses of the last quarter or their paired differences, is
@@ -345,7 +345,7 @@ def _of_one_batch(setup: Setup, rate: float) -> Trial:
 
     fork.loss = as_first
     losses, n = losses_of(fork), quarter(setup.steps)
-    found = compared("overfit", losses, losses[:1] * setup.steps, setup.steps)
+    found = trial_of("overfit", losses, losses[:1] * setup.steps, setup.steps)
     fell = float(np.mean(losses[-2 * n : -n])) - found.loss if math.isfinite(found.loss) else 0.0
     falls = fell > max(2 * found.error, _STANDS * abs(losses[0]))
     lowest = min(filter(math.isfinite, losses), default=math.inf)

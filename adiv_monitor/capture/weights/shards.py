@@ -26,7 +26,7 @@ def is_shard(tensor: object) -> bool:
 
 def part_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, or all of it if unsharded, without its graph."""
-    if type(tensor) not in _WHOLE and is_shard(tensor):
+    if is_shard(tensor):
         with torch.no_grad():  # detaching a sum first could reduce it
             tensor = tensor.to_local()  # type: ignore[attr-defined]
     return tensor.detach()
