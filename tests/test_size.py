@@ -14,7 +14,7 @@ CEILINGS: dict[str, tuple[Sequence[str], int]] = {
     "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_350),
     "max_lr": (("max_lr",), 1_250),
     "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 8_969),
-    "report and top level": ((), 2_075),  # the rest
+    "report and top level": ((), 2_076),  # the rest
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,12 @@ from adiv_monitor.alignment.layers import AlignedLayer, is_matrix, with_roles
 from adiv_monitor.alignment.passes import Seen, look
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.sums import reading_of, sums_of
+from adiv_monitor.capture.selection import listed
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import AlignmentReading
 
 # A reference point: by path of a layer, under "rows" z₀, under "weights" a copy of W₀.
 Point: TypeAlias = dict[str, dict[str, Tensor]]
-T = TypeVar("T")
 
 
 class Alignment:
@@ -82,7 +82,8 @@ class Alignment:
         """
         seen = look(self._model, self._probe).seen
         shapes = {path: layer.shapes for path, layer in seen.items()}
-        if paths := _differing(shapes, self._shapes):
+        either = {**shapes, **self._shapes}
+        if paths := [p for p in either if shapes.get(p) != self._shapes.get(p)]:
             raise AdivError(
                 f"Alignment: '{paths[0]}' was called with rows {shapes.get(paths[0])}, expected "
                 f"{self._shapes.get(paths[0])} as at the reference point: z − z₀ has to be of the "
@@ -119,16 +120,11 @@ class Alignment:
                 "expected the same batch, seed and max_rows: z − z₀ of different samples is no "
                 "change"
             )
-        for point in state["snapshots"]:
-            own, saved = (
-                {p: z.shape for p, z in x["rows"].items()} for x in (self._points[0], point)
+        if any(point["rows"].keys() != self._shapes.keys() for point in state["snapshots"]):
+            raise ValueError(
+                "Alignment.load_state_dict: the saved reference point has other layers, expected "
+                f"those that the probe chooses: {listed([*self._shapes])}"
             )
-            if paths := _differing(own, saved):
-                raise ValueError(
-                    "Alignment.load_state_dict: the saved reference point has inputs of shape "
-                    f"{saved.get(paths[0])} in {paths[0]!r}, expected {own.get(paths[0])}: the "
-                    "layers of the same model at the same width"
-                )
         self._points = deque(state["snapshots"], self._points.maxlen)
 
 
@@ -137,8 +133,3 @@ def _point(seen: Mapping[str, Seen]) -> Point:
         "rows": {path: layer.rows for path, layer in seen.items()},
         "weights": {path: x.weight().to("cpu", copy=True) for path, x in seen.items()},
     }
-
-
-def _differing(one: Mapping[str, T], other: Mapping[str, T]) -> list[str]:
-    """Return the keys whose values differ, or that only one of the two has."""
-    return [key for key in {**one, **other} if one.get(key) != other.get(key)]

@@ -65,14 +65,14 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
     few = outputs.numel() > 0 and outputs.shape[1:].numel() <= _MOST_CLASSES
     if not (few and (sums or dtype == outputs.dtype)):
         return ()
-    below, is_over = -outputs.amin(), torch.zeros_like(outputs.amin(), dtype=torch.bool)
+    below = -outputs.amin()
     above = (outputs.sum(1) - 1).abs() if sums else outputs - 1
     rectified = (below == 0) & ((outputs == 0).sum() > _ZEROS * outputs.numel())
+    kinds = [torch.maximum(above.amax(), below) < _ROUNDING, rectified]
     if sums and min(outputs.shape) > 1 and len(outputs) != outputs.shape[1]:
         linear = torch.maximum((outputs.sum(0) - 1).abs().amax(), below)
-        is_over = torch.minimum(linear, outputs.logsumexp(0).abs().amax()) < _ROUNDING
-    is_probable = torch.maximum(above.amax(), below) < _ROUNDING
-    return (torch.stack((is_probable, rectified, is_over)),)
+        kinds.append(torch.minimum(linear, outputs.logsumexp(0).abs().amax()) < _ROUNDING)
+    return (torch.stack(kinds),)
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits

@@ -1,12 +1,15 @@
 """Keeps failures in the bodies of hooks away from the training that calls the hooks."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from adiv_monitor.rerun.thread import apart, is_seen
+
+_apart = partial(apart, functions=False)
 
 
 def raised(*told: Any) -> None:
@@ -36,12 +39,8 @@ class Guard:
         if self.broken:
             return
         try:
-            with torch._C.DisableTorchFunction():
-                if is_seen():
-                    with apart(functions=False):
-                        body(*args)
-                else:
-                    body(*args)
+            with torch._C.DisableTorchFunction(), _apart() if is_seen() else nullcontext():
+                body(*args)
         except Exception as error:
             self.broken = True
             self._fail(error)

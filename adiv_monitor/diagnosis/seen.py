@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact, Probed
 from adiv_monitor.report import StepReport
 
+COUNTED = 10  # batches of a new normalisation in the first step
 FEWEST = 3  # reports, in all of which it must be so
 _OWN = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}  # of a loss
 ENTRYWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
@@ -17,6 +18,7 @@ def seen_in(reports: Sequence[StepReport]) -> dict[str, Probed]:
         "broadcast-loss": _broadcast(reports),
         "seed-again": _seeded(reports),
         "softmax-over-samples": _over_samples(reports),
+        "running-statistics": _momenta(reports),
     }
     enough = len(reports) >= FEWEST
     return {name: Probed(facts) for name, of in found.items() if enough and (facts := tuple(of))}
@@ -61,6 +63,18 @@ def _over_samples(reports: Sequence[StepReport]) -> Iterator[Fact]:
     if all(r.outputs == "over samples" for r in reports):
         loss, shape = reports[-1].loss_module, str(reports[-1].loss_shapes[0])
         yield Fact(f"The softmax before {loss or 'the loss'}", {}, {"shape": shape})
+
+
+def _momenta(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield normalisations whose running statistics are no average in any step.
+
+    If these hardly move, they must be new: those of a trained model may stay as they are.
+    """
+    first, *_, last = reports
+    is_new = not first.step and (first.norm_passes or 0) <= COUNTED
+    for path, momentum in last.norm_momenta.items():
+        if all(path in r.norm_momenta for r in reports) and (momentum > 0.5 or is_new):
+            yield Fact(path, {"momentum": momentum})
 
 
 def _seeded(reports: Sequence[StepReport]) -> Iterator[Fact]:

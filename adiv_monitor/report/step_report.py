@@ -192,6 +192,8 @@ class StepReport:
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
             normalisation that counts them had taken in as the optimizer stepped; None: none does.
+        norm_momenta: path → momentum of the normalisations in training mode whose running
+            statistics are those of the last batch (0.9 and more), or hardly move (below 0.005).
         random_states: checksums of torch's random numbers on the device of the parameters, as the
             step's first forward pass began, and as its optimizer stepped.
         weights_returned: how much of the way that the weights went since an earlier measured step
@@ -251,6 +253,7 @@ class StepReport:
     loss_module: str = ""
     loss_shapes: tuple[tuple[int, ...], ...] = ()
     norm_passes: int | None = None
+    norm_momenta: Mapping[str, float] = field(default_factory=dict)
     random_states: tuple[int, ...] = ()
     weights_returned: float | None = None
     dropout: float = 0.0

@@ -263,6 +263,7 @@ class StepController:
             return None
         armed.rates = self.failures.safely(learning_rates, optimizer) or armed.rates
         armed.told |= {"dropout": self.training.dropout, "rate_falls": self._falls.count}
+        armed.told["norm_momenta"] = self.training.norm_momenta
         armed.capture.norm_passes = self.failures.safely(self.training.norm_passes) or []
         self.failures.safely(self._note_random, armed)
         if not callable(closure):

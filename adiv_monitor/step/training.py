@@ -18,6 +18,9 @@ from adiv_monitor.step.own_measures import SPECTRAL, OwnMeasure
 if TYPE_CHECKING:
     from adiv_monitor.alignment.probe import Probe
 
+# Momenta of running statistics: at most the last batch's, or hardly any batch's.
+ONE_BATCH, SLOW = 0.9, 0.005
+
 
 @dataclass(eq=False)
 class Training:
@@ -87,6 +90,13 @@ class Training:
         """The largest rate of the model's dropout modules; 0 without any."""
         drops = (m.p for m in self.model.modules() if isinstance(m, _DropoutNd))
         return float(max(drops, default=0))
+
+    @property
+    def norm_momenta(self) -> dict[str, float]:
+        """Path → momentum of the training norms whose running statistics are no average."""
+        norms = [(p, m) for p, m in self.model.named_modules() if isinstance(m, _NormBase)]
+        kept = {p: m.momentum for p, m in norms if m.training and m.running_mean is not None}
+        return {p: x for p, x in kept.items() if x is not None and not SLOW <= x < ONE_BATCH}
 
     def norm_passes(self) -> list[Tensor]:
         """Return the training passes so far of the first norm that counts them; []: none does."""

@@ -227,7 +227,7 @@ def test_a_resumed_run_is_compared_with_the_same_point() -> None:
         Alignment(model, Probe(x + 1)).load_state_dict(state)
     with pytest.raises(ValueError, match="another probe, expected the same batch, seed and max"):
         Alignment(model, Probe(x, seed=1)).load_state_dict(state)
-    with pytest.raises(ValueError, match="in '4', expected None: the layers of the same model"):
+    with pytest.raises(ValueError, match=r"other layers, expected .* chooses: '0', '2'$"):
         Alignment(model, Probe(x, layers=["0", "2"])).load_state_dict(state)
 
 
@@ -384,6 +384,3 @@ def test_what_a_probe_can_not_be() -> None:
         Alignment(mlp(), x)
     with pytest.raises(TypeError, match="the model's arguments alone, without targets"):
         Alignment(mlp(), Probe((x, torch.zeros(4))))
-    wider = nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 4)).double()
-    with pytest.raises(ValueError, match="same model at the same width"):
-        Alignment(mlp(), Probe(x)).load_state_dict(Alignment(wider, Probe(x)).state_dict())

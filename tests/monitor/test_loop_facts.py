@@ -46,7 +46,14 @@ class Net(nn.Module):
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
 FACTS += ("dropout", "rescaled", "batch_spread", "settings")
 FACTS += ("new_state", "outputs", "loss_module", "loss_shapes")
-FACTS += ("norm_passes", "random_states", "unused_losses", "loss_counts", "rate_falls")
+FACTS += (
+    "norm_passes",
+    "norm_momenta",
+    "random_states",
+    "unused_losses",
+    "loss_counts",
+    "rate_falls",
+)
 RATES = [0.5, 0.6, 0.9]
 TARGETS = torch.arange(6) % 3
 CHANGED = ("norm", "drop", "alpha", "attention")
@@ -487,10 +494,11 @@ def test_rates_that_fall_back(name: str) -> None:
     assert type(reports[-1].rate_falls) is int, "as JSON needs it"
 
 
-@pytest.mark.parametrize("norm", [True, False])
-def test_passes_that_running_statistics_took_in(norm: bool) -> None:
+@pytest.mark.parametrize("momentum", [None, 0.1, 0.99, 0.001])
+def test_passes_that_running_statistics_took_in(momentum: float | None) -> None:
     """Two micro-batches in each step, and after two steps a pass in training mode without one."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3) if norm else nn.Identity())
+    norm = nn.Identity() if momentum is None else nn.BatchNorm1d(3, momentum=momentum)
+    model = nn.Sequential(nn.Linear(4, 3), norm)
 
     def step(optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad()
@@ -501,8 +509,9 @@ def test_passes_that_running_statistics_took_in(norm: bool) -> None:
             with torch.no_grad():
                 model(batch(9))
 
-    passes = [report.norm_passes for report in reports_of(model, step)]
-    assert passes == ([2, 4, 7, 9] if norm else [None] * 4)
+    passes = [(report.norm_passes, report.norm_momenta) for report in reports_of(model, step)]
+    odd = {} if momentum in (None, 0.1) else {"1": momentum}
+    assert passes == [(n if momentum else None, odd) for n in (2, 4, 7, 9)]
 
 
 def test_the_spread_of_batches() -> None:

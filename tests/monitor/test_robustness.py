@@ -156,12 +156,7 @@ class Kept(nn.Linear):
 
 
 def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None:
-    model = nn.Sequential(
-        Kept(5, 4),
-        Stubborn(4, 4),
-        Misdescribed(4, 4),
-        Overriding(4, 4),
-    ).double()
+    model = nn.Sequential(Kept(5, 4), Stubborn(4, 4), Misdescribed(4, 4), Overriding(4, 4)).double()
     with pytest.warns(UserWarning) as warned:
         reports = both(nn.Sequential(model), batches(3))
     said = sorted(str(w.message)[:25] for w in warned)

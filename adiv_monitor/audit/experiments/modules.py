@@ -19,12 +19,11 @@ from adiv_monitor.audit.experiments.state import MAPS
 from adiv_monitor.audit.training.batches import first, mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.diagnosis.record import Fact, UnitStatistics
+from adiv_monitor.step.training import ONE_BATCH, SLOW
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 FEW = 4  # values: the variance's relative error, √(2/(n−1)), is 82 % for four
-# Momentum, the share of the last batch in running statistics: these are its own, or hardly follow.
-ONE_BATCH, SLOW = 0.9, 0.005
 FEWEST = 3  # samples of a batch
 VARIES = 1e-4  # share of the mean square, from which inputs vary over samples
 CONSTANT = 1e-6  # share below which outputs do not

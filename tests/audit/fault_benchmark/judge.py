@@ -29,7 +29,7 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.fixes import FAR_FACTORS, FIXES, DoesNotApply, rate_name, scale_rate
-from adiv_monitor.audit.trials.trial import NOT_AMONG_THE_FIRST, Runs, best_rate, compared
+from adiv_monitor.audit.trials.trial import NOT_AMONG_THE_FIRST, Runs, best_rate, trial_of
 from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding
 from adiv_monitor.diagnosis.record import Record
 
@@ -165,7 +165,7 @@ class Another:
     def outcome(self, change: str, judged: Sequence[float]) -> dict[str, Any]:
         """Return the end of a run with a change, and whether it pays."""
         if self._case.judged_by == "loss":
-            trial = compared(change, judged, self.without, LONGER)
+            trial = trial_of(change, judged, self.without, LONGER)
             return {"change": change, "loss": trial.loss, "pays": trial.pays}
         loss = fmean(judged)
         if not math.isfinite(loss + fmean(self.without)):  # of a model that diverged
