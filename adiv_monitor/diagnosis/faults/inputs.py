@@ -98,21 +98,24 @@ def non_finite(record: Record) -> Finding:
     step = bad if record.non_finite_since is None else record.non_finite_since
     before = [r.step for r in record.reports if r.step < (step or 0)]
     at = f" at {clip_norm(record):.2g}" * bool(record.gradient_norms)
-    by_steps = (Advice("lower the learning rate", "rate*0.1"),
-                Advice(f"clip the gradient's norm{at}", "clip"))  # fmt: skip
+    own = _by_loss(record)
+    steps = [Advice("lower the learning rate", "rate*0.1"),
+             Advice(f"clip the gradient's norm{at}", "clip")]  # fmt: skip
+    first, last = steps * by_training(record), steps * (own and not record.is_audited)
     return Finding("non-finite", "act",
         f"Step {step or 0:,} is the first with values that are not finite. The first one is in: "
         f"{where}."
         # Values between measured steps are unknown.
         + (f" At step {before[-1]:,} all were finite." if before and not record.is_audited else "")
-        + " The losses before it are no larger than usual." * _by_loss(record)
+        + " The losses before it are no larger than usual." * own
         + " Gradients were finite (in float16, Adam's eps of 1e-8 is 0)." * where.startswith(STEP),
         (Evidence(where, math.nan if bad is None else losses[bad], step=step),),
-        (*by_steps * by_training(record),
+        (*first,
          *[Advice("leave out rows that are wholly masked, or hide places by −1e9 instead of −inf")]
          * where.endswith(HIDDEN),
          Advice(f"look for NaN and infinite entries in the batches up to step {step or 0:,}, and "
-                "for log(0), x/0, sqrt(0) and half precision in the place named here")),
+                "for log(0), x/0, sqrt(0) and half precision in the place named here"),
+         *last),
         "Replacing NaN by 0 (nan_to_num) hides where they come from.", since=step,
         against=())  # fmt: skip
 
