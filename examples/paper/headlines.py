@@ -159,6 +159,17 @@ def of_hundred() -> Iterator[Headline]:
             yield f"100 epochs, {activation}: affine-like − standard, {which} at {epochs}", shown
 
 
+def of_eight() -> Iterator[Headline]:
+    """The fair test at batch size 8, tuned with three seeds."""
+    found = tuned("fair-batch8")
+    gradient_only = ("rate-by-layer", *(f"gradient-{of}" for of in ("proportional", "batch")))
+    pairs = [(m, "standard") for m in ("affine-like", "centred", "norm-like", *gradient_only)]
+    pairs += [("affine-like", than) for than in ("gradient-proportional", "constant-scale")]
+    for method, than in (*pairs, ("gradient-proportional", "rate-by-layer")):
+        shown = signed(difference(found, Arm(method, "tanh", 8), than))
+        yield f"B = 8, three seeds of tuning, tanh: {method} − {than}", shown
+
+
 def of_depth() -> Iterator[Headline]:
     """The fair test with six hidden layers, at batch size 128, without and with residual paths."""
     found, paths = tuned("fair-depth6"), tuned("fair-depth6-residual")
@@ -348,7 +359,7 @@ def of_alignments() -> Iterator[Headline]:
 def headlines() -> Iterable[Headline]:
     """All of them."""
     parts = (
-        *(of_table1, of_fair, of_gradient_only, of_hundred, of_depth),
+        *(of_table1, of_fair, of_gradient_only, of_eight, of_hundred, of_depth),
         *(of_own_setting, of_adam, of_overtaking, of_widths, of_readings),
     )
     for part in (*parts, of_optimizers, of_normalisers, of_schedules, of_alignments):
