@@ -73,6 +73,7 @@ BELOW_ZERO = (0.7, *(-0.01 * step for step in range(39)))
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
 PROBABLE_AT_TIMES = ["probabilities", ""] * 3
+PADDED = [{"a": reading(kind="gru", idle_share=0.5 + 0.05 * i)} for i in range(6)]
 UNREAD = reading(kind="gru", idle_share=0.875)
 IGNORED = LAYERS | {"c": reading(idle_share=0.97)}
 MASKED = LAYERS | {"c": reading(idle_share=0.85)}  # as for masked language models
@@ -184,7 +185,7 @@ HITS = {
     "activated-logits": run(loss_module="BCEWithLogitsLoss", outputs="probabilities"),
     "activated-logits by a ReLU": run(loss_module="CrossEntropyLoss", outputs="rectified"),
     "softmax-over-samples": run(outputs="over samples", loss_shapes=((64, 10), (64,))),
-    "samples-mixed": run(layers={"a": UNREAD}),
+    "samples-mixed": run(layers={"a": UNREAD}, batch=DIFFERENT),
     "running-statistics of one batch": run(norm_momenta={"n": 0.99}),
     "running-statistics that hardly move": run(norm_momenta={"n": 0.001}, norm_passes=1),
     "target-scale": run(losses=HIGH, loss_module="MSELoss", layers=SMALL),
@@ -226,9 +227,11 @@ MEANT = {
     "a loss of one's own": run(loss_shapes=((64, 1), (64,)), outputs="probabilities"),
     "probabilities at times": run(loss_module="BCEWithLogitsLoss", outputs=PROBABLE_AT_TIMES),
     "rectified outputs of another loss": run(loss_module="MSELoss", outputs="rectified"),
-    "the last time of a layer in reverse": run(layers={"a_reverse": UNREAD}),
+    "the last time of a layer in reverse": run(layers={"a_reverse": UNREAD}, batch=DIFFERENT),
     "statistics of a trained model": run(norm_momenta={"n": 0.001}, norm_passes=99),
-    "padding": run(layers=[{"a": replace(UNREAD, idle_share=0.5 + 0.1 * i)} for i in range(6)]),
+    "padding": run(layers=PADDED, batch=DIFFERENT),
+    "padding to one length": run(layers=PADDED[3], batch=DIFFERENT),
+    "padding of one batch": run(layers={"a": UNREAD}, batch=(1.0,)),
     "no random numbers": run(random_states=(1, 1)),
     "a seed for each epoch": run(random_states=[(1, 2), (3, 4)] * 3),
     "two passes in each step": run(norm_passes=[2, 16, 30, 44, 58, 72]),

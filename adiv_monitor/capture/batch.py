@@ -67,7 +67,8 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
         return ()
     below = -outputs.amin()
     above = (outputs.sum(1) - 1).abs() if sums else outputs - 1
-    rectified = (below == 0) & ((outputs == 0).sum() > _ZEROS * outputs.numel())
+    is_some = (outputs == 0).sum() > _ZEROS * outputs.numel()
+    rectified = is_some & (below == 0) & (outputs.amax() > 0)
     kinds = [torch.maximum(above.amax(), below) < _ROUNDING, rectified]
     if sums and min(outputs.shape) > 1 and len(outputs) != outputs.shape[1]:
         linear = torch.maximum((outputs.sum(0) - 1).abs().amax(), below)

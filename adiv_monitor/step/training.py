@@ -94,9 +94,10 @@ class Training:
     @property
     def norm_momenta(self) -> dict[str, float]:
         """Path → momentum of the training norms whose running statistics are no average."""
-        norms = [(p, m) for p, m in self.model.named_modules() if isinstance(m, _NormBase)]
+        norms = [(p, m) for m, p in self.selection().modules.items() if isinstance(m, _NormBase)]
         kept = {p: m.momentum for p, m in norms if m.training and m.running_mean is not None}
-        return {p: x for p, x in kept.items() if x is not None and not SLOW <= x < ONE_BATCH}
+        # 0 is meant: SAM sets it for the second of its passes.
+        return {p: x for p, x in kept.items() if x and not SLOW <= x < ONE_BATCH}
 
     def norm_passes(self) -> list[Tensor]:
         """Return the training passes so far of the first norm that counts them; []: none does."""

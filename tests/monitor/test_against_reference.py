@@ -49,12 +49,7 @@ def truths_of(case: str, optimizer: str, micro_batches: int) -> list[Truth]:
 @pytest.mark.parametrize("micro_batches", STEPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
-def test_every_measure(
-    case: str,
-    optimizer: str,
-    micro_batches: int,
-    max_rows: int | None,
-) -> None:
+def test_every_measure(case: str, optimizer: str, micro_batches: int, max_rows: int | None) -> None:
     truths = truths_of(case, optimizer, micro_batches)
     model, steps = made(case, micro_batches)
     own = OPTIMIZERS[optimizer](model.parameters())

@@ -494,7 +494,7 @@ def test_rates_that_fall_back(name: str) -> None:
     assert type(reports[-1].rate_falls) is int, "as JSON needs it"
 
 
-@pytest.mark.parametrize("momentum", [None, 0.1, 0.99, 0.001])
+@pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 0.99, 0.001])
 def test_passes_that_running_statistics_took_in(momentum: float | None) -> None:
     """Two micro-batches in each step, and after two steps a pass in training mode without one."""
     norm = nn.Identity() if momentum is None else nn.BatchNorm1d(3, momentum=momentum)
@@ -510,8 +510,8 @@ def test_passes_that_running_statistics_took_in(momentum: float | None) -> None:
                 model(batch(9))
 
     passes = [(report.norm_passes, report.norm_momenta) for report in reports_of(model, step)]
-    odd = {} if momentum in (None, 0.1) else {"1": momentum}
-    assert passes == [(n if momentum else None, odd) for n in (2, 4, 7, 9)]
+    odd = {} if momentum in (None, 0.0, 0.1) else {"1": momentum}
+    assert passes == [(None if momentum is None else n, odd) for n in (2, 4, 7, 9)]
 
 
 def test_the_spread_of_batches() -> None:

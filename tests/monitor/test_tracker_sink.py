@@ -88,7 +88,9 @@ def test_beside_a_logger_its_own_count_goes_on(product: Product) -> None:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_trackio_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own database holds the scalars, a picture, the findings and the alerts."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # it is read by the import
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
     trackio = pytest.importorskip("trackio", reason='pip install "adiv-monitor[products]"')
     trackio.init(project="p", name="r", embed=False)
     before = random.getstate()

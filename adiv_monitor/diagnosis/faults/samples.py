@@ -17,7 +17,7 @@ from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.report.wording import listed
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # kinds of layers
-UNREAD = 0.5  # share of a recurrent layer's rows that get no gradient
+UNREAD = 0.5  # share of a recurrent layer's rows that get no gradient; more is told
 OPPOSES = -0.7  # cosine of the gradient with the part that is cut off; −1 between two players
 TURNED = 0.99  # cosine of the gradient with the gradient without the cut
 
@@ -41,16 +41,19 @@ def samples_mixed(record: Record) -> Iterator[Finding]:
 
 @finds("monitor")
 def samples_for_times(record: Record) -> Iterator[Finding]:
-    """Find recurrent layers of which always the same share of rows, half and more, never counts.
+    """Find recurrent layers of which always one row in so many counts, whatever the batch is.
 
     So it is if results are read at the last place of the samples' axis, taken for the times. Layers
     in reverse are left out: of their last time, only the first row counts.
     """
+    if not read.several(record) or len({report.batch for report in record.reports}) < 2:
+        return
     for path, kind in {p: x.kind for r in record.reports for p, x in r.layers.items()}.items():
         if kind in RECURRENT and not path.endswith("_reverse"):
             shares = {x.idle_share for x in read.readings(record, path).values()}
             share = shares.pop() or 0.0
-            if read.several(record) and not shares and UNREAD <= share < 1:
+            places = 1 / (1 - share) if share < 1 else 0.0
+            if not shares and share > UNREAD and abs(places - round(places)) < 0.01:
                 yield Finding("samples-mixed", act_if(suffers(record)),
                     f"In every measured step, {share:.1%} of the rows of "
                     f"{read.named(record, path)} have no gradient: what reads its results, such as "
