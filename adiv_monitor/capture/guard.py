@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
-import torch
+from torch._C import DisableTorchFunction
 
 from adiv_monitor.rerun.thread import apart, is_seen
-
-_apart = partial(apart, functions=False)
 
 
 def raised(*told: Any) -> None:
@@ -39,7 +36,7 @@ class Guard:
         if self.broken:
             return
         try:
-            with torch._C.DisableTorchFunction(), _apart() if is_seen() else nullcontext():
+            with DisableTorchFunction(), apart(functions=False) if is_seen() else nullcontext():
                 body(*args)
         except Exception as error:
             self.broken = True
