@@ -269,6 +269,7 @@ def plot(tuning: Sequence[Run], final: Sequence[Run], file: Path) -> None:
                     axes.plot(*peak, "o", mfc="none", ms=9, color=COLOURS[method])
             axes.set(xscale="log", xlabel="learning rate", title=f"{activation}, batch size {size}")
             axes.set(ylabel="accuracy on images held out")
+            axes.set_visible(any(arm[1:] == (activation, size) for arm in known))
     handles, labels = grid[1][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", title="map; ○ best rate")
     figure.suptitle(final[0]["data"], fontsize=8)

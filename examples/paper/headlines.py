@@ -206,6 +206,18 @@ def of_own_setting() -> Iterator[Headline]:
             yield f"Adam, tuned, {activation}: {method} − affine-like", shown
 
 
+def of_batches() -> Iterator[Headline]:
+    """The paper's setting at other batch sizes, with a learning rate tuned for every map."""
+    found = tuned("fair-adam-unit-batches")
+    arms = [Arm("affine-like", "tanh", 8), *(Arm("affine-like", a, 128) for a in ("tanh", "leaky"))]
+    pairs = [(arm, than) for arm in arms for than in ("standard", "constant-scale")]
+    pairs += [(arm._replace(method="constant-scale"), "standard") for arm in arms[:2]]
+    for arm, than in pairs:
+        of = f"{arm.activation}, B = {arm.batch_size}"
+        shown = signed(difference(found, arm, than))
+        yield f"Adam, tuned, {of}: {arm.method} − {than}", shown
+
+
 def of_adam() -> Iterator[Headline]:
     """The paper's setting for a hundred epochs, and on centred pixels, with rates tuned anew."""
     rivals = (
@@ -360,7 +372,7 @@ def headlines() -> Iterable[Headline]:
     """All of them."""
     parts = (
         *(of_table1, of_fair, of_gradient_only, of_eight, of_hundred, of_depth),
-        *(of_own_setting, of_adam, of_overtaking, of_widths, of_readings),
+        *(of_own_setting, of_batches, of_adam, of_overtaking, of_widths, of_readings),
     )
     for part in (*parts, of_optimizers, of_normalisers, of_schedules, of_alignments):
         yield from part()
