@@ -28,9 +28,8 @@ def activation_before(reports: Sequence[StepReport]) -> ActivatedOutput | None:
     """Return a function whose results the loss gets as logits in all steps; None: none is known."""
     seen = {(r.loss_module, r.outputs) for r in reports}
     loss, kind = seen.pop() if len(seen) == 1 and len(reports) >= FEWEST else ("", "")
-    name = {"probabilities": _OWN.get(loss), "rectified": "ReLU" if loss in _OWN else None}.get(
-        kind
-    )
+    made_by = {"probabilities": _OWN, "rectified": dict.fromkeys(_OWN, "ReLU")}
+    name = made_by.get(kind, {}).get(loss)
     return ActivatedOutput(name, None) if name else None
 
 

@@ -46,7 +46,7 @@ from adiv_monitor.step.ranks import Ranks
 from adiv_monitor.step.run_history import RunHistory
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import Others, RateFalls, learning_rates, state_of
-from adiv_monitor.step.training import Training
+from adiv_monitor.step.training import Training, norm_momenta
 from adiv_monitor.step.unsharded import UnshardedParameters
 from adiv_monitor.step.whole_model import WholeModel
 
@@ -263,7 +263,7 @@ class StepController:
             return None
         armed.rates = self.failures.safely(learning_rates, optimizer) or armed.rates
         armed.told |= {"dropout": self.training.dropout, "rate_falls": self._falls.count}
-        armed.told["norm_momenta"] = self.training.norm_momenta
+        armed.told["norm_momenta"] = self.failures.safely(norm_momenta, armed.selection) or {}
         armed.capture.norm_passes = self.failures.safely(self.training.norm_passes) or []
         self.failures.safely(self._note_random, armed)
         if not callable(closure):

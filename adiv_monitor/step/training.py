@@ -91,14 +91,6 @@ class Training:
         drops = (m.p for m in self.model.modules() if isinstance(m, _DropoutNd))
         return float(max(drops, default=0))
 
-    @property
-    def norm_momenta(self) -> dict[str, float]:
-        """Path → momentum of the training norms whose running statistics are no average."""
-        norms = [(p, m) for m, p in self.selection().modules.items() if isinstance(m, _NormBase)]
-        kept = {p: m.momentum for p, m in norms if m.training and m.running_mean is not None}
-        # 0 is meant: SAM sets it for the second of its passes.
-        return {p: x for p, x in kept.items() if x and not SLOW <= x < ONE_BATCH}
-
     def norm_passes(self) -> list[Tensor]:
         """Return the training passes so far of the first norm that counts them; []: none does."""
         norms = (m for m in self.model.modules() if isinstance(m, _NormBase) and m.training)
@@ -130,3 +122,11 @@ class Training:
         due = modules[first : first + several]
         turn = Turn(first + bool(due), first + len(due), len(modules))
         return replace(selection, due=frozenset(chain(*due))), turn
+
+
+def norm_momenta(selection: Selection) -> dict[str, float]:
+    """Return path → momentum of the training norms whose running statistics are no average."""
+    norms = [(p, m) for m, p in selection.modules.items() if isinstance(m, _NormBase)]
+    kept = {p: m.momentum for p, m in norms if m.training and m.running_mean is not None}
+    # 0 is meant: SAM sets it for the second of its passes.
+    return {p: x for p, x in kept.items() if x and not SLOW <= x < ONE_BATCH}

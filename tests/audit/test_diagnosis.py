@@ -735,6 +735,14 @@ def test_what_the_loss_alone_makes_is_no_consequence_of_the_inputs(
     assert ("no larger than usual" in found(of)["non-finite"].summary) is is_first
 
 
+def test_a_strength_is_that_of_the_facts_that_count() -> None:
+    words = {"sum": "1", "function": "cross_entropy"}, {"farthest": "3", "function": "bce"}
+    facts = [Fact("loss", {"share": 0.5}, of) for of in words]
+    for order in (facts, facts[::-1]):
+        of = record(losses=STILL, probed={"targets-out-of-range": Probed(tuple(order))})
+        assert {f.strength for f in diagnose(of) if "sum to more" in f.summary} == {"watch"}
+
+
 @pytest.mark.parametrize("name, of", [*MILDER, *FURTHER])
 def test_what_else_decides(name: str, of: Record) -> None:
     finding, _, strength = name.partition(" ")

@@ -46,14 +46,8 @@ class Net(nn.Module):
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
 FACTS += ("dropout", "rescaled", "batch_spread", "settings")
 FACTS += ("new_state", "outputs", "loss_module", "loss_shapes")
-FACTS += (
-    "norm_passes",
-    "norm_momenta",
-    "random_states",
-    "unused_losses",
-    "loss_counts",
-    "rate_falls",
-)
+FACTS += ("norm_passes", "norm_momenta", "random_states")
+FACTS += ("unused_losses", "loss_counts", "rate_falls")
 RATES = [0.5, 0.6, 0.9]
 TARGETS = torch.arange(6) % 3
 CHANGED = ("norm", "drop", "alpha", "attention")
@@ -365,6 +359,7 @@ OF_CLASSES, OF_EACH = (nn.CrossEntropyLoss(), TARGETS), (nn.BCEWithLogitsLoss(),
         (nn.Identity(), *OF_CLASSES, ""),
         (nn.Sigmoid(), *OF_CLASSES, ""),
         (nn.ReLU(), *OF_CLASSES, "rectified"),
+        (nn.Threshold(1e9, 0.0), *OF_CLASSES, ""),  # all of them are 0
         (nn.Softmax(0), *OF_CLASSES, "over samples"),
         (nn.LogSoftmax(0), nn.NLLLoss(), TARGETS, "over samples"),
         (nn.LogSoftmax(1), nn.NLLLoss(), TARGETS, ""),
@@ -498,7 +493,7 @@ def test_rates_that_fall_back(name: str) -> None:
 def test_passes_that_running_statistics_took_in(momentum: float | None) -> None:
     """Two micro-batches in each step, and after two steps a pass in training mode without one."""
     norm = nn.Identity() if momentum is None else nn.BatchNorm1d(3, momentum=momentum)
-    model = nn.Sequential(nn.Linear(4, 3), norm)
+    model = nn.DataParallel(nn.Sequential(nn.Linear(4, 3), norm))
 
     def step(optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad()

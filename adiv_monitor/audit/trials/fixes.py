@@ -351,8 +351,9 @@ def _left_out(fork: Fork, layers: Layers, record: Seen, find: Callable[[Fork], l
     """Leave out functions that act on the outputs, in front of the loss."""
     found = some(find(fork), "no such function stands in front of the loss")
     left = {(call.number, call.name) for call in found}
-    of = lambda call: (call.number, call.name) in left  # noqa: E731
-    replace_calls(fork, of, lambda call: call.argument(0, "input"))
+    replace_calls(
+        fork, lambda call: (call.number, call.name) in left, lambda call: call.argument(0, "input")
+    )
 
 
 @fix("relu-between", rescales=True)
