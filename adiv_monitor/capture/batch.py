@@ -52,7 +52,8 @@ OUTPUTS = ("probabilities", "rectified", "over samples")
 def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return for each of `OUTPUTS` whether the outputs that a loss gets are that.
 
-    No probability is below 0, and none above 1, or those of each sample sum to 1.
+    No probability is below 0, and none above 1, or those of each sample sum to 1. With labels, the
+    second tensor is how many samples each class has.
 
     Args:
         given: the arguments of a loss. Its first one counts, of one or two dimensions without many
@@ -61,7 +62,7 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
     if len(given) != 2 or not all(map(_counts, given)) or not 0 < given[0].ndim <= 2:
         return ()
     outputs, dtype = given[0][:_MOST_SAMPLES], given[1].dtype
-    sums = dtype == torch.int64 and outputs.ndim == 2
+    sums = dtype == torch.int64 and outputs.ndim == given[1].ndim + 1 == 2
     few = outputs.numel() > 0 and outputs.shape[1:].numel() <= _MOST_CLASSES
     if not (few and (sums or dtype == outputs.dtype)):
         return ()
@@ -73,7 +74,9 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
     if sums and min(outputs.shape) > 1 and len(outputs) != outputs.shape[1]:
         linear = torch.maximum((outputs.sum(0) - 1).abs().amax(), below)
         kinds.append(torch.minimum(linear, outputs.logsumexp(0).abs().amax()) < _ROUNDING)
-    return (torch.stack(kinds),)
+    labels = [given[1][:_MOST_SAMPLES, None]] if sums else []
+    classes = torch.arange(outputs.shape[-1], device=given[1].device)
+    return (torch.stack(kinds), *((x == classes).sum(0) for x in labels))
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits

@@ -8,6 +8,7 @@ from adiv_monitor.report import StepReport
 
 COUNTED = 10  # batches of a new normalisation in the first step
 FEWEST = 3  # reports, in all of which it must be so
+OCCURS = 20  # samples of each class that occurs: then others would too, if there were any
 _OWN = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}  # of a loss
 ENTRYWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 
@@ -19,6 +20,8 @@ def seen_in(reports: Sequence[StepReport]) -> dict[str, Probed]:
         "seed-again": _seeded(reports),
         "softmax-over-samples": _over_samples(reports),
         "running-statistics": _momenta(reports),
+        "class-untaught": _missing(reports),
+        "unshuffled": _sorted(reports),
     }
     enough = len(reports) >= FEWEST
     return {name: Probed(facts) for name, of in found.items() if enough and (facts := tuple(of))}
@@ -62,6 +65,43 @@ def _over_samples(reports: Sequence[StepReport]) -> Iterator[Fact]:
     if all(r.outputs == "over samples" for r in reports):
         loss, shape = reports[-1].loss_module, str(reports[-1].loss_shapes[0])
         yield Fact(f"The softmax before {loss or 'the loss'}", {}, {"shape": shape})
+
+
+def _missing(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield that classes never occur, though each other one, of two or more, does often enough."""
+    totals = [*map(sum, zip(*_labels(reports), strict=True))]
+    occur = [count for count in totals if count]
+    if 1 < len(occur) < len(totals) and min(occur) >= OCCURS:
+        numbers = {"missing": len(totals) - len(occur), "classes": len(totals)}
+        yield Fact("", {**numbers, "labels": sum(totals), "first": totals.index(0)})
+
+
+def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield how often labels of two samples of a batch differ, over those of any two samples.
+
+    How far that is from shuffled batches is told by Pearson's χ² of batches and classes.
+    """
+    counts = [of for of in _labels(reports) if any(of)]
+    totals = [*map(sum, zip(*counts, strict=True))]
+    alike, expected = _alike(counts), _alike([totals])
+    if alike >= 0 and expected < 1 and len(counts) > 1:
+        cells = [(x, sum(of) * t) for of in counts for x, t in zip(of, totals, strict=True) if x]
+        chi = sum(totals) * (sum(x * x / product for x, product in cells) - 1)
+        freedom = (len(counts) - 1) * (sum(t > 0 for t in totals) - 1)
+        z = (freedom - chi) / math.sqrt(2 * freedom)
+        yield Fact("", {"ratio": (1 - alike) / (1 - expected), "z": z})
+
+
+def _labels(reports: Sequence[StepReport]) -> Sequence[tuple[int, ...]]:
+    """Return how many samples of each class each step saw; empty: it is not known."""
+    seen = [report.labels for report in reports]
+    return seen if len({*map(len, seen)}) == 1 else []
+
+
+def _alike(counts: Sequence[Sequence[int]]) -> float:
+    """Return the share of pairs within a batch that are of one class; −1: there are no pairs."""
+    pairs = sum(n * (n - 1) for n in map(sum, counts))
+    return sum(x * (x - 1) for of in counts for x in of) / pairs if pairs else -1.0
 
 
 def _momenta(reports: Sequence[StepReport]) -> Iterator[Fact]:

@@ -188,6 +188,8 @@ class StepReport:
             are in [0, 1]. "rectified": as from a ReLU, none is below 0, and more than 5 % are 0.
             "over samples": those of each class, or their exponentials, sum to 1. Only outputs of
             one or two dimensions, of at most 100 classes, are looked at.
+        labels: how many samples of each class the step's first loss is called with, if such outputs
+            are looked at, and labels are whole numbers, one for each row of the outputs.
         loss_module: the class name of the loss, if it is a module of torch's own; else "".
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
@@ -250,6 +252,7 @@ class StepReport:
     batch_spread: tuple[float, ...] = ()
     next_batch: tuple[float, ...] = ()
     outputs: str = ""
+    labels: tuple[int, ...] = ()
     loss_module: str = ""
     loss_shapes: tuple[tuple[int, ...], ...] = ()
     norm_passes: int | None = None

@@ -233,9 +233,10 @@ class Armed:
             return found
         given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
         gradients, zeroed = capture.passes.told(*given)
-        kinds = (kind for of in flags["outputs"] for kind in compress(OUTPUTS, of))
+        kinds = (kind for of in flags["outputs"][:1] for kind in compress(OUTPUTS, of))
         return found | {
             "outputs": next(kinds, ""),
+            "labels": tuple(int(x) for of in flags["outputs"][1:] for x in of),
             "loss_shapes": capture.passes.shapes,
             "norm_passes": next(map(int, flags["norm_passes"]), None),
             "zeroed_passes": zeroed,

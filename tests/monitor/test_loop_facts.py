@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
 FACTS += ("dropout", "rescaled", "batch_spread", "settings")
-FACTS += ("new_state", "outputs", "loss_module", "loss_shapes")
+FACTS += ("new_state", "outputs", "labels", "loss_module", "loss_shapes")
 FACTS += ("norm_passes", "norm_momenta", "random_states")
 FACTS += ("unused_losses", "loss_counts", "rate_falls")
 RATES = [0.5, 0.6, 0.9]
@@ -375,7 +375,7 @@ def test_what_the_loss_gets(
     report, *_ = reports_of(model, step, 1, loss=criterion)
     assert report.loss_module == type(criterion).__name__
     assert report.loss_shapes == ((6, 3), tuple(targets.shape))
-    assert report.outputs == outputs
+    assert (report.outputs, sum(report.labels)) == (outputs, 6 * (targets is TARGETS))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (4, 3, 2), (4, 101)])

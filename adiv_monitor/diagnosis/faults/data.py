@@ -119,7 +119,9 @@ told(__name__, "same-batch", "", "watch",
 
 
 told(__name__, "unshuffled", "The data are not shuffled",
-     lambda record: record.found_by("unshuffled")[0].numbers["ratio"] < SORTED,
+     # Of a monitored run, labels may be those of pixels.
+     lambda record: record.found_by("unshuffled")[0].numbers["ratio"] < SORTED
+     and (record.is_audited or goes_badly(record)),
      "The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: the data "
      "are sorted.",
      Number("variance of labels in a batch, over shuffled ones", "ratio", below=UNSHUFFLED),
@@ -207,6 +209,8 @@ def sorted_samples(record: Record) -> Iterator[Finding]:
     """Find batches whose samples all ask the last layer for the same change, as sorted data do."""
     *_, (path, cosine) = ("", None), *read.by_layer(record, "gradient_cosine").items()
     if len(record.reports) < FEWEST_SAME or cosine is None or could_train.halves(record):
+        return
+    if record.found_by("unshuffled"):  # the labels are known
         return
     if cosine.above(ALIKE) and is_measure(record) and overshoot(record) is None:
         yield Finding("unshuffled", act_if(goes_badly(record)),

@@ -92,7 +92,7 @@ told(__name__, "class-weights", "Class weights that grow with the counts", lasts
      Advice("weight each class by the inverse of its count"), explains=LEARNING)  # fmt: skip
 
 
-told(__name__, "class-untaught", "Classes without a gradient", lasts,
+told(__name__, "class-untaught", "Classes that no sample teaches", lasts,
      "No sample with label {label:g} has a gradient at the outputs, neither before nor after "
      "training: {samples:.0f} of {length:.0f} samples teach nothing.",
      Number("samples of the class", "samples"),
@@ -106,6 +106,13 @@ told(__name__, "class-untaught", "", suffers,
             "lengths that it is given"),
      where=lambda fact: "unread" in fact.numbers,
      unless=lambda record: record.found_by("zero-gradient"))  # fmt: skip
+told(__name__, "class-untaught", "", "watch",
+     "Of the {classes:.0f} classes of the outputs, {missing:.0f} never occur among {labels:.0f} "
+     "labels of the measured steps (number {first:.0f} is the first).",
+     Number("classes that never occur", "missing"),
+     Advice("shuffle the samples before they are split into training and validation, and check "
+            "whether labels begin at 0; fewer outputs do, if there are no such samples"),
+     where=lambda fact: "missing" in fact.numbers)  # fmt: skip
 
 
 told(__name__, "padding-counts", "Padding counts in the loss",
