@@ -63,7 +63,7 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
         return ()
     outputs, dtype = given[0][:_MOST_SAMPLES], given[1].dtype
     sums = dtype == torch.int64 and outputs.ndim == given[1].ndim + 1 == 2
-    few = outputs.numel() > 0 and outputs.shape[1:].numel() <= _MOST_CLASSES
+    few = outputs.numel() > 0 and outputs.shape[1:].numel() <= MOST_CLASSES
     if not (few and (sums or dtype == outputs.dtype)):
         return ()
     below = -outputs.amin()
@@ -81,6 +81,6 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits
 _ZEROS = 0.05  # share of the outputs that a ReLU made 0
-_MOST_SAMPLES, _MOST_CLASSES = 4096, 100
+_MOST_SAMPLES, MOST_CLASSES = 4096, 100
 _REALS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _NUMBERS = {*_REALS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -20,7 +20,7 @@ def seen_in(reports: Sequence[StepReport]) -> dict[str, Probed]:
         "seed-again": _seeded(reports),
         "softmax-over-samples": _over_samples(reports),
         "running-statistics": _momenta(reports),
-        "class-untaught": _missing(reports),
+        "class-untaught": never_occurring([*map(sum, zip(*_labels(reports), strict=True))]),
         "unshuffled": _sorted(reports),
     }
     enough = len(reports) >= FEWEST
@@ -67,9 +67,8 @@ def _over_samples(reports: Sequence[StepReport]) -> Iterator[Fact]:
         yield Fact(f"The softmax before {loss or 'the loss'}", {}, {"shape": shape})
 
 
-def _missing(reports: Sequence[StepReport]) -> Iterator[Fact]:
+def never_occurring(totals: Sequence[int]) -> Iterator[Fact]:
     """Yield that classes never occur, though each other one, of two or more, does often enough."""
-    totals = [*map(sum, zip(*_labels(reports), strict=True))]
     occur = [count for count in totals if count]
     if 1 < len(occur) < len(totals) and min(occur) >= OCCURS:
         numbers = {"missing": len(totals) - len(occur), "classes": len(totals)}

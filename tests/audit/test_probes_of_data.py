@@ -288,6 +288,7 @@ def lengths(frames: int) -> Callable[[], Setup]:
     return of(compare, batches=made)
 
 
+NO_TWOS = tuple((x[y < 2], y[y < 2]) for x, y in batches())
 LAST = tuple((x[:, None].expand(-1, 5, -1), y) for x, y in batches())
 UNTAUGHT: list[Row] = [
     ("class-untaught", "a hinge of 0 and 1", two(hinge, lambda y: y), "label 0 has a gradient"),
@@ -314,6 +315,8 @@ UNTAUGHT: list[Row] = [
     ("class-untaught", "unlabelled", tagged(of_flat(0), lambda x: (x % 4) * (x > 4)), ""),
     ("class-untaught", "next tokens", tagged(next_ones, lambda x: x), ""),
     ("class-untaught", "gathered along the classes", by(gathered(1)), ""),
+    ("class-untaught", "a class that never occurs", of(F.cross_entropy, batches=NO_TWOS),
+     "Of the 3 classes of the outputs, 1 never occur among 180 labels"),
     ("class-untaught", "a corner", corner(3),
      "Of the 8 places along axis 2 of the outputs, 5 never"),
     ("class-untaught", "most", corner(7), ""),

@@ -47,7 +47,7 @@ def features(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([x if alike else x.reshape(-1, 1) for x in rows])
 
 
-def _labels_of(batches: Sequence[Any]) -> list[Tensor]:
+def labels_of(batches: Sequence[Any]) -> list[Tensor]:
     """Return the last tensor with one number for each sample, flat; []: some batch has none."""
     found = []
     for batch in batches:
@@ -156,7 +156,7 @@ def unshuffled(setup: Setup, trained: Fork) -> Iterable[Fact]:
 
     Also return by how many standard deviations of such draws it is below their mean.
     """
-    found = _labels_of(setup.batches)
+    found = labels_of(setup.batches)
     if len(found) < LEAST:
         raise Untold("no label for each sample, or too few batches")
     every, sizes = torch.cat(found), list(map(len, found))
@@ -230,7 +230,7 @@ COPIED = 1e-9  # share of the target's variance that rounding leaves to a copy
 def target_leak(setup: Setup, trained: Fork) -> Iterable[Fact]:
     """Return the entries of inputs that are the target of all samples, up to factor and offset."""
     batches = spread(setup.batches)
-    y = torch.cat(_labels_of(batches) or [torch.zeros(0)]).double()
+    y = torch.cat(labels_of(batches) or [torch.zeros(0)]).double()
     for name, parts in inputs_of(setup.fork(), batches).items():
         is_rows = 1 < parts[0].ndim < 4 and parts[0].is_floating_point()  # or sequences; no images
         x = features([part.flatten(1) for part in parts]) if is_rows else y[:, None]

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, calls_of, see_calls
 from adiv_monitor.audit.experiments.changed_inputs import ChangedInputs, given_inputs
-from adiv_monitor.audit.experiments.data import spread
+from adiv_monitor.audit.experiments.data import labels_of, spread
 from adiv_monitor.audit.experiments.loss_inputs import CLASSIFIES, LOSSES
 from adiv_monitor.audit.experiments.questions import Untold, asks, looks
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.capture.batch import MOST_CLASSES
 from adiv_monitor.diagnosis.record import Fact
+from adiv_monitor.diagnosis.seen import never_occurring
 
 # Padding is the same value at the end (or the beginning) of rows, nowhere else, at two places or
 # more in this share of the rows. Its lengths differ, or it fills more than half of every row.
@@ -141,9 +143,22 @@ def padding(x: Tensor) -> Padding | None:
 
 @asks("class-untaught")
 def class_untaught(setup: Setup, trained: Fork) -> Iterable[Fact]:
-    """Return labels, and columns of the outputs, without a gradient."""
+    """Return labels, and columns of the outputs, without a gradient, and missing classes."""
+    yield from _missing(setup)
     yield from _unread(setup, trained)
     yield from _without_gradient(setup, trained)
+
+
+def _missing(setup: Setup) -> Iterator[Fact]:
+    """Yield that classes never occur, if the labels of the batches are the targets of a loss."""
+    labels = labels_of(setup.batches)
+    calls = calls_of(setup.fork(), lambda call: call.name in ("cross_entropy", "nll_loss"))
+    for scores, targets in [(c.argument(0, "input"), c.argument(1, "target")) for c in calls[:1]]:
+        is_of = labels and scores.ndim == 2 and torch.equal(labels[0], targets.double().cpu())
+        if is_of and scores.shape[1] <= MOST_CLASSES:
+            real = torch.cat(labels).clamp(-1, scores.shape[1] - 1).long() + 1
+            counts = torch.bincount(real, minlength=scores.shape[1] + 1)[1:]
+            yield from never_occurring(counts.tolist())
 
 
 def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:

@@ -108,7 +108,7 @@ told(__name__, "class-untaught", "", suffers,
      unless=lambda record: record.found_by("zero-gradient"))  # fmt: skip
 told(__name__, "class-untaught", "", "watch",
      "Of the {classes:.0f} classes of the outputs, {missing:.0f} never occur among {labels:.0f} "
-     "labels of the measured steps (number {first:.0f} is the first).",
+     "labels (number {first:.0f} is the first).",
      Number("classes that never occur", "missing"),
      Advice("shuffle the samples before they are split into training and validation, and check "
             "whether labels begin at 0; fewer outputs do, if there are no such samples"),
