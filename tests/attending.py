@@ -92,7 +92,6 @@ class Attending(nn.Module):
         self.attention = nn.MultiheadAttention(12, 3, **options)
         self.mask = mask
         self.padding = padding
-        self.weights = bool(options.get("vdim"))  # one case that returns the weights
 
     def forward(self, x: Tensor) -> Tensor:
         padding = None
@@ -104,9 +103,9 @@ class Attending(nn.Module):
             mask = mask.expand(3 * SAMPLES, TOKENS, TOKENS)
         batch_first = self.attention.batch_first
         x = x if batch_first else x.transpose(0, 1)
-        value = x[..., :7] if self.weights else x
+        key, value = x.flip(-1)[..., : self.attention.kdim], x[..., : self.attention.vdim]
         out, _ = self.attention(
-            x, x.flip(-1), value, key_padding_mask=padding, attn_mask=mask, need_weights=False
+            x, key, value, key_padding_mask=padding, attn_mask=mask, need_weights=False
         )
         return out if batch_first else out.transpose(0, 1)
 
@@ -165,7 +164,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, str]]] = {
     "torch": torch_attention(batch_first=True),
     "torch, no bias": torch_attention(batch_first=True, bias=False),
     "torch, batch second": torch_attention(padding=True),
-    "torch, separate weights": torch_attention(kdim=12, vdim=7, batch_first=True),
+    "torch, separate weights": torch_attention(kdim=4, vdim=7, batch_first=True),
     "torch, mask": torch_attention(mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)),
     "torch, mask of heads": torch_attention(
         mask=tensors((3 * SAMPLES, TOKENS, TOKENS))[0], batch_first=True

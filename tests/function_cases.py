@@ -214,6 +214,7 @@ def einsum(equation: str, shape: tuple[int, ...], x: tuple[int, ...] | Callable,
 
 einsum("bi,oi->bo", (3, 4), (5, 4))
 einsum("bti,oi", (3, 4), (2, 5, 4), Of("w", channels=(1,)))  # torch's order: b o t
+einsum("bti,Oi", (3, 4), (2, 5, 4), Of("w", channels=(0,)))  # O b t
 einsum("...i,oi->...o", (3, 4), (2, 2, 4))
 einsum("...i,io", (4, 3), (2, 2, 4))
 einsum("...c,...c->...", (4,), (2, 3, 4), Of("w", channels=()))

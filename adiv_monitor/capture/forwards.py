@@ -92,7 +92,8 @@ class Forwards(threading.local):
     def opened(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a Python function of torch with the calls inside it watched."""
         assert self.mode is not None
-        outside, self.inside = self.inside, function.__name__
+        separate = kwargs.get("use_separate_proj_weight")  # of attention: then none is packed
+        outside, self.inside = self.inside, "" if separate else function.__name__
         try:
             with self.mode:
                 return without_overrides(function)(*args, **kwargs)

@@ -169,15 +169,15 @@ def harmed_fraction(d_G: PerRow, sample: Sample, d_d: Sum) -> Estimate:
 
 
 def idle_share(sample: Sample, active: PerLayer) -> Estimate:
-    """Share of zero-gradient rows, in [0, 1]: their gradient is exactly zero.
+    """Share of zero-gradient rows, in [0, 1]: their gradient is exactly zero. NaN without rows.
 
     Args:
         sample: the sampled rows.
         active: number of active rows among all; NaN where it is known from the sample only.
     """
-    seen, total = sample.active.sum(1), np.maximum(sample.total, 1)
+    seen = sample.active.sum(1)
     with np.errstate(invalid="ignore"):
-        share = np.where(np.isnan(active), seen / sample.seen, active / total)
+        share = np.where(np.isnan(active), seen / sample.seen, active / sample.total)
     error = share_error(seen, sample.seen, sample)
     return Estimate(1 - share, np.where(np.isnan(active), error, 0.0))
 
@@ -251,7 +251,8 @@ def common_share(products: PerRow, squares: PerRow, count: PerLayer, sample: Sam
     """‖mean_r φ_W,r‖² / mean_r ‖φ_W,r‖², in [0, 1]: how much of the rows is one common vector.
 
     That vector is the mean feature, through which each row disturbs every other. Centring the
-    inputs would remove it (spec, "The mean feature"). From sampled rows, by the jackknife.
+    inputs would remove it (spec, "The mean feature"). From sampled rows, by the jackknife. NaN if
+    no row is active.
 
     Args:
         products: φ_r·Σ_k φ_k over the sampled active rows.
@@ -275,7 +276,7 @@ def common_share(products: PerRow, squares: PerRow, count: PerLayer, sample: Sam
         whole = share(together, alone, n, count)
         without = share(*rest, n[:, None] - 1.0, count[:, None])
         value, error = jackknifed(whole, without, n / np.maximum(count, n), sample)
-    return Estimate(np.clip(value, 0, 1), error)
+    return Estimate(np.where(alone > 0, np.clip(value, 0, 1), np.nan), error)
 
 
 # --- sizes -----------------------------------------------------------------------------------

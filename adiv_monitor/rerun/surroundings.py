@@ -22,6 +22,7 @@ T = TypeVar("T")
 State = list[tuple[dict[str, Any], dict[str, Any]]]
 # Larger tensors in attributes are data; larger frozen parameters are those of pretrained models.
 _MOST_ENTRIES, _MOST_FROZEN = 2**24, 2**22
+_GENERATORS = random.Random, np.random.Generator, np.random.RandomState
 
 
 class Randomness:
@@ -141,7 +142,7 @@ def _copy(value: Any) -> Any:
         return value.detach().clone() if is_state and value.numel() <= _MOST_ENTRIES else value
     if isinstance(value, torch.Generator):
         return value.clone_state()
-    return copy.deepcopy(value) if type(value) in (random.Random, np.random.Generator) else value
+    return copy.deepcopy(value) if type(value) in _GENERATORS else value
 
 
 def _set(state: State) -> None:

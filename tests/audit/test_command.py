@@ -303,12 +303,14 @@ def test_a_configuration_names_own_code_and_torchs(of_file: None) -> None:
     ("options", "told"),
     [
         ({"model": "os:mkdir", "model_args": {"path": "ran"}}, "--config: os:mkdir"),
+        ({"model": "../evil.py:model"}, "--config: ../evil.py:model is code of ../evil.py"),
         ({"checkpoint": "evil.pt", "trust_checkpoint": True}, "--trust-checkpoint"),
         ({"data": "os:getcwd"}, "--data os:getcwd"),
     ],
 )
 def test_a_configuration_runs_no_code(options: dict[str, Any], told: str, capsys: Read) -> None:
     torch.save({"state_dict": command_models.Evil()}, "evil.pt")
+    Path("../evil.py").write_text("open('ran', 'w')")
     known = {"model": "torch.nn:Linear", "model_args": {"in_features": 5, "out_features": 2}}
     Path("c.yaml").write_text(json.dumps(known | {"input_shape": [5]} | options))
     assert main(["--config", "c.yaml"]) == 2

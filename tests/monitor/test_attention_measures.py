@@ -62,7 +62,7 @@ def attends(**options: Any) -> Callable[[], nn.Module]:
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "torch": attends(),
-    "torch, cross": attends(cross=True, kdim=6, vdim=5),
+    "torch, cross": attends(cross=True, vdim=2),
     "torch, padding": attends(call={"key_padding_mask": padding(6)}),
     "torch, causal": attends(call={"attn_mask": CAUSAL, "is_causal": True}),
 }
@@ -205,7 +205,9 @@ def test_where_attention_looks(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     if "causal" in name:
         sees = sees & ~CAUSAL
     monkeypatch.setattr(scores, "CHUNK", chunk)  # some queries at a time
-    [reading] = monitored(model).attention.values()
+    report = monitored(model)
+    [reading] = report.attention.values()
+    assert len(report.layers) == 5, "before, q, k, v, out_proj"
     for measure, value in read_of(q, k, sees).items():
         assert getattr(reading, measure) == pytest.approx(value, rel=1e-9)
         of_heads = [read_of(q[:, h : h + 1], k[:, h : h + 1], sees)[measure] for h in range(3)]

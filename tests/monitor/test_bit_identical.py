@@ -23,7 +23,7 @@ CRITERION = nn.CrossEntropyLoss()
 DRAWS: dict[str, Callable[["Drawing"], float]] = {
     "torch": lambda module: float(torch.rand((), generator=module.noise)),
     "numpy": lambda module: module.numbers.random(),
-    "python": lambda module: module.dice.random(),
+    "python": lambda module: module.dice.random() + module.old.rand(),
     "global": lambda module: random.random() + np.random.random() + float(torch.rand(())),
 }
 
@@ -36,7 +36,7 @@ class Drawing(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 6))
         self.draws = draws
         self.noise, self.numbers = torch.Generator().manual_seed(0), np.random.default_rng(0)
-        self.dice = random.Random(0)
+        self.dice, self.old = random.Random(0), np.random.RandomState(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cdist(x * (1 + self.draws(self)), self.weight)

@@ -129,6 +129,8 @@ def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
     found = measures.common_share(rows, rows, np.array([20.0]), sample)
     assert found.value == pytest.approx(1 / 20) and np.isnan(found.error)
     assert measures.common_share(rows, rows, np.array([1.0]), sample) == (1, 0)
+    idle = Sample(sample.total, active & False)
+    assert np.isnan(measures.common_share(rows, rows, np.array([0.0]), idle).value)
 
 
 def test_errors_from_few_active_rows_cover_the_error() -> None:

@@ -127,7 +127,9 @@ def imported(path: str, option: str, known: Iterable[str] = ()) -> Any:
     if not (module and names):
         forms = ", ".join((*known, "package.module:NAME"))
         raise UsageError(f"{where}expected one of {forms} or FILE.py:NAME")
-    hint = ""
+    is_of_file, hint = option in OF_FILE.get(), ""
+    if is_of_file and is_file and not Path(module).resolve().is_relative_to(Path.cwd().resolve()):
+        raise _refused(path, option, module)
     try:
         found = pkgutil.resolve_name(f"{_module_of(module) if is_file else module}:{names}")
     except Exception as error:
@@ -139,12 +141,16 @@ def imported(path: str, option: str, known: Iterable[str] = ()) -> Any:
             hint = "; modules are found from the current folder, others by FILE.py:NAME"
         raise UsageError(f"{where}{said(error)}{hint}") from error
     home = str(getattr(found, "__module__", None))
-    if option in OF_FILE.get() and not _may_be_of_file(found, home):
-        raise UsageError(
-            f"--config: {path} is code of {home}, neither below the current folder nor a model, "
-            f"loss or optimizer of torch; if you trust it, on the command line: {option} {path}"
-        )
+    if is_of_file and not _may_be_of_file(found, home):
+        raise _refused(path, option, home)
     return found
+
+
+def _refused(path: str, option: str, home: str) -> UsageError:
+    return UsageError(
+        f"--config: {path} is code of {home}, neither below the current folder nor a model, loss "
+        f"or optimizer of torch; if you trust it, on the command line: {option} {path}"
+    )
 
 
 def _module_of(file: str) -> str:

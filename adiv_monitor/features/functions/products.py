@@ -42,8 +42,8 @@ def spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
     counts = [d - len(term.replace("...", "")) for term, d in zip(terms, dims, strict=True)]
     free = [letter for letter in ascii_letters if letter not in equation]
     rest = "".join(free[: max(counts)])
-    if not arrow:  # the letters that occur once, in alphabetical order
-        once = (letter for letter in ascii_letters if left.count(letter) == 1)
+    if not arrow:  # the letters that occur once, in alphabetical order, capital ones first
+        once = (letter for letter in sorted(ascii_letters) if left.count(letter) == 1)
         result = ("..." if "." in left else "") + "".join(once)
     full = [t.replace("...", rest[len(rest) - n :]) for t, n in zip(terms, counts, strict=True)]
     return full, result.replace("...", rest)
