@@ -5,20 +5,18 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings
-from adiv_monitor.monitor import Monitor
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.trainer import TrainerSink
 
 try:
     from accelerate.utils import broadcast_object_list
-    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
-    from transformers.trainer_callback import ExportableState
+    from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import IntervalStrategy
 except ImportError as error:
     raise ImportError(
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class DivergenceTrainerCallback(TrainerCallback, ExportableState):
+class DivergenceTrainerCallback(TrainerCallback):
     """Monitors the optimizer of a `Trainer.train` and logs where the Trainer logs.
 
     The summary over layers, such as `adiv.summary/update_cosine_min`, and `adiv.summary/coverage`
@@ -66,7 +64,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         ImportError: transformers or accelerate is not installed.
         TypeError: a sink is not a sink, or there is no such option.
         ValueError: there is no measure of that name. When training begins: there is no interval, no
-            such layer, no such metric, or a callback stands before this one that needs its metric.
+            such layer, or no such metric.
 
     Attributes:
         monitor: the monitor of the current or last training, or None before the first.
@@ -79,7 +77,6 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     ) -> None:
         self._every_n_steps = every_n_steps
         self._settings = Settings.of("DivergenceTrainerCallback", options, every_n_steps)
-        self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
         self._own: dict[str, Any] = {}  # its methods, as far as they were set on it
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
@@ -102,10 +99,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             sinks=log if state.is_world_process_zero else (),
             **settings.monitor,
         )
-        if state.global_step:
-            self._count_on(self.monitor, state)
-        # A checkpoint made without this callback has no place for its state.
-        _states(state).setdefault(type(self).__name__, self.state())
+        self.monitor.step = state.global_step  # a resumed training counts on
         self.monitor.attach()
         self._trainer = trainer
         self._losses.clear()
@@ -163,46 +157,6 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         if self.monitor is not None:
             self.monitor.close()
 
-    # --- checkpoints -----------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Return the monitor's state, and this callback's arguments as JSON can hold them."""
-        layers, metrics = self._settings.layers, self._settings.metrics
-        options = {n: x for n, x in self._settings.monitor.items() if not callable(x)}
-        alarms = options["alarms"]
-        if not isinstance(alarms, str):
-            options["alarms"] = [rule for rule in alarms if isinstance(rule, str)]
-        lost = {
-            "layers": callable(layers),
-            "realised": "realised" not in options,
-            "alarms": len(options["alarms"]) < len(alarms),
-            "sinks": bool(self._settings.sinks),
-        }
-        return {
-            "args": {
-                "every_n_steps": self._every_n_steps,
-                "layers": None if layers is None or callable(layers) else [*layers],
-                "measures": None if metrics.measures is None else [*metrics.measures],
-                "scalars": metrics.scalars,
-                "separator": metrics.separator,
-                **options,
-            },
-            "attributes": {
-                "_lost": [name for name, is_lost in lost.items() if is_lost],
-                "_counted": None if self.monitor is None else self.monitor.state_dict(),
-            },
-        }
-
-    def _count_on(self, monitor: Monitor, state: "TrainerState") -> None:
-        """Continue to count at the step of the checkpoint's monitor, else of its Trainer."""
-        saved = _states(state).get(type(self).__name__, {})
-        latest = saved[-1] if isinstance(saved, list) else saved  # of several: they count the same
-        counted = latest.get("attributes", {}).get("_counted")
-        if counted:
-            monitor.load_state_dict(counted)
-        else:
-            monitor.step = state.global_step
-
     # --- settings of the Trainer ------------------------------------------------------------------
 
     def _interval(self, args: "TrainingArguments", state: "TrainerState") -> int:
@@ -218,13 +172,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         return int(state.logging_steps)
 
     def _check(self, trainer: Trainer) -> None:
-        """Raise ValueError for settings that would lose state or read a metric before it is set."""
-        if self._lost:
-            raise ValueError(
-                "DivergenceTrainerCallback: restore_callback_states_from_checkpoint=True creates "
-                f"it from the checkpoint, without its {' and '.join(self._lost)}; expected "
-                "False: step numbers continue without it"
-            )
+        """Raise ValueError for a metric that the monitor will not provide in time."""
         metric = _followed(trainer.args)
         if metric is None:
             return
@@ -234,19 +182,6 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
                 f"DivergenceTrainerCallback: got metric_for_best_model={metric!r}, expected one of "
                 f"{', '.join(there)}"
             )
-        callbacks = trainer.callback_handler.callbacks
-        earlier = callbacks[: callbacks.index(self)]
-        if any(isinstance(callback, EarlyStoppingCallback) for callback in earlier):
-            raise ValueError(
-                f"DivergenceTrainerCallback: got an EarlyStoppingCallback before it, which "
-                f"reads {metric!r} before it is set; expected the other order: "
-                "callbacks=[DivergenceTrainerCallback(), EarlyStoppingCallback()]"
-            )
-
-
-def _states(state: "TrainerState") -> dict[str, Any]:
-    """Return the callbacks' `state()` by class name; a list of them for several of one class."""
-    return cast(dict[str, Any], state.stateful_callbacks)
 
 
 def _followed(args: "TrainingArguments") -> str | None:

@@ -397,13 +397,6 @@ class StepReport:
             for row in reading.to_rows()
         ]
 
-    def alignment_rows(self) -> list[dict[str, Any]]:
-        """Return a flat record per layer of the probe, ready for a data frame."""
-        return [
-            {"step": self.step, "layer": path, **reading.to_dict()}
-            for path, reading in self.alignment.items()
-        ]
-
     def readings(
         self, measure: str
     ) -> (

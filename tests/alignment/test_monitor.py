@@ -27,7 +27,7 @@ def test_records_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert record["alignment"]["2"]["alpha"] == report.alignment["2"].alpha
     assert "omega" not in record["alignment"]["0"]
     assert StepReport.from_dict(record).alignment == report.alignment
-    assert [row["layer"] for row in report.alignment_rows()] == ["0", "2", "4"]
+    assert [*report.alignment] == ["0", "2", "4"]
     for sink in (JsonlSink(tmp_path / "a.jsonl"), TableSink()):
         sink.write(report)
         sink.close()
