@@ -217,17 +217,8 @@ def at_gradient(output: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     viewed = behind_view(output)
     if viewed is output:
         return output, layout
-    return viewed, partial(_as_view, layout, output.shape, output.stride())
-
-
-def _as_view(
-    layout: Layout, shape: Sequence[int], stride: Sequence[int], gradient: Tensor
-) -> Tensor:
-    """Return the gradient of a contiguous tensor in the layout of a view of its entries.
-
-    It is copied only if it is not contiguous.
-    """
-    return layout(gradient.contiguous().as_strided(shape, stride))
+    shape, stride = output.shape, output.stride()  # of a view of the contiguous gradient's entries
+    return viewed, lambda gradient: layout(gradient.contiguous().as_strided(shape, stride))
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

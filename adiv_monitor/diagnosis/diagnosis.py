@@ -70,8 +70,8 @@ class Diagnosis:
         better = _best(watched)
         if likely and (better is None or better.fix in HIGHER_RATES):
             return (
-                "The audit found nothing to act on for certain. If the model learns less than it "
-                f"should, this is the likely cause: {likely}{rest}"
+                "The audit found nothing to act on for certain. If its results are not what they "
+                f"should be, this is the likely cause: {likely}{rest}"
             )
         if better is not None:
             short = "; so short a run favours high learning rates" * (better.fix in HIGHER_RATES)

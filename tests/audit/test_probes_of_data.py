@@ -481,6 +481,8 @@ ENDS = torch.tensor([[3, 1, 2, 0], [2, 2, 4, 0], [4, 1, 1, 0]])
 COUNTS: list[Row] = [
     ("class-weights", "counts in place of their inverses", weighted(8.0, 8.0, 1.0), "weights"),
     ("class-weights", "the root of the inverses", weighted(1.0, 1.0, 3.0), ""),
+    ("class-weights", "the inverses", weighted(1.0, 1.86, 9.75), ""),
+    ("class-weights", "those of other classes", weighted(9.75, 1.0, 1.86), "would balance them"),
     ("class-weights", "one left out", weighted(0.0, 1.0, 1.0), ""),
     ("padding-counts", "at the end", words(next_words()), "38% of the places that count"),
     ("padding-counts", "at the beginning", words(next_words(), LINES.flip(1)), "are padding"),

@@ -69,7 +69,7 @@ ROWS = [
     Said("It is so. The likely cause: So.",
          told(fault(name="loss-stuck", strength="watch"), UNREAD),
          told(fault(name="loss-stuck", strength="watch"))),
-    Said("nothing to act on for certain. If the model learns less than it should, this is the "
+    Said("nothing to act on for certain. If its results are not what they should be, this is the "
          "likely cause: So.", told(UNREAD), told(fault(PAYS, strength="watch"))),
     # Healthy runs have traits, too: they explain nothing while the loss falls.
     Said("The audit found nothing that hinders this training. 1 weaker finding below.",

@@ -453,10 +453,13 @@ def of_digits(last: nn.Module) -> Setup:
         x, y = batch
         return functional.mse_loss(model(x)[:, 0], 10.0 * y)
 
-    setup = HEALTHY.setup()
-    layers = [*setup.model.children()][:-1]
-    model = nn.Sequential(*layers, nn.Linear(setup.model[-1].in_features, 1), last)
-    return replace(setup, model=model, loss=squared, optimizer=partial(momentum, rate=3e-4))
+    slow = partial(momentum, rate=3e-4)
+    return replace(HEALTHY.setup(), model=of_width(1, last), loss=squared, optimizer=slow)
+
+
+def of_width(outputs: int, *last: nn.Module) -> nn.Module:
+    *layers, readout = HEALTHY.setup().model
+    return nn.Sequential(*layers, nn.Linear(readout.in_features, outputs), *last)
 
 
 def of_itself(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -547,13 +550,12 @@ def gradient_ratio(record: Record) -> float:
 
 def threes(weight: tuple[float, float]) -> Setup:
     """Is the digit a 3? One in ten is, and the loss weights the two classes."""
-    each = torch.tensor([*weight, *(1.0,) * 8])
 
     def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1], weight=each)
+        return functional.cross_entropy(model(batch[0]), batch[1], torch.tensor(weight))
 
     batches = tuple((x, (y == 3).long()) for x, y in HEALTHY.setup().batches)
-    return slower(replace(HEALTHY.setup(), batches=batches, loss=weighted))
+    return slower(replace(HEALTHY.setup(), model=of_width(2), batches=batches, loss=weighted))
 
 
 def by_margin(of_signs: bool) -> Setup:
@@ -565,7 +567,7 @@ def by_margin(of_signs: bool) -> Setup:
         return functional.relu(1 - model(x)[:, 0] * sought).mean()
 
     batches = tuple((x, y % 2) for x, y in HEALTHY.setup().batches)
-    return slower(replace(HEALTHY.setup(), batches=batches, loss=hinge))
+    return slower(replace(HEALTHY.setup(), model=of_width(1), batches=batches, loss=hinge))
 
 
 def padded(ignored: int) -> Setup:
@@ -860,14 +862,14 @@ PICTURES: dict[str, Picture] = {
         "one in ten digits is a 3, and weighs 1 instead of 9; the others weigh 9 instead of 1",
         lambda: threes((9.0, 1.0)),
         {"slope of log weight over log count": of_fact("class-weights", "slope")},
-        (loss_rules, ("GROWS", "CORRELATED")),
+        (loss_rules, ("GROWS", "CORRELATED", "BALANCES")),
         lambda: threes((1.0, 9.0)),
     ),
     "class-untaught": Picture(
         "a hinge loss of labels of 0 and 1; the healthy one's are −1 and 1",
         lambda: by_margin(of_signs=False),
         {"samples of the class": of_fact("class-untaught", "samples")},
-        (places, ("CLASS_BATCHES", "SAMPLES", "TAUGHT")),
+        (places, ("CLASS_BATCHES", "PLACES", "SAMPLES", "TAUGHT")),
         lambda: by_margin(of_signs=True),
     ),
     "padding-counts": Picture(

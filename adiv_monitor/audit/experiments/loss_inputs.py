@@ -219,7 +219,8 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
     """Return the slope of the logarithm of weights over that of counts, where they differ.
 
     Weights that balance classes have a slope of −1, the square root of these −0.5, and counts in
-    place of their inverses 1. Of binary targets, the weights are 1 and `pos_weight`.
+    place of their inverses 1. Of binary targets, the weights are 1 and `pos_weight`. Weights that
+    balance them in another order are off by 0: the length of the sum of both, each sorted.
     """
     weight, target = call.argument(2, "weight"), call.argument(1, "target")
     positive = call.argument(6, "pos_weight") if call.name == OWN[1] else None
@@ -240,6 +241,7 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
     common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
     numbers = {"slope": float((w * n).sum() / n.square().sum()),
                "correlation": float((w * n).sum() / (w.norm() * n.norm())),
+               "off": float((w.sort().values + n.sort(descending=True).values).norm() / n.norm()),
                "times": float(weight[common] / weight[rare]),
                "more": float(counted[common] / counted[rare])}  # fmt: skip
     return Fact(call.place, numbers, {"common": str(common), "rare": str(rare)})

@@ -121,14 +121,14 @@ told(__name__, "same-batch", "", "watch",
 told(__name__, "unshuffled", "The data are not shuffled",
      # Of a monitored run, labels may be those of pixels.
      lambda record: record.found_by("unshuffled")[0].numbers["ratio"] < SORTED
-     and (record.is_audited or goes_badly(record)),
+     if record.is_audited else goes_badly(record),
      "The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: the data "
      "are sorted.",
      Number("variance of labels in a batch, over shuffled ones", "ratio", below=UNSHUFFLED),
      Number("distance from these, in deviations", "z", below=-DEVIATIONS),
      Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),
      not_advised="Larger batches of sorted data are sorted too.", against=(),
-     certain=True)  # fmt: skip
+     certain=True, explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "target-leak", "The target is among the inputs", "watch",

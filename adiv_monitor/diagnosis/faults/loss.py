@@ -32,7 +32,7 @@ from adiv_monitor.diagnosis.record import Record
 
 # Slope of the logarithm of classes' weights over that of their counts: −1 balances them, 1 is that
 # of counts in place of their inverses. Weights for other reasons correlate less with the counts.
-GROWS, CORRELATED = 0.5, 0.9
+GROWS, CORRELATED, BALANCES = 0.5, 0.9, 0.1
 # Share of padding in the places that count in the loss.
 PADDING, ALONE = 0.05, 0.9
 # By how much the loss, without the penalty, rises with exchanged inputs: in the run, over a copy
@@ -90,6 +90,12 @@ told(__name__, "class-weights", "Class weights that grow with the counts", lasts
      Number("slope of log weight over log count", "slope", above=GROWS),
      Number("correlation of the two", "correlation", above=CORRELATED),
      Advice("weight each class by the inverse of its count"), explains=LEARNING)  # fmt: skip
+told(__name__, "class-weights", "", "watch",
+     "The weights that {place} gives the classes would balance them, but belong to other classes.",
+     Number("what both leave of each other, if they are sorted", "off", below=BALANCES),
+     Number("correlation of log weight and log count", "correlation", above=-0.5),
+     Advice("compute the weights in the order of the classes: value_counts() sorts by frequency"),
+     where=lambda fact: fact.numbers["correlation"] < CORRELATED)  # fmt: skip
 
 
 told(__name__, "class-untaught", "Classes that no sample teaches", lasts,

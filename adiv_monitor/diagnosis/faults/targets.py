@@ -136,7 +136,8 @@ told(__name__, "targets-out-of-range", "",
      and record.found_by("targets-out-of-range")[0].words["function"] != "cross_entropy",
      "The targets of {share:.0%} of the samples sum to more than 1.5, as where a sample has "
      "several classes, but the results of {place} sum to 1.", _OUTSIDE,
-     Advice("use a sigmoid for each class, as in binary_cross_entropy_with_logits"),
+     Advice("use a sigmoid for each class, as in binary_cross_entropy_with_logits; or, if each has "
+            "one class, make its axis that of the outputs by permute, not by view or reshape"),
      where=lambda fact: "sum" in fact.words)  # fmt: skip
 told(__name__, "targets-out-of-range", "", suffers,
      "{share:.0%} of the targets lie outside the range of the outputs: because of {place}, all lie "
