@@ -209,7 +209,7 @@ def of_own_setting() -> Iterator[Headline]:
 def of_batches() -> Iterator[Headline]:
     """The paper's setting at other batch sizes, with a learning rate tuned for every map."""
     found = tuned("fair-adam-unit-batches")
-    arms = [Arm("affine-like", "tanh", 8), *(Arm("affine-like", a, 128) for a in ("tanh", "leaky"))]
+    arms = [Arm("affine-like", a, size) for a in ("tanh", "leaky") for size in (8, 128)]
     pairs = [(arm, than) for arm in arms for than in ("standard", "constant-scale")]
     pairs += [(arm._replace(method="constant-scale"), "standard") for arm in arms[:2]]
     for arm, than in pairs:
