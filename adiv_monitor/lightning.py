@@ -49,7 +49,8 @@ class DivergenceCallback(Callback):
     `StepReport.losses` has the loss that `training_step` returns, without Lightning's division by
     `accumulate_grad_batches`. It has no loss if an optimizer evaluates its closure several times
     (LBFGS), or if manual optimization takes several steps in a batch, because then it is not known
-    to which step a loss belongs.
+    to which step a loss belongs. Of a single optimizer and one loss of torch's own in the module
+    (`self.loss = nn.CrossEntropyLoss()`), it knows what the loss gets, as `Monitor(loss=…)` does.
 
     With several optimizers, each has its own monitor and its own count of steps; their summaries
     are named `adiv.summary.optimizer_0/…`, `adiv.summary.optimizer_1/…`.
@@ -221,8 +222,9 @@ class DivergenceCallback(Callback):
                 "DivergenceCallback: got a Trainer without optimizers, expected at least one"
             )
         choices: dict[str, LayerChoice] = {"": self._settings.layers}
+        loss = None if self._arguments["realised"] else _loss_of(pl_module)
         if len(trainer.optimizers) > 1:
-            choices = _shares(pl_module, trainer.optimizers, self._settings.layers)
+            loss, choices = None, _shares(pl_module, trainer.optimizers, self._settings.layers)
         return {
             name: CallbackMonitor(
                 pl_module,
@@ -231,6 +233,7 @@ class DivergenceCallback(Callback):
                 layers=choice,
                 sinks=self._all_sinks(trainer, name),
                 name=name,
+                loss=loss,
                 **self._arguments,
             )
             for name, choice in choices.items()
@@ -287,6 +290,12 @@ class DivergenceCallback(Callback):
     def _close(self) -> None:
         for monitor in self.monitors.values():
             monitor.close()
+
+
+def _loss_of(model: nn.Module) -> nn.Module | None:
+    """Return the one module of torch's own losses in a model; None: there is none, or several."""
+    found = [m for m in model.modules() if type(m).__module__ == nn.modules.loss.__name__]
+    return found[0] if len(found) == 1 else None
 
 
 def _shares(

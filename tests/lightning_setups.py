@@ -33,13 +33,13 @@ def module(package: ModuleType = pl) -> Any:
     class Classifier(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net()
+            self.net, self.criterion = net(), nn.CrossEntropyLoss()
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             if batch_idx == 0:
                 torch.manual_seed(2)  # here, as the loader draws from the same stream
             x, y = batch
-            loss = nn.functional.cross_entropy(self.net(x), y)
+            loss = self.criterion(self.net(x), y)
             self.log("loss", loss)
             return loss
 

@@ -101,11 +101,7 @@ class Capture:
         if self.without_gradient is None:  # `.grad` may be reset to None later
             parameters = self.selection.parameters
             self.without_gradient = {id(p) for p in parameters if p.grad is None}
-        call_all(
-            self.passes.detach,
-            self._watch.remove,
-            self._catch.detach,
-        )
+        call_all(self.passes.detach, self._watch.remove, self._catch.detach)
 
     def next_ran(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take `sums_of` the arguments with which the first module runs in the next step."""

@@ -141,15 +141,12 @@ class Watch:
         elif not running[-1].is_open:
             return
         is_open = self._counts and id(module) in self._open
-        if not (is_open or id(module) in self._known or self._is_closed(module)):
+        is_apart = is_open or id(module) in self._known or not self._counts
+        # Without trained parameters it is closed: nothing in it is measured.
+        if not is_apart and {p.requires_grad for p in nn.Module.parameters(module)} != {False}:
             return  # a part of the forward around it
         running.append(Forward(module, Randomness(self._devices), is_open))
         self._switch()
-
-    def _is_closed(self, module: nn.Module) -> bool:
-        """Return whether no trained parameter can be used in a module."""
-        trains = {p.requires_grad for p in nn.Module.parameters(module)}
-        return not self._counts or trains == {False}
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         if id(module) in self._surveyed and output is not None:

@@ -190,7 +190,8 @@ class StepReport:
             one or two dimensions, of at most 100 classes, are looked at.
         labels: how many samples of each class the step's first loss is called with, if such outputs
             are looked at, and labels are whole numbers, one for each row of the outputs.
-        loss_module: the class name of the loss, if it is a module of torch's own; else "".
+        loss_module: the class name of the loss, if it is a module of torch's own that computes the
+            losses of these steps alone; else "".
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
             normalisation that counts them had taken in as the optimizer stepped; None: none does.

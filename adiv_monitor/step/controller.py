@@ -356,9 +356,9 @@ class StepController:
         taken.step.applied()
         part = taken.contribution(self.failures, self.schedule.planned)
         # Last: losses that are taken are in no later report, even if this one fails.
-        losses, counts = self.losses.take(taken.number)
+        losses, counts, are_seen = self.losses.take(taken.number)
         told: dict[str, Any] = {"losses": losses, "loss_counts": counts}
-        if self._loss is not None:
+        if self._loss is not None and are_seen:
             told["loss_module"] = self._loss.of_torch
         if self._norms is not None:
             told["gradient_norms"], told["update_norms"] = self._norms.take()

@@ -1,5 +1,6 @@
 """The loss of every step, kept on its device until the next report."""
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from itertools import takewhile
@@ -14,6 +15,7 @@ from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.step.transfer import fetch_numbers
 
 _MOST = 2**14  # number of values between two reports
+_ROUNDING = 1e-3  # of a loss, of 16 bits
 _EXPECTED = "a number, or a tensor of real numbers"
 
 _V = TypeVar("_V")
@@ -69,17 +71,20 @@ class LossLog:
         if (value := value_of(loss)) is not None:
             self._held.append((step, is_said, value))
 
-    def take(self, last: int) -> tuple[dict[int, float], dict[int, int]]:
+    def take(self, last: int) -> tuple[dict[int, float], dict[int, int], bool]:
         """Remove the losses of the steps up to `last`; return them by step, sorted.
 
-        Returned are, too, the `StepReport.loss_counts` of these steps.
+        Returned are, too, the `StepReport.loss_counts` of these steps, and whether hooks saw the
+        losses: what the training loop says may have further terms.
         """
         held = [entry for entry in self._held if entry[0] <= last]
         counts = dict(Counter(Counter(s for s, is_said, _ in held if not is_said).values()))
         self._held = deque([entry for entry in self._held if entry[0] > last], _MOST)
         numbers = fetch_numbers([value for _, _, value in held])
-        counted = _counted((*of[:2], number) for of, number in zip(held, numbers, strict=True))
-        return {step: sum(several) / len(several) for step, several in counted.items()}, counts
+        every = [(*of[:2], number) for of, number in zip(held, numbers, strict=True)]
+        losses, seen = map(_means, (every, [entry for entry in every if not entry[1]]))
+        off = {step: abs(x - seen.get(step, math.inf)) for step, x in losses.items()}
+        return losses, counts, not any(x > _ROUNDING * abs(losses[step]) for step, x in off.items())
 
     def of(self, step: int) -> int:
         """Return the number of losses of a step."""
@@ -90,6 +95,10 @@ class LossLog:
         since, self._looked = self._looked, last
         new = takewhile(lambda entry: entry[0] > since, reversed(self._held))
         return _counted([entry for entry in new if entry[0] <= last][::-1])
+
+
+def _means(entries: Iterable[tuple[int, bool, float]]) -> dict[int, float]:
+    return {step: sum(several) / len(several) for step, several in _counted(entries).items()}
 
 
 def _counted(entries: Iterable[tuple[int, bool, _V]]) -> dict[int, list[_V]]:

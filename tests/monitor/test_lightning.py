@@ -77,6 +77,7 @@ def test_readings_are_those_of_a_plain_loop(package: ModuleType) -> None:
     reports = fit(package=package)
     assert [report.step for report in reports] == [0, 2, 4, 6]
     assert list(reports[0].layers) == ["net.0", "net.3"]
+    assert reports[0].loss_module == "CrossEntropyLoss" and sum(reports[0].labels) == 6
     assert_same(reports, plain_fit())
 
 

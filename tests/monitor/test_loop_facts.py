@@ -378,6 +378,16 @@ def test_what_the_loss_gets(
     assert (report.outputs, sum(report.labels)) == (outputs, 6 * (targets is TARGETS))
 
 
+def test_a_loss_of_further_terms_is_not_the_modules() -> None:
+    model, criterion = nn.Sequential(*two_layers()), nn.CrossEntropyLoss()
+    with Monitor(model, None, loss=criterion, every_n_steps=1) as monitor:
+        loss = criterion(model(batch(0)), TARGETS)
+        monitor.log_loss(loss + 0.1)
+        loss.backward()
+        monitor.end_step()
+    assert monitor.latest.loss_shapes and not monitor.latest.loss_module
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (4, 3, 2), (4, 101)])
 def test_what_no_kinds_are_looked_for_in(shape: tuple[int, ...]) -> None:
     assert kinds_of((torch.rand(shape), torch.rand(shape))) == ()
