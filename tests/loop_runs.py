@@ -72,6 +72,7 @@ SMALL = {"a": reading(activation_rms=0.3)}
 BELOW_ZERO = (0.7, *(-0.01 * step for step in range(39)))
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
+OF_CLASSES = {"loss_module": "CrossEntropyLoss"}
 PROBABLE_AT_TIMES = ["probabilities", ""] * 3
 PADDED = [{"a": reading(kind="gru", idle_share=1 - 1 / (i + 3))} for i in range(6)]
 UNREAD = reading(kind="gru", idle_share=0.875)
@@ -184,8 +185,8 @@ HITS = {
     "double-softmax": run(loss_module="CrossEntropyLoss", outputs="probabilities"),
     "activated-logits": run(loss_module="BCEWithLogitsLoss", outputs="probabilities"),
     "activated-logits by a ReLU": run(loss_module="CrossEntropyLoss", outputs="rectified"),
-    "class-untaught": run(labels=(30, 20, 0)),
-    "unshuffled by labels": run(labels=[(9, 0), (9, 0), (0, 9)] * 2),
+    "class-untaught": run(labels=(30, 20, 0), **OF_CLASSES),
+    "unshuffled by labels": run(labels=[(9, 0), (9, 0), (0, 9)] * 2, **OF_CLASSES),
     "softmax-over-samples": run(outputs="over samples", loss_shapes=((64, 10), (64,))),
     "samples-mixed": run(layers={"a": UNREAD}, batch=DIFFERENT),
     "running-statistics of one batch": run(norm_momenta={"n": 0.99}),
@@ -231,9 +232,11 @@ MEANT = {
     "rectified outputs of another loss": run(loss_module="MSELoss", outputs="rectified"),
     "the last time of a layer in reverse": run(layers={"a_reverse": UNREAD}, batch=DIFFERENT),
     "statistics of a trained model": run(norm_momenta={"n": 0.001}, norm_passes=99),
-    "a class that is rare": run(labels=[(30, 3, 0), *[(30, 3, 1)] * 5]),
-    "samples of one class": run(labels=(30, 0)),
-    "shuffled samples that ask for the same": run(losses=STILL, layers=ALIKE, labels=(8, 9)),
+    "a class that is rare": run(labels=(30, 3, 0), **OF_CLASSES),
+    "samples of one class": run(labels=(30, 0), **OF_CLASSES),
+    "embeddings, not scores": run(labels=(30, 20, 0)),
+    "pixels of one image": run(labels=[(2000, 0), (0, 2000)] * 3, **OF_CLASSES),
+    "shuffled, asking for the same": run(losses=STILL, layers=ALIKE, labels=(8, 9), **OF_CLASSES),
     "padding": run(layers=PADDED, batch=DIFFERENT),
     "padding to one length": run(layers={"a": replace(UNREAD, idle_share=0.65)}, batch=DIFFERENT),
     "padding of one batch": run(layers={"a": UNREAD}, batch=(1.0,)),
@@ -274,9 +277,7 @@ MEANT = {
     "a resumed run with satisfied margins": run(layers=[LAYERS, *[FLAT] * 5]),
     "most targets masked": run(losses=STILL, layers=MASKED),
     "most targets ignored in some steps": run(losses=STILL, layers=[IGNORED, MASKED] * 3),
-    "dropout that rises to a half": run(
-        losses=STILL, dropout=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    ),
+    "dropout that rises to a half": run(losses=STILL, dropout=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]),
     "an AMP scale that doubles": run(
         loss_gradients=[(2.0**i,) for i in range(6)],
         layers=[{n: reading(gradient_factor=2.0**-i) for n in "abc"} for i in range(6)],
@@ -289,17 +290,11 @@ MEANT = {
     "a penalty in the loss, as it falls": run(layers=ADDED),
     "a state that is empty at first": run(new_state=[True, *[False] * 5]),
     "a state that is loaded twice": run(new_state=[False, True, False, True, False, False]),
-    "a validation with gradients, once": run(
-        unused_losses=[30, *[0] * 5], loss_gradients=(1.0,)
-    ),
+    "a validation with gradients, once": run(unused_losses=[30, *[0] * 5], loss_gradients=(1.0,)),
     "two losses for a table in each step": run(unused_losses=2, loss_gradients=(1.0,)),
-    "an epoch's last step of few batches": run(
-        loss_counts={4: 5, 2: 1}, loss_gradients=QUARTERS
-    ),
+    "an epoch's last step of few batches": run(loss_counts={4: 5, 2: 1}, loss_gradients=QUARTERS),
     "as many batches as fit": run(loss_counts={4: 5, 5: 2, 6: 2}, loss_gradients=QUARTERS),
-    "two losses in a backward pass, or three": run(
-        loss_counts={2: 5, 3: 2}, loss_gradients=(1.0,)
-    ),
+    "two losses in a backward pass, or three": run(loss_counts={2: 5, 3: 2}, loss_gradients=(1.0,)),
     "a generator's step after some of its critic's": run(
         loss_counts={2: 5, 3: 2}, loss_gradients=(1.0, 1.0)
     ),
@@ -307,15 +302,9 @@ MEANT = {
         loss_counts={3: 5, 4: 2}, loss_gradients=ONES[:3], other_optimizers=("Adam",)
     ),
     "a warm-up and a step down": run(learning_rates=(0.01,), rate_falls=1),
-    "groups that decay": run(
-        learning_rates=[(0.1 * 0.1**i, 0.001 * 0.1**i) for i in range(6)]
-    ),
-    "a group fading at last": run(
-        learning_rates=[(0.1 if i < 5 else 0.0, 0.1) for i in range(6)]
-    ),
-    "momentum that cycles": run(
-        settings=[{"momentum": (0.85 + 0.1 * (i % 2),)} for i in range(6)]
-    ),
+    "groups that decay": run(learning_rates=[(0.1 * 0.1**i, 0.001 * 0.1**i) for i in range(6)]),
+    "a group fading at last": run(learning_rates=[(0.1 if i < 5 else 0.0, 0.1) for i in range(6)]),
+    "momentum that cycles": run(settings=[{"momentum": (0.85 + 0.1 * (i % 2),)} for i in range(6)]),
     "averages of one length": run(settings={"beta1": (0.95,), "beta2": (0.95,)}),
     "a large epsilon, as the loss falls": run(settings={"beta1": (0.9,), "eps": (1e-3,)}),
     "a head with a higher rate": run(layers=LAYERS | {"c": reading(update_ratio=0.2)}, **GROUPS),
@@ -359,9 +348,7 @@ MEANT = {
     "the same first batch of each epoch": run(batch=(3.5,), next_batch=(4.5,)),
     "batches that are not known": run(batch=(), next_batch=()),
     "clipping, as the loss falls": run(layers=SHORT, loss_gradients=(1.0,)),
-    "clipping by Adam": run(
-        losses=STILL, layers=SHORT, loss_gradients=(1.0,), optimizer="AdamW"
-    ),
+    "clipping by Adam": run(losses=STILL, layers=SHORT, loss_gradients=(1.0,), optimizer="AdamW"),
     "a mixed-precision scaler": run(
         losses=STILL, loss_gradients=(65536.0,),
         layers={"a": reading(update_ratio=1e-4, gradient_factor=1 / 65536)},

@@ -53,7 +53,8 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return for each of `OUTPUTS` whether the outputs that a loss gets are that.
 
     No probability is below 0, and none above 1, or those of each sample sum to 1. With labels, the
-    second tensor is how many samples each class has.
+    second tensor is how many samples each class has, of every so many where there are 4,096 or
+    more.
 
     Args:
         given: the arguments of a loss. Its first one counts, of one or two dimensions without many
@@ -74,7 +75,8 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
     if sums and min(outputs.shape) > 1 and len(outputs) != outputs.shape[1]:
         linear = torch.maximum((outputs.sum(0) - 1).abs().amax(), below)
         kinds.append(torch.minimum(linear, outputs.logsumexp(0).abs().amax()) < _ROUNDING)
-    labels = [given[1][:_MOST_SAMPLES, None]] if sums else []
+    # Not the first ones: those of pixels are of one image.
+    labels = [given[1][:: 1 + len(given[1]) // _MOST_SAMPLES, None]] if sums else []
     classes = torch.arange(outputs.shape[-1], device=given[1].device)
     return (torch.stack(kinds), *((x == classes).sum(0) for x in labels))
 

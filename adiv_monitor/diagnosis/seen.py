@@ -8,7 +8,8 @@ from adiv_monitor.report import StepReport
 
 COUNTED = 10  # batches of a new normalisation in the first step
 FEWEST = 3  # reports, in all of which it must be so
-OCCURS = 20  # samples of each class that occurs: then others would too, if there were any
+OCCURS = 20  # samples of each class that occurs: then others that are as frequent would, too
+SAMPLES = 1024  # labels of a step: more are those of pixels or tokens, which are alike in a sample
 _OWN = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}  # of a loss
 ENTRYWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 
@@ -80,7 +81,7 @@ def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
 
     How far that is from shuffled batches is told by Pearson's χ² of batches and classes.
     """
-    counts = [of for of in _labels(reports) if any(of)]
+    counts = [of for of in _labels(reports) if 0 < sum(of) <= SAMPLES]
     totals = [*map(sum, zip(*counts, strict=True))]
     alike, expected = _alike(counts), _alike([totals])
     if alike >= 0 and expected < 1 and len(counts) > 1:
@@ -92,8 +93,8 @@ def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
 
 
 def _labels(reports: Sequence[StepReport]) -> Sequence[tuple[int, ...]]:
-    """Return how many samples of each class each step saw; empty: it is not known."""
-    seen = [report.labels for report in reports]
+    """Return how many samples of each class a loss of torch's own got in each step, if known."""
+    seen = [report.labels for report in reports if report.labels and report.loss_module]
     return seen if len({*map(len, seen)}) == 1 else []
 
 

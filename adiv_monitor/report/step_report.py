@@ -189,7 +189,8 @@ class StepReport:
             "over samples": those of each class, or their exponentials, sum to 1. Only outputs of
             one or two dimensions, of at most 100 classes, are looked at.
         labels: how many samples of each class the step's first loss is called with, if such outputs
-            are looked at, and labels are whole numbers, one for each row of the outputs.
+            are looked at, and labels are whole numbers, one for each row of the outputs. Of 4,096
+            rows and more, every so many count.
         loss_module: the class name of the loss, if it is a module of torch's own that computes the
             losses of these steps alone; else "".
         loss_shapes: the shapes of the tensors with which the step's first loss is called.

@@ -316,7 +316,7 @@ UNTAUGHT: list[Row] = [
     ("class-untaught", "next tokens", tagged(next_ones, lambda x: x), ""),
     ("class-untaught", "gathered along the classes", by(gathered(1)), ""),
     ("class-untaught", "a class that never occurs", of(F.cross_entropy, batches=NO_TWOS),
-     "Of the 3 classes of the outputs, 1 never occur among 180 labels"),
+     "Of the 3 classes of the outputs, 1 have no sample among 180 labels"),
     ("class-untaught", "a corner", corner(3),
      "Of the 8 places along axis 2 of the outputs, 5 never"),
     ("class-untaught", "most", corner(7), ""),

@@ -393,6 +393,11 @@ def test_what_no_kinds_are_looked_for_in(shape: tuple[int, ...]) -> None:
     assert kinds_of((torch.rand(shape), torch.rand(shape))) == ()
 
 
+def test_labels_of_many_rows_are_those_of_all_places() -> None:
+    _, labels = kinds_of((torch.rand(10_000, 2), torch.arange(10_000) // 5_000))
+    assert labels.tolist() == [1667, 1667]  # every third
+
+
 def test_only_a_loss_of_torchs_own_has_a_name() -> None:
     class Squeezes(nn.MSELoss):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

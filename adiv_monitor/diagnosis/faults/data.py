@@ -119,7 +119,6 @@ told(__name__, "same-batch", "", "watch",
 
 
 told(__name__, "unshuffled", "The data are not shuffled",
-     # Of a monitored run, labels may be those of pixels.
      lambda record: record.found_by("unshuffled")[0].numbers["ratio"] < SORTED
      if record.is_audited else goes_badly(record),
      "The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: the data "

@@ -112,8 +112,8 @@ told(__name__, "class-untaught", "", suffers,
             "lengths that it is given"),
      where=lambda fact: "unread" in fact.numbers,
      unless=lambda record: record.found_by("zero-gradient"))  # fmt: skip
-told(__name__, "class-untaught", "", "watch",
-     "Of the {classes:.0f} classes of the outputs, {missing:.0f} never occur among {labels:.0f} "
+told(__name__, "class-untaught", "", "note",
+     "Of the {classes:.0f} classes of the outputs, {missing:.0f} have no sample among {labels:.0f} "
      "labels (number {first:.0f} is the first).",
      Number("classes that never occur", "missing"),
      Advice("shuffle the samples before they are split into training and validation, and check "
