@@ -49,6 +49,11 @@ RATES = {
     "mup sgd": range(-3, 0),
     "mup adam": range(-5, -2),
 }
+# Constant factors of the layers' rates, of `constants.py`.
+CONSTANTS = {
+    f"hidden {hidden:g} readout {readout:g}": {"0": 1.0, "2": hidden, "4": readout}
+    for hidden, readout in list(itertools.product((1.0, 3.0, 10.0), repeat=2))[1:]
+}
 
 
 def grids(widths: Sequence[int]) -> dict[str, range]:
@@ -129,7 +134,7 @@ def train(trial: Trial, task: Task, runs: Sequence[Run]) -> Run:
     model = nn.Sequential(*[m for linear in linears for m in (linear, nn.ReLU())][:-1])
     probe = Probe(task.held_out[0][:PROBE])
     layers = parametrize_model(model, probe, name, scale={"2": 2**0.5})
-    gains = None
+    gains = CONSTANTS.get(arm)
     if arm == "carried":
         narrow = next(run["arm"] for run in runs if run["arm"].startswith(f"{name} {optimizer} "))
         gains = carried(best(runs)[narrow], f"{name} {optimizer}", int(width))

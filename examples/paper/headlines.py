@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from alignments_report import ARMS, changes, every_change, of_held_out, of_training
+from alignments_report import (
+    ARMS,
+    changes,
+    every_change,
+    of_held_out,
+    of_training,
+    settings,
+)
+from constants import compared, less
 from fair_report import Accuracies, Arm, accuracies, difference
 from readings_report import layer_medians, typical
 from scipy import stats
@@ -366,6 +374,11 @@ def of_alignments() -> Iterator[Headline]:
     for setting, arm in (("sp sgd 256", "sum"), ("sp adam 128", "sum"), ("sp sgd 128", "carried")):
         shown = [signed(changes(found, setting, arm, r)) for r in (of_training, of_held_out)]
         yield f"CIFAR-10, {setting}: {arm} − full", " and ".join(shown)
+    tuned_alone = compared(runs("constants"), runs("alignments"))
+    for arm in ARMS:
+        networks = settings(tuned_alone)
+        below = [x < 0 for s in networks for x in less(tuned_alone, s, arm, of_held_out)]
+        yield f"CIFAR-10, constants less {arm}: held out, lower", f"{sum(below)} of {len(below)}"
 
 
 def headlines() -> Iterable[Headline]:

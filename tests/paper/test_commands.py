@@ -56,6 +56,7 @@ COMMANDS = {
     "alignments": Command(
         (*DATA, "--steps", "2", "--widths", "16", "32"), len(alignments.grids((16, 32)))
     ),
+    "constants": Command((*DATA, "--steps", "2", "--width", "32"), 4 * len(alignments.CONSTANTS)),
 }
 
 
@@ -87,6 +88,10 @@ def test_runs_a_page_and_a_picture(
         found: list[dict[str, Any]] = json.loads((out / f"{name}.json").read_text())
         return found
 
+    if name == "constants":  # which goes on from these
+        options = COMMANDS["alignments"].options
+        monkeypatch.setattr(sys, "argv", ["", "--quick", *options, "--out", str(out)])
+        alignments.main()
     found = command()
     assert len(found) == of.runs
     for run in found:
@@ -94,7 +99,7 @@ def test_runs_a_page_and_a_picture(
         assert all(each is None or math.isfinite(each) for each in accuracies)
     page = (out / f"{name}.md").read_text()
     assert "SYNTHETIC" in page or name == "transformer"
-    for picture in of.pictures or (name,):
+    for picture in of.pictures or (name,) * (name != "constants"):
         assert (out / f"{picture}.png").stat().st_size > 10_000
     if name != "widths":
         monkeypatch.setattr(torch.autograd, "grad", None)  # nothing is trained again

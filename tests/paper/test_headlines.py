@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 import alignments_report
+import constants
 import convolutional
 import depth
 import fair_report
@@ -44,6 +45,7 @@ PAGES: dict[str, Callable[[Runs], str]] = {
     "convolutional": convolutional.text,
     "projections": projections.text,
     "alignments": alignments_report.text,
+    "constants": lambda runs: constants.text(runs, headlines.runs("alignments")),
     **{m.__name__: of_question(m) for m in (depth, normalisers, optimizers, patches, transformer)},
 }
 
