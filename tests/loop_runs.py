@@ -186,7 +186,9 @@ HITS = {
     "activated-logits": run(loss_module="BCEWithLogitsLoss", outputs="probabilities"),
     "activated-logits by a ReLU": run(loss_module="CrossEntropyLoss", outputs="rectified"),
     "class-untaught": run(labels=(30, 20, 0), **OF_CLASSES),
-    "unshuffled by labels": run(labels=[(9, 0), (9, 0), (0, 9)] * 2, **OF_CLASSES),
+    "unshuffled by labels": run(
+        9, STILL, every=4, labels=[(9, 0), (9, 0), (0, 9)] * 3, **OF_CLASSES, **SPREAD
+    ),
     "softmax-over-samples": run(outputs="over samples", loss_shapes=((64, 10), (64,))),
     "samples-mixed": run(layers={"a": UNREAD}, batch=DIFFERENT),
     "running-statistics of one batch": run(norm_momenta={"n": 0.99}),

@@ -227,6 +227,8 @@ def apart(record: Record) -> Iterator[Finding]:
     seen = _sums(record)
     if len(seen) < FEWEST_APART or not goes_badly(record) or not is_measure(record):
         return
+    if any(fact.numbers["ratio"] < SORTED for fact in record.found_by("unshuffled")):
+        return
     middle, usual = (median(of) for of in zip(*seen, strict=True))
     squares = sorted((total - middle) ** 2 for total, _ in seen)
     most = squares[: len(squares) * 9 // 10]  # the last batch of an epoch may be smaller
