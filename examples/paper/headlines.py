@@ -173,9 +173,11 @@ def of_eight() -> Iterator[Headline]:
     gradient_only = ("rate-by-layer", *(f"gradient-{of}" for of in ("proportional", "batch")))
     pairs = [(m, "standard") for m in ("affine-like", "centred", "norm-like", *gradient_only)]
     pairs += [("affine-like", than) for than in ("gradient-proportional", "constant-scale")]
-    for method, than in (*pairs, ("gradient-proportional", "rate-by-layer")):
-        shown = signed(difference(found, Arm(method, "tanh", 8), than))
-        yield f"B = 8, three seeds of tuning, tanh: {method} − {than}", shown
+    arms = [("tanh", *pair) for pair in (*pairs, ("gradient-proportional", "rate-by-layer"))]
+    arms += [("leaky", method, "standard") for method in ("affine-like", *gradient_only)]
+    for activation, method, than in arms:
+        shown = signed(difference(found, Arm(method, activation, 8), than))
+        yield f"B = 8, three seeds of tuning, {activation}: {method} − {than}", shown
 
 
 def of_depth() -> Iterator[Headline]:
