@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings
+from adiv_monitor.capture.loss_hook import torchs_loss
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.lightning_base import Callback
 from adiv_monitor.report import WORST, StepReport
@@ -294,7 +295,7 @@ class DivergenceCallback(Callback):
 
 def _loss_of(model: nn.Module) -> nn.Module | None:
     """Return the one module of torch's own losses in a model; None: there is none, or several."""
-    found = [m for m in model.modules() if type(m).__module__ == nn.modules.loss.__name__]
+    found = [module for module in model.modules() if torchs_loss(module)]
     return found[0] if len(found) == 1 else None
 
 

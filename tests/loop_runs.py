@@ -329,15 +329,11 @@ MEANT = {
     "half of it unused": run(losses=STILL, **without(*"aaaaaa")),
     "a small part is frozen": run(trainable=1000, frozen={"a": 100}),
     "frozen by turns": run(frozen=[{"a": 300}, {"b": 300}] * 3),
-    "unfrozen by steps": run(
-        layers=[HEAD, HEAD, *[LAYERS] * 4], trainable=[300, 300, *[1000] * 4]
-    ),
+    "unfrozen by steps": run(layers=[HEAD, HEAD, *[LAYERS] * 4], trainable=[300, 300, *[1000] * 4]),
     "frozen at times": run(layers=[LAYERS, HEAD] * 3, trainable=[1000, 300] * 3),
     "experts by turns": run(losses=STILL, **without(*"ababab")),
     "samples that agree, as the loss falls": run(layers=ALIKE),
-    "samples alike, of two players": run(
-        losses=STILL, layers=ALIKE, other_optimizers=("Adam",)
-    ),
+    "samples alike, of two players": run(losses=STILL, layers=ALIKE, other_optimizers=("Adam",)),
     "a head that nobody uses": run(not_held=[{}, *[{"a": 9}] * 5]),
     "a gradient in the last step alone": run(not_held=[*[{}] * 5, {"a": 900}]),
     "another network that is trained in turns": run(not_held=[{}, {"a": 900}, {}, *[{"a": 9}] * 3]),

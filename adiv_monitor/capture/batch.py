@@ -77,8 +77,8 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
         kinds.append(torch.minimum(linear, outputs.logsumexp(0).abs().amax()) < _ROUNDING)
     # Not the first ones: those of pixels are of one image.
     labels = [given[1][:: 1 + len(given[1]) // _MOST_SAMPLES, None]] if sums else []
-    classes = torch.arange(outputs.shape[-1], device=given[1].device)
-    return (torch.stack(kinds), *((x == classes).sum(0) for x in labels))
+    counts = [(x == torch.arange(outputs.shape[1], device=x.device)).sum(0) for x in labels]
+    return (torch.stack(kinds), *counts)
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits

@@ -44,8 +44,7 @@ class LossHook:
         self.stays = isinstance(loss, nn.Module)
         self._note = note
         self._fail = fail
-        of_torch = type(loss).__module__ == nn.modules.loss.__name__
-        self.of_torch = type(loss).__name__ if of_torch else ""
+        self.of_torch = torchs_loss(loss)
         name = getattr(loss, "__name__", type(loss).__name__)
         if isinstance(loss, nn.Module):
             self._module, self._of = loss, None
@@ -80,6 +79,11 @@ class LossHook:
                 self._note(output, args if self._of is None else ())
         except Exception as error:
             self._fail(error)
+
+
+def torchs_loss(loss: object) -> str:
+    """Return the class name of a loss module of torch's own; "": it is none."""
+    return type(loss).__name__ if type(loss).__module__ == nn.modules.loss.__name__ else ""
 
 
 def takes(function: Callable[..., object], *args: object) -> bool:

@@ -87,8 +87,8 @@ class LossLog:
         return losses, counts, not any(x > _ROUNDING * abs(losses[step]) for step, x in off.items())
 
     def of(self, step: int) -> int:
-        """Return the number of losses of a step."""
-        return sum(entry[0] == step for entry in self._held)
+        """Return the number of losses of a step, each of which may be both said and seen."""
+        return max(Counter(said for at, said, _ in self._held if at == step).values(), default=0)
 
     def looked_at(self, last: int) -> dict[int, list[Value]]:
         """Return the losses that count of steps up to `last`, each once; they stay in the log."""

@@ -11,14 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from alignments_report import (
-    ARMS,
-    changes,
-    every_change,
-    of_held_out,
-    of_training,
-    settings,
-)
+from alignments_report import ARMS, changes, every_change, of_held_out, of_training, settings
 from constants import compared, less
 from fair_report import Accuracies, Arm, accuracies, difference
 from readings_report import layer_medians, typical

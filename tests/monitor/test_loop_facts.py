@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.batch import kinds_of
+from adiv_monitor.step.loss_log import LossLog
 
 
 class Net(nn.Module):
@@ -391,6 +392,13 @@ def test_a_loss_of_further_terms_is_not_the_modules() -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (4, 3, 2), (4, 101)])
 def test_what_no_kinds_are_looked_for_in(shape: tuple[int, ...]) -> None:
     assert kinds_of((torch.rand(shape), torch.rand(shape))) == ()
+
+
+def test_a_loss_that_is_said_and_seen_is_one() -> None:
+    log = LossLog()
+    for is_said in (True, False, True):
+        log.add(7, 1.0, is_said=is_said)
+    assert (log.of(7), log.of(8)) == (2, 0)
 
 
 def test_labels_of_many_rows_are_those_of_all_places() -> None:

@@ -131,6 +131,7 @@ def test_one_row_does_not_tell_what_it_has_in_common_with_others() -> None:
     assert measures.common_share(rows, rows, np.array([1.0]), sample) == (1, 0)
     idle = Sample(sample.total, active & False)
     assert np.isnan(measures.common_share(rows, rows, np.array([0.0]), idle).value)
+    assert np.isnan(measures.idle_share(Sample(np.zeros(1), active[:, :0]), np.zeros(1)).value)
 
 
 def test_errors_from_few_active_rows_cover_the_error() -> None:

@@ -118,7 +118,7 @@ told(__name__, "same-batch", "", "watch",
      not_advised="Larger batches of the same samples teach no more.", against=())  # fmt: skip
 
 
-told(__name__, "unshuffled", "The data are not shuffled",
+unshuffled = told(__name__, "unshuffled", "The data are not shuffled",
      lambda record: record.found_by("unshuffled")[0].numbers["ratio"] < SORTED
      if record.is_audited else goes_badly(record),
      "The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: the data "
@@ -227,7 +227,7 @@ def apart(record: Record) -> Iterator[Finding]:
     seen = _sums(record)
     if len(seen) < FEWEST_APART or not goes_badly(record) or not is_measure(record):
         return
-    if any(fact.numbers["ratio"] < SORTED for fact in record.found_by("unshuffled")):
+    if any(unshuffled(record)):  # then inputs differ, too
         return
     middle, usual = (median(of) for of in zip(*seen, strict=True))
     squares = sorted((total - middle) ** 2 for total, _ in seen)

@@ -84,7 +84,7 @@ def lasts(record: Record) -> bool:
     return suffers(record) or stays
 
 
-told(__name__, "class-weights", "Class weights that grow with the counts", lasts,
+told(__name__, "class-weights", "Class weights that do not balance the classes", lasts,
      "{place} weights class {common} {times:.3g} times as much as class {rare}, which is "
      "{more:.3g} times as rare.",
      Number("slope of log weight over log count", "slope", above=GROWS),
