@@ -71,9 +71,7 @@ class DivergenceTrainerCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        every_n_steps: int | None = None,
-        **options: "Unpack[CallbackOptions]",
+        self, every_n_steps: int | None = None, **options: "Unpack[CallbackOptions]"
     ) -> None:
         self._every_n_steps = every_n_steps
         self._settings = Settings.of("DivergenceTrainerCallback", options, every_n_steps)

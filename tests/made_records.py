@@ -77,9 +77,8 @@ def record(
 
 
 def adam(**settings: float) -> Facts:
-    return replace(
-        FACTS, optimizer="AdamW", settings={"lr": 1e-3, "weight_decay": 0.01, **settings}
-    )
+    settings = {"lr": 1e-3, "weight_decay": 0.01} | settings
+    return replace(FACTS, optimizer="AdamW", settings=settings)
 
 
 def decayed(weight_decay: float) -> Facts:

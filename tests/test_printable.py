@@ -96,7 +96,7 @@ def hostile() -> AuditReport:
     return replace(made, findings=(found(STEERING),), record=record)
 
 
-def test_nothing_that_steers_is_in_what_the_audit_prints(
+def test_nothing_that_steers_is_in_what_an_audit_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = io.StringIO()

@@ -34,11 +34,8 @@ def run(given: Mapping[str, Any]) -> AuditReport:
     steps, most = of.steps, of.steps or MOST_STEPS
     batches, notes = of.batches, list[str]()
     loss = settings.loss_of_output if of.loss is None else settings.of_batch(of.loss)
-    facts = {
-        "data": drawn.in_words(batches),
-        "loss": settings.name_of(of.loss),
-        **(of._facts or {}),
-    }
+    facts: dict[str, Any] = {"data": drawn.in_words(batches), "loss": settings.name_of(of.loss)}
+    facts |= of._facts or {}
     if drawn.is_data_set(batches):
         batches = drawn.loader_of(batches, drawn.DEFAULT_SIZE, of.seed)
         notes.append(f"The data set was shuffled, in batches of {drawn.DEFAULT_SIZE}: give a "

@@ -70,11 +70,7 @@ class Capture:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        selection: Selection,
-        context: Context,
-        plan: Plan | None,
+        self, model: nn.Module, selection: Selection, context: Context, plan: Plan | None
     ) -> None:
         self.passes = context.passes
         self.unreached: dict[str, str] = {}

@@ -39,12 +39,7 @@ class Layers:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        selection: Selection,
-        context: Context,
-        *,
-        follows_all: bool = True,
+        self, model: nn.Module, selection: Selection, context: Context, *, follows_all: bool = True
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}

@@ -82,11 +82,7 @@ class Site:
 
 
 def site_of(
-    module: nn.Module,
-    call: Called,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: object,
+    module: nn.Module, call: Called, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
 ) -> Site | None:
     """Return the site of a module that made one call; None if a hook can't catch its use."""
     rule = rule_of(name_of(call.function))

@@ -52,11 +52,7 @@ class Trace:
         return Plan(known, [module for module, site in found if site is SPECIAL])
 
     def learn(
-        self,
-        sites: Mapping[nn.Module, Site | str | None],
-        unseen: set[int],
-        *,
-        is_survey: bool,
+        self, sites: Mapping[nn.Module, Site | str | None], unseen: set[int], *, is_survey: bool
     ) -> None:
         """Record the result of a step.
 

@@ -57,12 +57,7 @@ class Watch:
         plan: the modules with known uses, in which functions need not be watched; None: none.
     """
 
-    def __init__(
-        self,
-        watching: Watching,
-        guard: Guard,
-        plan: Plan | None = None,
-    ) -> None:
+    def __init__(self, watching: Watching, guard: Guard, plan: Plan | None = None) -> None:
         self._forwards, self._watching, self._guard = watching.forwards, watching, guard
         selection = watching.selection
         self._depth = reruns()  # reruns within it are not watched

@@ -150,9 +150,8 @@ class Trial:
 
         Unless the fix is a learning rate itself, it must also beat another learning rate alone.
         """
-        return (
-            self.pays and self.beats_constant and (self.fix.startswith("rate*") or self.beats_rate)
-        )
+        by_itself = self.fix.startswith("rate*") or self.beats_rate
+        return self.pays and self.beats_constant and by_itself
 
     @property
     def objection(self) -> str:

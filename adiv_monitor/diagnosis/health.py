@@ -59,51 +59,30 @@ class Measure(NamedTuple):
 # Inner knots are the ends of the typical range in layers of 30 healthy runs, rounded (see
 # tests/benchmarks/results/separation.md), or the limits of the audit's rules.
 HEALTH: Mapping[str, Measure] = {
-    "update_ratio": Measure(
-        "Move of the activations",
+    "update_ratio": Measure("Move of the activations",
         "‖Δz‖ / ‖z‖. Healthy layers read 0.009 to 0.7. Blue: hardly moves; red: jumps.",
-        ((3e-4, -1), (0.009, -0.5), (0.7, 0.5), (10, 1)),
-        logarithmic=True,
-        of_maps=True,
-    ),
-    GRADIENT: Measure(
-        "Gradient that arrives",
+        ((3e-4, -1), (0.009, -0.5), (0.7, 0.5), (10, 1)), logarithmic=True, of_maps=True),
+    GRADIENT: Measure("Gradient that arrives",
         "‖∂L/∂z‖ over the last layer's. Blue, below 0.03: vanishes; red, above 70: explodes.",
-        ((1e-3, -1), (0.03, -0.5), (70, 0.5), (1000, 1)),
-        logarithmic=True,
-        of_maps=True,
-    ),
-    "idle_share": Measure(
-        "Zero-gradient rows",
+        ((1e-3, -1), (0.03, -0.5), (70, 0.5), (1000, 1)), logarithmic=True, of_maps=True),
+    "idle_share": Measure("Zero-gradient rows",
         "Share of rows with g_r = 0: padding, masked tokens, dead units. Healthy: below 0.15.",
-        ((0, 0), (0.15, 0.5), (1, 1)),
-    ),
-    "descent": Measure(
-        "Descent",
-        "−⟨∂L/∂Θ, ΔΘ⟩: how far this layer lowers the loss, to first order. Dark: hardly, or not.",
-    ),
-    "update_cosine": Measure(
-        "Cosine of the step", "cos(d, G): 1 where activations moved straight downhill; dark: least."
-    ),
-    "effective_lr": Measure(
-        "Effective learning rate",
-        "⟨d, G⟩ / ‖G‖²: how fast activations go downhill; best alike in all layers.",
-        of_maps=True,
-    ),
-    "scale_mean": Measure(
-        "Row scale, mean", "Mean of ‖φ‖² = ‖x‖² + 1: long rows make long steps.", of_maps=True
-    ),
-    "scale_cv": Measure(
-        "Spread of the row scales",
+        ((0, 0), (0.15, 0.5), (1, 1))),
+    "descent": Measure("Descent",
+        "−⟨∂L/∂Θ, ΔΘ⟩: how far this layer lowers the loss, to first order. Dark: hardly, or not."),
+    "update_cosine": Measure("Cosine of the step",
+        "cos(d, G): 1 where activations moved straight downhill; dark: least."),
+    "effective_lr": Measure("Effective learning rate",
+        "⟨d, G⟩ / ‖G‖²: how fast activations go downhill; best alike in all layers.", of_maps=True),
+    "scale_mean": Measure("Row scale, mean",
+        "Mean of ‖φ‖² = ‖x‖² + 1: long rows make long steps.", of_maps=True),
+    "scale_cv": Measure("Spread of the row scales",
         "std / mean of ‖φ‖². Healthy: below 0.8. Red: a few long rows set the step.",
-        ((0, 0), (0.8, 0.5), (2, 1)),
-    ),
-    "projection_cosine": Measure(
-        "Cosine of the projection",
+        ((0, 0), (0.8, 0.5), (2, 1))),
+    "projection_cosine": Measure("Cosine of the projection",
         "cos(a, u): 1 where nothing changed the weights after the step. Blue: something turned it.",
-        ((0, -1), (0.98, -0.5), (1, 0)),
-    ),
-}
+        ((0, -1), (0.98, -0.5), (1, 0))),
+}  # fmt: skip
 # Measures side by side in the overview.
 OVERVIEW = ("update_ratio", GRADIENT, "idle_share", "update_cosine")
 
@@ -154,9 +133,8 @@ def is_told(measure: str, values: NDArray[np.float64]) -> bool:
     """Return whether a picture of these values is informative: not all are equal or ideal."""
     if measure == "projection_cosine":
         return bool((values < 1 - 1e-3).any())
-    return bool(
-        np.isfinite(values).any() and not math.isclose(np.nanmin(values), np.nanmax(values))
-    )
+    is_known = np.isfinite(values).any()
+    return bool(is_known and not math.isclose(np.nanmin(values), np.nanmax(values)))
 
 
 _OTHERS = {**SIZES,  # title, and formula with how to read it

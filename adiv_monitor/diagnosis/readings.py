@@ -153,9 +153,7 @@ def heard(record: Record, report: StepReport) -> dict[str, float]:
     through them, and they count.
     """
     norms, began = gradients(record, report), gradients(record, record.reports[0])
-    later = {
-        p for of in record.reports[1:] for p, reading in of.layers.items() if _gradient(reading)
-    }
+    later = {p for r in record.reports[1:] for p, of in r.layers.items() if _gradient(of)}
     late = [path for path, norm in began.items() if norm == 0 and path in later]
     before = takewhile(lambda path: path != late[-1], began) if late else ()
     if not any(began[path] > 0 for path in before):

@@ -133,9 +133,7 @@ def solve_max_lr(
     )
     full = full_alignment(n)
     alignments = Alignments(
-        _each("alpha", alpha, full.alpha),
-        _each("omega", omega, full.omega),
-        _each("u", u, full.u),
+        _each("alpha", alpha, full.alpha), _each("omega", omega, full.omega), _each("u", u, full.u)
     )
     if wrong := unstable_at_initialisation(a, b, network.sources, network.sinks):
         return MaxLRSolution((), (), "unstable at initialisation", message=wrong)

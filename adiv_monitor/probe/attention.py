@@ -25,14 +25,7 @@ from adiv_monitor.capture.forwards import Called, Forward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths.scores import (
-    ESTIMATES,
-    RECORD,
-    Attention,
-    attention,
-    by_head,
-    of_heads,
-)
+from adiv_monitor.maths.scores import ESTIMATES, RECORD, Attention, attention, by_head, of_heads
 from adiv_monitor.rerun.derivatives import pusher
 from adiv_monitor.rerun.nested import tensors_in
 

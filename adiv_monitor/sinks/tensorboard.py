@@ -11,12 +11,7 @@ from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import not_measured, percent, trained
 from adiv_monitor.sinks.board import NO_PICTURES, BoardSink, findings_text, pictures
-from adiv_monitor.sinks.scalars import (
-    DEFAULT_MEASURES,
-    FRONT_MEASURES,
-    Scalars,
-    summary_group,
-)
+from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, FRONT_MEASURES, Scalars, summary_group
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -48,12 +48,7 @@ def unit_rows(x: Tensor, form: Correction) -> tuple[Tensor, Tensor]:
 
 
 def output_scaled(
-    patches: Patches,
-    plain: Plain,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    form: Correction,
+    patches: Patches, plain: Plain, x: Tensor, weight: Tensor, bias: Tensor | None, form: Correction
 ) -> Tensor:
     """Return f·(Wφ + shift·b) of the patches φ of x, or f·Wφ + shift·b if the constant is 0.
 

@@ -25,10 +25,7 @@ COMMANDS = {
 @pytest.mark.slow(one_in=7, first=5)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_leaves_a_picture(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", [name, *COMMANDS[name], "--out", str(tmp_path)])

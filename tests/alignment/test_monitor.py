@@ -19,9 +19,7 @@ from adiv_monitor.sinks import JsonlSink, TableSink
 def test_records_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, batch = mlp()
     report = one_step(
-        model,
-        lambda m: loss_of(m, batch).backward(),
-        alignment=Probe(batch[0], spectral=True),
+        model, lambda m: loss_of(m, batch).backward(), alignment=Probe(batch[0], spectral=True)
     )
     record = json.loads(json.dumps(report.to_dict()))
     assert record["alignment"]["2"]["alpha"] == report.alignment["2"].alpha

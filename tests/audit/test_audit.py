@@ -24,12 +24,7 @@ from adiv_monitor.audit.experiments.observe import in_order
 from adiv_monitor.audit.training.setup import of_batch
 from adiv_monitor.diagnosis.readings import maps
 
-QUICK: dict[str, Any] = {
-    "loss": cross_entropy,
-    "steps": 6,
-    "every_n_steps": 2,
-    "try_fixes": False,
-}
+QUICK: dict[str, Any] = {"loss": cross_entropy, "steps": 6, "every_n_steps": 2, "try_fixes": False}
 
 
 @pytest.fixture(autouse=True)

@@ -109,9 +109,7 @@ HITS = {
     "input-ignored": record(wiring=Wiring(input_matters=0.0)),
     "non-finite": record(losses=(2.3, 2.2, math.nan), first_non_finite="gradient of a"),
     "input-scale": record(inputs={"0": replace(INPUTS, std=160.0)}),
-    "input-mean": record(
-        {"a": reading(common_share=0.9)}, inputs={"0": replace(INPUTS, mean=9.0)}
-    ),
+    "input-mean": record({"a": reading(common_share=0.9)}, inputs={"0": replace(INPUTS, mean=9.0)}),
     "row-spread": record({"a": reading(scale_cv=3.0, standard_error={"scale_cv": 0.1})}),
     "projection-fights": record({"b": reading(projection_cosine=0.1, applied_cosine=-0.2)}),
     "decay-fights": record(facts=decayed(0.5), losses=STILL),

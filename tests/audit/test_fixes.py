@@ -154,8 +154,7 @@ def test_clipping_is_at_the_90th_percentile_of_what_was_seen_or_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["no-decay", "less-momentum", "no-clip", "positions", "float32-weights", "relu-between"],
+    "name", ["no-decay", "less-momentum", "no-clip", "positions", "float32-weights", "relu-between"]
 )
 def test_what_is_not_there_is_not_taken_away(name: str) -> None:
     one_layer = setup(model=nn.Sequential(nn.Linear(12, 3)))

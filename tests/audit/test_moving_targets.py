@@ -82,13 +82,7 @@ def penalised(model: Net, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "moves"),
-    [
-        (values, True),
-        (following_teacher, True),
-        (memory, True),
-        (drawn, True),
-        (penalised, False),
-    ],
+    [(values, True), (following_teacher, True), (memory, True), (drawn, True), (penalised, False)],
 )
 def test_targets_and_samples_of_the_network_move(loss: Callable[..., Tensor], moves: bool) -> None:
     of = Setup(Net(), adam, loss, tuple(batches()), steps=8)

@@ -82,9 +82,7 @@ def test_light_and_dark(browser: Browser, files: Path) -> None:
     assert seen[0] == "rgb(255, 255, 255)" == browser.run(ground) != seen[1]
 
 
-def test_the_heat_map_shows_any_measure_by_mouse_and_keyboard(
-    browser: Browser, files: Path
-) -> None:
+def test_the_heat_map_shows_any_measure_by_mouse_and_keys(browser: Browser, files: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 
     browser.open(files / "plain.html")

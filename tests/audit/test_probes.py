@@ -195,7 +195,7 @@ def test_a_small_network_tells_a_fault_of_the_model_from_one_of_the_data() -> No
 
 
 @pytest.mark.parametrize("missing", [0.0, 0.1])
-def test_labels_that_are_rare_or_beside_missing_values_belong_to_their_inputs(
+def test_labels_that_are_rare_or_beside_gaps_belong_to_their_inputs(
     missing: float,
 ) -> None:
     """A constant prediction is right in nine of ten, and numbers for missing values are far off."""

@@ -645,12 +645,8 @@ def test_features_that_are_ignored_are_named_and_constant_ones_are_not() -> None
     assert fact.place == "features 7, 8, 9 and 2 more of the input"
     assert fact.numbers["share"] == 5 / 12
     padded = tuple((x * (torch.arange(12) < 7), y) for x, y in batches())
-    nothing = of_features(slice(0, 0))  # that is another finding
-    for of in (
-        setup(model=of_features(slice(0, 7)), batches=padded),
-        setup(model=nothing),
-        setup(),
-    ):
+    nothing = setup(model=of_features(slice(0, 0)))  # that is another finding
+    for of in (setup(model=of_features(slice(0, 7)), batches=padded), nothing, setup()):
         assert_said("input-partly-ignored", of, "")
 
 

@@ -109,9 +109,7 @@ def test_a_script_that_trains_is_refused_at_its_first_step(
         "from safetensors.torch import save_file\nsave_file(model.state_dict(), 'best.pt')\n",
     ],
 )
-def test_a_script_that_writes_over_a_file_is_refused(
-    saves: str, write: Write, capsys: Read
-) -> None:
+def test_a_script_that_overwrites_a_file_is_refused(saves: str, write: Write, capsys: Read) -> None:
     pytest.importorskip("safetensors")
     write("best.pt", "of a long run")
     write("train.py", MODEL + saves)

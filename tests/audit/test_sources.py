@@ -272,9 +272,7 @@ def test_what_can_not_be_used_is_told(name: str) -> None:
 # Checkpoints
 
 
-def test_a_pickle_that_runs_code_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_that_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = command_models.mlp()
     torch.save({**model.state_dict(), "evil": command_models.Evil()}, "evil.pt")

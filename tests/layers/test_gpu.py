@@ -166,8 +166,7 @@ PATCH_MAPS += [
 
 @pytest.mark.parametrize(("name", "form", "dtype"), PATCH_MAPS)
 @pytest.mark.parametrize(
-    ("case", "layout"),
-    [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]],
+    ("case", "layout"), [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]]
 )
 def test_convolutions(case, layout, name, form, dtype, monkeypatch):
     shape, weight_shape, *settings = CONV[case]

@@ -118,8 +118,7 @@ def test_convolutions(kind, expected, started):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"),
-    [(AffineLikeLinear, 130), (NormLikeLinear, 100), (GradientOnlyLinear, 110)],
+    ("kind", "most"), [(AffineLikeLinear, 130), (NormLikeLinear, 100), (GradientOnlyLinear, 110)]
 )
 def test_the_host_makes_few_calls(kind, most, started):
     """Calls of Python's and C's functions beyond those of `nn.Linear`: on a GPU they take longest.

@@ -135,9 +135,8 @@ def test_what_is_not_finite_raises_one_alarm_of_what_was_so_first() -> None:
         "of 1 more layer"
     )
     (alarm,) = Alarms(["b: non_finite"]).of(StepReport(7, layers, {}, 1.0))
-    assert str(alarm) == (
-        "b: non_finite: the gradient of b is NaN, infinite or too large to square"
-    )
+    said = "b: non_finite: the gradient of b is NaN, infinite or too large to square"
+    assert str(alarm) == said
     assert Alarms(["a: non_finite"]).of(StepReport(7, layers, {}, 1.0)) == ()
     made = StepReport(7, {}, {}, 1.0, alarms=(alarm,))
     assert StepReport.from_dict(made.to_dict()) == made

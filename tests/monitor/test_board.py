@@ -50,9 +50,8 @@ def vanishing() -> Record:
 @pytest.mark.parametrize("count", [2, 101, 1000])
 def test_the_beginning_the_end_and_every_so_many_are_kept(count: int) -> None:
     lean = report(layers={"a": reading()})
-    steps = [
-        r.step for r in running(*(report(i, layers=lean.layers) for i in range(count))).reports
-    ]
+    reports = running(*(report(i, layers=lean.layers) for i in range(count))).reports
+    steps = [report.step for report in reports]
     assert len(steps) <= MOST_REPORTS
     assert steps[:2] == list(range(min(count, 2)))
     assert steps[-1] == count - 1

@@ -327,9 +327,7 @@ def test_a_forgotten_zero_grad_is_a_finding_of_its_own() -> None:
 @pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("passes", [1, 4])
-def test_accumulation_over_several_passes_is_no_forgotten_zero_grad(
-    passes: int, after: bool
-) -> None:
+def test_accumulation_over_passes_is_no_forgotten_zero_grad(passes: int, after: bool) -> None:
     monitor = _zeroed(passes, 1, after=after)
     assert all(r.earlier_share == 0 for report in monitor.reports for r in report.layers.values())
     assert "not-zeroed" not in {f.name for f in monitor._outlet.running.findings()}

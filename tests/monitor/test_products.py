@@ -163,7 +163,7 @@ WAYS: dict[str, tuple[str, Callable[[Path], tuple[MemorySink, Scalars]]]] = {
 
 @pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_product_has_the_scalars(
+def test_products_have_the_scalars(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, train = WAYS[way]

@@ -289,9 +289,7 @@ LOOPS = [micro_batches, one_graph_twice, attacked_first, in_one_loss]
 @pytest.mark.parametrize("max_rows", [None, 15])  # few rows are alike by chance
 @pytest.mark.parametrize("course", LOOPS)
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_other_courses(
-    kind: str, course: Callable[[nn.Module], None], max_rows: int | None
-) -> None:
+def test_courses(kind: str, course: Callable[[nn.Module], None], max_rows: int | None) -> None:
     fused, by_hand = nets(kind, num_layers=2, bidirectional=True)
     whole = one_step(by_hand, course, max_rows=None, attainable=max_rows is None)
     found = one_step(fused, course, max_rows=max_rows, attainable=max_rows is None)

@@ -44,10 +44,7 @@ def test_a_matrix_and_its_transpose_are_two_layers(there: Callable[..., Tensor])
     x, z, hidden_, y = model.seen
     gamma = model.weight.grad
     assert gamma is not None
-    for reading, inputs, output, change in (
-        (there, x, z, gamma.T),
-        (back, hidden_, y, gamma),
-    ):
+    for reading, inputs, output, change in ((there, x, z, gamma.T), (back, hidden_, y, gamma)):
         assert reading.rows_total == 5
         assert reading.gradient_cosine == pytest.approx(
             cosine(inputs @ change, output.grad), **EXACT

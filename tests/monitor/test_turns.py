@@ -65,9 +65,8 @@ def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
     expected = first_steps(specimen.build, 0, None)
     held = [first_steps(specimen.build, 0, 1)[i].turn.of for i in range(len(expected))]
     size = max(1, math.ceil(max(held) / 3))
-    rounds = [
-        first_steps(specimen.build, turn, size) for turn in range(math.ceil(max(held) / size))
-    ]
+    parts = range(math.ceil(max(held) / size))
+    rounds = [first_steps(specimen.build, turn, size) for turn in parts]
     for i, whole in enumerate(expected):
         turns = [reports[i] for reports in rounds]
         found = {path: reading for report in turns for path, reading in report.layers.items()}

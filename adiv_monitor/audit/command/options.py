@@ -157,10 +157,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
     """Return a parser that raises UsageError, with further options of argparse's."""
-    shown = argparse.RawDescriptionHelpFormatter
-    return _Parser(
-        command, description=description, formatter_class=shown, allow_abbrev=False, **options
-    )
+    options |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    return _Parser(command, description=description, **options)
 
 
 def parsed(argv: Sequence[str], description: str = "") -> dict[str, Any]:

@@ -228,9 +228,8 @@ def data(
             found = loader_of(found, config.batch_size, config.seed)
             notes = (f"--data is a data set: shuffled, in batches of {config.batch_size} "
                      "(--batch-size).",)  # fmt: skip
-        batches = tuple(
-            mapped(batch, moved) for batch in taken(found, config.steps or MOST_STEPS, device)
-        )
+        found = taken(found, config.steps or MOST_STEPS, device)
+        batches = tuple(mapped(batch, moved) for batch in found)
     if kind not in SOURCES and isinstance(batches[0], tuple | list):
         is_real = getattr(batches[0][-1], "is_floating_point", lambda: True)()
         loss = "mse" if is_real else "cross_entropy"
@@ -284,9 +283,8 @@ def _text(config: Config, fits: Form, file: str) -> Samples:
     where, vocabulary, length = f"--data text:{file}", fits.vocabulary, fits.shape[0] + 1
     if vocabulary is None or fits.classes is not None or len(fits.shape) != 1:
         raise UsageError(f"{where}: expected a model that predicts the next token of a sequence")
-    different, tokens = torch.unique(
-        torch.tensor(list(Path(file).read_bytes())), return_inverse=True
-    )
+    content = torch.tensor(list(Path(file).read_bytes()))
+    different, tokens = torch.unique(content, return_inverse=True)
     if len(tokens) < length:
         raise UsageError(f"{where}: has {len(tokens)} tokens, expected at least {length}")
     if len(different) > vocabulary:

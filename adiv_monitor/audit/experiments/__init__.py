@@ -2,8 +2,6 @@
 
 from importlib import import_module
 
-for _name in (
-    *("answers", "axes", "backward", "data", "exchange", "fits", "free"),
-    *("loss_inputs", "modules", "places", "state", "terms"),
-):
+for _name in ("answers", "axes", "backward", "data", "exchange", "fits", "free",
+              "loss_inputs", "modules", "places", "state", "terms"):  # fmt: skip
     import_module(f"{__name__}.{_name}")

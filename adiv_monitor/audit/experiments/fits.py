@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.experiments.calls import Call, Change, calls_of, see_calls
-from adiv_monitor.audit.experiments.changed_inputs import (
-    arguments,
-    change_inputs,
-    still,
-)
+from adiv_monitor.audit.experiments.changed_inputs import arguments, change_inputs, still
 from adiv_monitor.audit.experiments.loss_inputs import (
     CLASSIFIES,
     DIFFERENCES,
@@ -234,19 +230,15 @@ def _sees(setup: Setup, paths: Sequence[str], axis: int) -> bool:
     own, changed, batch = setup.fork(), setup.fork(), setup.batches[0]
     change_inputs(changed.model, other)
     both = (compared_in(still(fork), batch, paths)[1] for fork in (own, changed))
-    return any(
-        not torch.equal(x.select(axis, 0), y.select(axis, 0))
-        for x, y in zip(*both, strict=True)
-        if x.ndim > axis + 1
-    )
+    pairs = ((x, y) for x, y in zip(*both, strict=True) if x.ndim > axis + 1)
+    return not all(torch.equal(x.select(axis, 0), y.select(axis, 0)) for x, y in pairs)
 
 
 # Are they drawn anew?
 
-DRAWS = (
-    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
-    *("normal", "uniform", "random", "bernoulli", "multinomial", "poisson", "exponential"),
-)
+DRAWS = ("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm",
+         "normal", "uniform", "random", "bernoulli", "multinomial", "poisson",
+         "exponential")  # fmt: skip
 NORMAL = ("randn", "randn_like", "normal")
 MOST_DRAWS = 6
 

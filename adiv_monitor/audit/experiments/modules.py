@@ -229,7 +229,8 @@ _LOG_50 = math.log(50)  # e^-x is below 2 % beyond it
 _LOGIT_98 = math.log(49)  # 1/(1 + e^x) is below 2 % beyond it
 
 # A function is flat at or below the first number, and at or above the second.
-ENDS: Mapping[str, tuple[float, float]] = {
+Ends = tuple[float, float]
+ENDS: Mapping[str, Ends] = {
     "relu": (0.0, math.inf),
     "relu6": (0.0, 6.0),
     "gelu": (-2.7392, math.inf),
@@ -247,9 +248,7 @@ ENDS: Mapping[str, tuple[float, float]] = {
 _SAME = {"special_expit": "sigmoid", "logsigmoid": "log_sigmoid"}
 
 
-def ends_of_function(
-    function: str, arguments: Mapping[str, Any]
-) -> tuple[str, tuple[float, float]] | None:
+def ends_of_function(function: str, arguments: Mapping[str, Any]) -> tuple[str, Ends] | None:
     """Return name and flat ends of a torch function; None if it is no activation with a flat end.
 
     Args:
@@ -269,10 +268,8 @@ def ends_of_function(
 # Dead units and saturated entries
 
 _NORMS = ("batch_norm", "group_norm", "instance_norm")
-_LAST = (
-    *("linear", "layer_norm", "rms_norm", "matmul", "bmm", "addmm", "einsum", "embedding"),
-    *("multi_head_attention_forward", "scaled_dot_product_attention"),
-)
+_LAST = ("linear", "layer_norm", "rms_norm", "matmul", "bmm", "addmm", "einsum", "embedding",
+         "multi_head_attention_forward", "scaled_dot_product_attention")  # fmt: skip
 # Class names of modules that compose these functions from tanh and sigmoid, which aren't looked at.
 _COMPOSED = re.compile("gelu|silu|swish", re.IGNORECASE)
 
@@ -339,7 +336,7 @@ class Units:
         return NotImplemented
 
     @torch.no_grad()
-    def _look(self, path: str, name: str, ends: tuple[float, float], x: Tensor) -> None:
+    def _look(self, path: str, name: str, ends: Ends, x: Tensor) -> None:
         self._calls[path] += 1
         key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
         flat = x <= ends[0]

@@ -16,19 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.audit.experiments import measure
 from adiv_monitor.audit.experiments.calls import Call, given, is_callers, watched
 from adiv_monitor.audit.experiments.changed_inputs import RepeatedLoss, of_few
 from adiv_monitor.audit.experiments.data import input_statistics, spread
 from adiv_monitor.audit.experiments.exchange import input_matters
 from adiv_monitor.audit.experiments.loss_inputs import activated_output
-from adiv_monitor.audit.experiments.measure import (
-    averages,
-    chance,
-    descent_share,
-    is_maximised,
-    moving_targets,
-    same,
-)
 from adiv_monitor.audit.experiments.modules import Units
 from adiv_monitor.audit.experiments.questions import asked
 from adiv_monitor.audit.experiments.state import are_trained, unused, weights
@@ -107,7 +100,7 @@ def observe(
     finally:
         monitor.close(quietly=True)
         watch.remove()
-    ran, copies = list(watch.ran), averages(setup.model)
+    ran, copies = list(watch.ran), measure.averages(setup.model)
     record = Record(
         facts=_facts(setup, fork, every_n_steps, course.seconds),
         losses=tuple(course.losses),
@@ -149,7 +142,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
         if inputs is None:
             notes.append(_NO_INPUTS)
         with torch.enable_grad():
-            repeats = same(setup.fork().first_loss(), record.losses[0])
+            repeats = measure.same(setup.fork().first_loss(), record.losses[0])
         begin = in_order(weights(setup), list(filter(None, ran)))  # the root's parts are no layers
         found |= {"weights": begin, "inputs": inputs or {}, "repeats": repeats}
         if not repeats:
@@ -158,7 +151,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
             found |= _beginning(record, setup)
             if is_opposed(replace(record, **found)):
                 notes.append(_OPPOSED.format(found["descent_share"]))
-            if is_maximised(setup) or moving_targets(small, fork):
+            if measure.is_maximised(setup) or measure.moving_targets(small, fork):
                 found["moving_targets"] = True
                 notes.append(_MOVING)
         names = unused(setup.fork(), setup.batches[0], wiring.unreached)
@@ -180,12 +173,12 @@ def _looked_at(record: Record, setup: Setup, fork: Fork, ran: Sequence[str]) -> 
 
 def _beginning(record: Record, setup: Setup) -> dict[str, Any]:
     """Return what is known of the state in which training begins."""
-    constant = chance(setup)
+    constant = measure.chance(setup)
     below = constant is not None and 0 < record.losses[0] < _LEARNT * constant
     return {
         "chance": constant,
         "activated_output": activated_output(setup.fork()),
-        "descent_share": descent_share(setup),
+        "descent_share": measure.descent_share(setup),
         "trained": below or are_trained(setup),
     }
 
@@ -274,11 +267,7 @@ class Watching(Watch):
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        fork: Fork,
-        progress: Progress,
-        end_step: Callable[[], None],
+        self, setup: Setup, fork: Fork, progress: Progress, end_step: Callable[[], None]
     ) -> None:
         """Register the hooks; `end_step` is called after each step."""
         self._fork = fork

@@ -180,10 +180,8 @@ def _unread(setup: Setup, trained: Fork) -> Iterator[Fact]:
             if g is None or g.ndim < 2 or len(g) != size_of(batch) or not g.any():
                 continue
             columns = 1 if g.ndim > 3 else g.ndim - 1
-            is_marked = any(
-                x.dtype == torch.bool and x.shape == g.shape[:1] for x in tensors(batch)
-            )
-            for axis in range(is_marked, g.ndim):
+            marked = any(x.dtype == torch.bool and x.shape == g.shape[:1] for x in tensors(batch))
+            for axis in range(marked, g.ndim):
                 of = "columns" if axis == columns else f"places along axis {axis}"
                 of = of if axis else "samples of a batch"
                 each = g.movedim(axis, 0).flatten(1).ne(0).any(1)

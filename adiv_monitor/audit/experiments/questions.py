@@ -44,10 +44,8 @@ class Look:
 
 ASKS: dict[str, Ask] = {}  # with passes of their own
 # Those that need all samples.
-OF_DATA = (
-    *("same-batch", "unshuffled", "constant-data", "targets-moved"),
-    *("labels-unrelated", "class-untaught", "behind-reference", "target-leak"),
-)
+OF_DATA = ("same-batch", "unshuffled", "constant-data", "targets-moved", "labels-unrelated",
+           "class-untaught", "behind-reference", "target-leak")  # fmt: skip
 LOOKS: dict[str, type[Any]] = {}  # of `Look`
 
 

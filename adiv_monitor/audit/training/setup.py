@@ -248,11 +248,9 @@ def _peaks(scheduler: LRScheduler, steps: int) -> dict[int, float]:
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-_OUTPUTS = frozenset(
-    {"output", "outputs", "out", "logits", "input", "pred", "predictions", "y_pred"}
-)
-_TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true", "t"})
-_MODELS = frozenset({"model", "net", "network", "module", "m"})
+_OUTPUTS = {"output", "outputs", "out", "logits", "input", "pred", "predictions", "y_pred"}
+_TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "t"}
+_MODELS = {"model", "net", "network", "module", "m"}
 
 
 class LossError(ValueError):

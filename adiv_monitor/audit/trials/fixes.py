@@ -31,6 +31,7 @@ from adiv_monitor.diagnosis.record import Record
 T = TypeVar("T")
 Change = TypeVar("Change", bound=Callable[..., None])
 Layers = Sequence[str]
+Normaliser = Callable[[Tensor, int], Tensor]  # of rows, with the number of axes of space
 Seen = Record | None  # what is known of the run that the fix is for
 
 
@@ -250,9 +251,7 @@ def _batch_norm(x: Tensor, axes: int) -> Tensor:
 
 @fix("layer-norm", rescales=True, norm=_layer_norm)
 @fix("batch-norm", rescales=True, norm=_batch_norm)
-def _normalised(
-    fork: Fork, layers: Layers, record: Seen, norm: Callable[[Tensor, int], Tensor]
-) -> None:
+def _normalised(fork: Fork, layers: Layers, record: Seen, norm: Normaliser) -> None:
     """Normalise the inputs of these modules by a forward pre-hook, without parameters.
 
     A normaliser gets the number of axes of space: 0 for a linear layer.

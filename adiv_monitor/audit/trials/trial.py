@@ -20,14 +20,7 @@ from adiv_monitor.audit.trials.fixes import FAR_FACTORS, FIXES, DoesNotApply, ra
 from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.faults.rates import usual_factor
-from adiv_monitor.diagnosis.finding import (
-    NO_STEPS,
-    STRENGTHS,
-    Advice,
-    Finding,
-    Trial,
-    unrefuted,
-)
+from adiv_monitor.diagnosis.finding import NO_STEPS, STRENGTHS, Advice, Finding, Trial, unrefuted
 from adiv_monitor.diagnosis.readings import by_layer
 from adiv_monitor.diagnosis.record import Record
 
@@ -363,11 +356,7 @@ OPEN = ("", NO_STEPS, NOT_AMONG_THE_FIRST)  # reasons that say nothing of the fi
 
 
 def tried(
-    findings: Sequence[Finding],
-    setup: Setup,
-    record: Record,
-    *,
-    progress: Progress = silent,
+    findings: Sequence[Finding], setup: Setup, record: Record, *, progress: Progress = silent
 ) -> tuple[Finding, ...]:
     """Return the findings with their first fixes tried from the same weights and batches.
 

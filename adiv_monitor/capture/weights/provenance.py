@@ -40,11 +40,7 @@ class Provenance:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        trained: Iterable[nn.Parameter],
-        *,
-        follows_all: bool = True,
+        self, model: nn.Module, trained: Iterable[nn.Parameter], *, follows_all: bool = True
     ) -> None:
         self._model, self._follows_all = model, follows_all
         # Now: in the forward pass, `functional_call` may have put other tensors in their places.

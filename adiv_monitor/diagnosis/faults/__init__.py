@@ -10,10 +10,8 @@ from adiv_monitor.diagnosis.record import Record
 # Causes before their consequences: a fault that exists before training, or at its first step, is
 # not caused by the learning rate. `states` come last: whatever hinders training makes a higher
 # learning rate look better.
-FAMILY_NAMES = (
-    *("parameters", "could_train", "wiring", "samples", "targets", "loss", "data", "inputs"),
-    *("initialisation", "optimizer", "rates", "units", "states"),
-)
+FAMILY_NAMES = ("parameters", "could_train", "wiring", "samples", "targets", "loss", "data",
+                "inputs", "initialisation", "optimizer", "rates", "units", "states")  # fmt: skip
 for _name in FAMILY_NAMES:
     import_module(f"{__name__}.{_name}")
 

@@ -225,10 +225,9 @@ def _without(report: StepReport) -> list[str]:
 
 def _reached(report: StepReport) -> int:
     """Return the number of elements of the trainable parameters that a gradient reached."""
-    without, sizes = {*_without(report)}, report.unmeasured.items()
-    return report.trainable - sum(
-        count for name, count in sizes if {name, name.rpartition(".")[0]} & without
-    )
+    without, sizes = {*_without(report)}, report.unmeasured
+    lost = [name for name in sizes if {name, name.rpartition(".")[0]} & without]
+    return report.trainable - sum(sizes[name] for name in lost)
 
 
 @finds("monitor")

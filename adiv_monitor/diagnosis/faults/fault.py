@@ -22,11 +22,9 @@ NOT_LEARNT = ("rate-too-high", "rate-too-low", "dead-units", "saturated-units", 
 # The same for a fault that has a place: it comes before what only says that something is wrong.
 LEARNING = (*NOT_LEARNT, "outputs-in-vain")
 # What may follow from steps that are far too long.
-LONG_STEPS = (
-    *("rate-too-low", "loss-stuck", "stands-still", "non-finite", "dead-units"),
-    *("saturated-units", "exploding", "vanishing", "uneven-rates", "optimizer-turns"),
-    "bad-initialisation",
-)
+LONG_STEPS = ("rate-too-low", "loss-stuck", "stands-still", "non-finite", "dead-units",
+              "saturated-units", "exploding", "vanishing", "uneven-rates", "optimizer-turns",
+              "bad-initialisation")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,9 +125,8 @@ class Number(NamedTuple):
     def shows(self, fact: Fact) -> bool:
         """Return whether the number of a fact is beyond the limit."""
         value = fact.numbers.get(self.name, math.nan) if self.name else 1.0
-        return (self.above is None or value > self.above) and (
-            self.below is None or value < self.below
-        )
+        is_above = self.above is None or value > self.above
+        return is_above and (self.below is None or value < self.below)
 
 
 def told(file: str, name: str, title: str, strength: Strength | Condition, said: str,

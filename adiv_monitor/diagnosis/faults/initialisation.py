@@ -71,10 +71,8 @@ def frozen(record: Record) -> Iterator[Finding]:
     if not (names := record.wiring.frozen):
         return
     paths = {name.rpartition(".")[0] for name in names}
-    untrained = [
-        path for path, w in record.weights.items()
-        if path in paths and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED
-    ]  # fmt: skip
+    untrained = [path for path, w in record.weights.items() if path in paths
+                 and abs(w.gain - UNTRAINED) < ABOUT and w.largest < 1 + ROUNDED]  # fmt: skip
     each = listed([f"'{name}'" for name in names])
     yield Finding("frozen", act_if(untrained and suffers(record)),
         f"No step trains the parameters {each}: requires_grad is False."

@@ -173,9 +173,8 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
     A model may scale its inputs itself, or normalise them: then no layer has rows of their size, or
     of a size that is as far off. Without readings it is not known.
     """
-    sizes = [
-        rows.value for path in read.maps(record) if (rows := read.entries(record, path)) is not None
-    ]
+    seen_by = (read.entries(record, path) for path in read.maps(record))
+    sizes = [rows.value for rows in seen_by if rows is not None]
     rms = math.hypot(seen.mean, seen.std)
     alike = any(rms / READ_AS_IT_IS < size < READ_AS_IT_IS * rms for size in sizes)
     return not sizes or alike or (seen.std > LARGE_STD and max(sizes) > LARGE_STD) or (
@@ -184,13 +183,11 @@ def _is_read(record: Record, seen: InputStatistics) -> bool:
 
 def _long_rows(record: Record) -> float:
     """Return √(mean / median) of the rows' scale: how far a few long rows raise the rms."""
-    seen = [
-        read.typical(record, p, m)
-        for p in read.maps(record)[:1]
-        for m in ("scale_mean", "scale_p50")
-    ]
-    mean, middle = (t.value if t is not None else math.nan for t in seen or (None, None))
-    return max(1.0, math.sqrt(mean / middle)) if mean >= 0 and middle > 0 else 1.0
+    for first in read.maps(record)[:1]:
+        mean, middle = (read.typical(record, first, of) for of in ("scale_mean", "scale_p50"))
+        if mean and middle and mean.value >= 0 and middle.value > 0:
+            return max(1.0, math.sqrt(mean.value / middle.value))
+    return 1.0
 
 
 def _is_normalised(record: Record, layer: str) -> bool:

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis import course
 from adiv_monitor.diagnosis import readings as read
-from adiv_monitor.diagnosis.faults.could_train import (
-    FOREIGN,
-    ROUNDING,
-    foreign_shares,
-    goes_badly,
-    scaled,
-)
+from adiv_monitor.diagnosis.faults import could_train
 from adiv_monitor.diagnosis.faults.fault import (
     LEARNING,
     LONG_STEPS,
@@ -63,9 +57,9 @@ def zero_gradient(record: Record) -> Iterator[Finding]:
     if not read.several(record) or not course.is_known(record) or course.course(record) == "falls":
         return
     norms = [max(read.gradients(record, r).values(), default=math.nan) for r in record.reports]
-    least = ROUNDING * min(1.0, abs(record.losses[0]))
+    least = could_train.ROUNDING * min(1.0, abs(record.losses[0]))
     small = all(norm <= least for norm in norms)
-    if small and record.reports[-1].coverage > 0.5 and not any(scaled(record)):
+    if small and record.reports[-1].coverage > 0.5 and not any(could_train.scaled(record)):
         yield Finding("zero-gradient", act_if(course.is_measure(record)),
             "In every measured step, the gradient of the loss is zero, or no more than rounding.",
             (Evidence("largest gradient at a layer", max(norms), least),),
@@ -145,14 +139,15 @@ told(__name__, "penalty-dominates", "A penalty dominates the loss", lasts,
 @finds("monitor")
 def outweighed(record: Record) -> Iterator[Finding]:
     """Find gradients that hold more of something else than of the loss of the batch's rows."""
-    least = min(foreign_shares(record), default=0.0)
-    badly = read.several(record) and goes_badly(record) and course.is_measure(record)
-    if least > FOREIGN and badly and all(len(r.loss_gradients) < 2 for r in record.reports):
+    least = min(could_train.foreign_shares(record), default=0.0)
+    badly = read.several(record) and could_train.goes_badly(record) and course.is_measure(record)
+    once = all(len(report.loss_gradients) < 2 for report in record.reports)
+    if least > could_train.FOREIGN and badly and once:
         yield Finding("penalty-dominates", "act",
             f"Typically {least:.0%} and more of the gradient of each layer is not that of the "
             "loss at its outputs, which does not fall: a penalty, or code that changes gradients, "
             "outweighs it.",
-            (Evidence("foreign_share", least, FOREIGN),),
+            (Evidence("foreign_share", least, could_train.FOREIGN),),
             (Advice("give the penalty a far smaller weight, or use weight decay"),))  # fmt: skip
 
 

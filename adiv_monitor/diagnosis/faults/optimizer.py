@@ -256,9 +256,8 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     half = 0.5 + 0.75 / math.sqrt(max(len(descents), 1))
     momentum = _momentum(record)
     lasts = 1 / (1 - momentum)
-    outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * (
-        record.facts.steps or len(record.losses)
-    )
+    steps = record.facts.steps or len(record.losses)
+    outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * steps
     if uphill > half:
         evidence = Evidence("share of steps uphill", uphill, half)
         said = (f"{uphill:.0%} of the measured steps go uphill: by the gradient of their own "

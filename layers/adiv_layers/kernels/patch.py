@@ -132,12 +132,7 @@ def box_transposed_kernel(
 
 @launches
 def box(
-    q: Tensor,
-    factor: Tensor,
-    *,
-    sizes: Sizes,
-    form: Correction,
-    squared: bool = False,
+    q: Tensor, factor: Tensor, *, sizes: Sizes, form: Correction, squared: bool = False
 ) -> Launch:
     """Fill `factor` (images, groups, positions) from q, the same of the input, both contiguous."""
     constants = {**factor_constants(form, factor, squared), "BLOCK": _BLOCK}

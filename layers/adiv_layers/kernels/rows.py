@@ -17,14 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adiv_layers.forms import Correction, least_square
-from adiv_layers.kernels.launch import (
-    Launch,
-    divide_up,
-    launches,
-    power_of_two,
-    rows_tile,
-    unit_of,
-)
+from adiv_layers.kernels.launch import Launch, divide_up, launches, power_of_two, rows_tile, unit_of
 
 
 @triton.jit

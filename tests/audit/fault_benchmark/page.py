@@ -18,11 +18,7 @@ GROUPS = {
     "Reported bugs that rules were set by": {x.name for c in SET_BY for x in (c, c.twin)},
     "Reported bugs, held out": {x.name for c in HELD_OUT for x in (c, c.twin)},
 }
-CHANGES = {
-    "advice": "first advice",
-    "random": "one random change",
-    "rate": "the best rate alone",
-}
+CHANGES = {"advice": "first advice", "random": "one random change", "rate": "the best rate alone"}
 
 
 def page(rows: Sequence[Row]) -> str:

@@ -40,11 +40,7 @@ def trained(bed: Case | Healthy, seed: int) -> Listener:
     fork = bed.build(seed).setup(STEPS, seed).fork()
     listener = Listener()
     monitor = Monitor(
-        fork.model,
-        fork.optimizer,
-        every_n_steps=STEPS // 10,
-        sinks=[listener],
-        on_error="raise",
+        fork.model, fork.optimizer, every_n_steps=STEPS // 10, sinks=[listener], on_error="raise"
     )
     with warnings.catch_warnings(), seeded(seed):
         warnings.simplefilter("ignore")  # of the monitor's: findings say the same

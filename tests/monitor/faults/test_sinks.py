@@ -91,9 +91,7 @@ def test_a_sink_that_raises(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_tensorboard_folder_without_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of TensorBoard's writer dies, and nothing waits for it."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
