@@ -174,6 +174,11 @@ def _check_loss(name: str, loss: object) -> None:
             f"Monitor({name}=…): got {type(loss).__name__}, expected the module that computes the "
             "loss, or a function (output of the model) → loss"
         )
+    if isinstance(loss, nn.CosineSimilarity):
+        raise TypeError(
+            f"Monitor({name}=…): got CosineSimilarity, which is high where a loss is low, expected "
+            "the module that computes the loss, or monitor.log_loss(loss)"
+        )
     if not isinstance(loss, nn.Module) and not takes(loss, None):
         raise TypeError(
             f"Monitor({name}=…): got {getattr(loss, '__name__', loss)}, expected a function of the "

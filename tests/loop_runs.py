@@ -72,7 +72,7 @@ SMALL = {"a": reading(activation_rms=0.3)}
 BELOW_ZERO = (0.7, *(-0.01 * step for step in range(39)))
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
-OF_CLASSES = {"loss_module": "CrossEntropyLoss"}
+OF_CLASSES = {"loss_module": "CrossEntropyLoss", "loss_shapes": ((8, 2), (8,))}
 PROBABLE_AT_TIMES = ["probabilities", ""] * 3
 PADDED = [{"a": reading(kind="gru", idle_share=1 - 1 / (i + 3))} for i in range(6)]
 UNREAD = reading(kind="gru", idle_share=0.875)
@@ -182,6 +182,9 @@ HITS = {
         losses=RISING, learning_rates=rates(0.1, 0.05, 0.01, -0.01, -0.05, -0.1)
     ),
     "broadcast-loss": run(loss_module="MSELoss", loss_shapes=((64, 1), (64,))),
+    "softmax-of-one": run(
+        losses=(0.0,) * 40, layers=FLAT, loss_module="CrossEntropyLoss", loss_shapes=((8, 1), (8,))
+    ),
     "double-softmax": run(loss_module="CrossEntropyLoss", outputs="probabilities"),
     "activated-logits": run(loss_module="BCEWithLogitsLoss", outputs="probabilities"),
     "activated-logits by a ReLU": run(loss_module="CrossEntropyLoss", outputs="rectified"),
@@ -226,9 +229,7 @@ HITS = {
 }
 MEANT = {
     "losses that are not finite": run(spikes=(Spike(5, math.inf, 0.5, math.inf),)),
-    "outputs of their targets' shape": run(
-        loss_module="MSELoss", loss_shapes=((64, 1), (64, 1))
-    ),
+    "outputs of their targets' shape": run(loss_module="MSELoss", loss_shapes=((64, 1), (64, 1))),
     "a loss of one's own": run(loss_shapes=((64, 1), (64,)), outputs="probabilities"),
     "probabilities at times": run(loss_module="BCEWithLogitsLoss", outputs=PROBABLE_AT_TIMES),
     "rectified outputs of another loss": run(loss_module="MSELoss", outputs="rectified"),
@@ -237,7 +238,12 @@ MEANT = {
     "a class that is rare": run(labels=(30, 3, 0), **OF_CLASSES),
     "samples of one class": run(labels=(30, 0), **OF_CLASSES),
     "embeddings, not scores": run(labels=(30, 20, 0)),
-    "pixels of one image": run(labels=[(2000, 0), (0, 2000)] * 3, **OF_CLASSES),
+    "tokens of one text": run(labels=[(2000, 0), (0, 2000)] * 3, **OF_CLASSES),
+    "pixels of one image": run(
+        labels=[(900, 0, 0), (0, 90, 0)] * 3,
+        loss_module="CrossEntropyLoss",
+        loss_shapes=((3, 3, 30, 11), (3, 30, 11)),
+    ),
     "shuffled, asking for the same": run(losses=STILL, layers=ALIKE, labels=(8, 9), **OF_CLASSES),
     "padding": run(layers=PADDED, batch=DIFFERENT),
     "padding to one length": run(layers={"a": replace(UNREAD, idle_share=0.65)}, batch=DIFFERENT),
@@ -373,9 +379,7 @@ MEANT = {
     "another optimizer that takes over": run(changed_by=[(), ("Adam",), *[()] * 4]),
     "a mean of micro-batches": run(losses=RISING, layers=LONG, loss_gradients=(0.25,) * 4),
     "three terms of a critic": run(loss_gradients=ONES[:3], other_optimizers=("Adam",)),
-    "micro-batches, by Adam": run(
-        losses=RISING, layers=LONG, loss_gradients=ONES, optimizer="Adam"
-    ),
+    "micro-batches by Adam": run(losses=RISING, layers=LONG, loss_gradients=ONES, optimizer="Adam"),
     "two terms of a critic": run(losses=RISING, layers=LONG, loss_gradients=(1.0, 1.0)),
     "two reports": run(2, evaluated=("drop",), cut_off={"a": 400}, zeroed_passes=1),
 }  # fmt: skip

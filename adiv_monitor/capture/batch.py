@@ -49,24 +49,39 @@ OUTPUTS = ("probabilities", "rectified", "over samples")
 
 
 @torch.no_grad()
-def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return for each of `OUTPUTS` whether the outputs that a loss gets are that.
+def given_of(given: Sequence[Any]) -> dict[str, list[Tensor]]:
+    """Return facts of the outputs and targets that a loss gets, by field of the report; or none.
 
-    No probability is below 0, and none above 1, or those of each sample sum to 1. With labels, the
-    second tensor is how many samples each class has, of every so many where there are 4,096 or
-    more.
-
-    Args:
-        given: the arguments of a loss. Its first one counts, of one or two dimensions without many
-            classes. The sums do if the other one is of integers; else both are of one dtype.
+    - "labels": how many targets there are of each class, of at most 100; of those that are 0 or 1,
+      if both are real numbers. If others are among these, the numbers are 0. Of 4,096 targets and
+      more, every so many count.
+    - "target_variance": the variance of real targets over the samples, the mean over all entries.
+    - "outputs": for each of `OUTPUTS`, whether the outputs are that: no probability is below 0, and
+      none above 1, or those of each sample sum to 1. Of one or two dimensions, without many
+      classes.
     """
-    if len(given) != 2 or not all(map(_counts, given)) or not 0 < given[0].ndim <= 2:
-        return ()
-    outputs, dtype = given[0][:_MOST_SAMPLES], given[1].dtype
-    sums = dtype == torch.int64 and outputs.ndim == given[1].ndim + 1 == 2
-    few = outputs.numel() > 0 and outputs.shape[1:].numel() <= MOST_CLASSES
-    if not (few and (sums or dtype == outputs.dtype)):
-        return ()
+    if len(given) != 2 or not all(map(_counts, given)) or not given[0].ndim or not given[0].numel():
+        return {}
+    outputs, targets = given
+    of_classes = targets.dtype == torch.int64 and outputs.ndim == targets.ndim + 1 > 1
+    if not of_classes and not (outputs.is_floating_point() and targets.is_floating_point()):
+        return {}
+    found = {}
+    if (classes := outputs.shape[1] if of_classes else 2) <= MOST_CLASSES:
+        # Not the first ones: those of pixels are of one image.
+        some = targets.reshape(-1, 1)[:: 1 + targets.numel() // _MOST_SAMPLES]
+        counts = (some == torch.arange(classes, device=some.device)).sum(0)
+        found["labels"] = [counts if of_classes else counts * (counts.sum() == len(some))]
+    if not of_classes and targets.ndim and len(targets) > 1:
+        wide = targets.to(torch.promote_types(targets.dtype, torch.float32))
+        found["target_variance"] = [wide.var(0).mean()]
+    if outputs.ndim <= 2 and outputs.shape[1:].numel() <= MOST_CLASSES:
+        found["outputs"] = [_kinds(outputs[:_MOST_SAMPLES], sums=of_classes)]
+    return found
+
+
+def _kinds(outputs: Tensor, *, sums: bool) -> Tensor:
+    """Return for each of `OUTPUTS` whether the outputs are that; of classes, if they may sum."""
     below = -outputs.amin()
     above = (outputs.sum(1) - 1).abs() if sums else outputs - 1
     is_some = (outputs == 0).sum() > _ZEROS * outputs.numel()
@@ -75,10 +90,7 @@ def kinds_of(given: Sequence[Any]) -> tuple[Tensor, ...]:
     if sums and min(outputs.shape) > 1 and len(outputs) != outputs.shape[1]:
         linear = torch.maximum((outputs.sum(0) - 1).abs().amax(), below)
         kinds.append(torch.minimum(linear, outputs.logsumexp(0).abs().amax()) < _ROUNDING)
-    # Not the first ones: those of pixels are of one image.
-    labels = [given[1][:: 1 + len(given[1]) // _MOST_SAMPLES, None]] if sums else []
-    counts = [(x == torch.arange(outputs.shape[1], device=x.device)).sum(0) for x in labels]
-    return (torch.stack(kinds), *counts)
+    return torch.stack(kinds)
 
 
 _ROUNDING = 0.01  # of a sum of probabilities in 16 bits

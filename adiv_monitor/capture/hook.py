@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,11 +40,8 @@ class Hook(partial[Any]):
     __torch_unserializable__ = True  # no warning when a parameter is sent to another process
 
     def __reduce__(self) -> Any:
-        """Return what stands for it in a copy or a pickle of its module."""
-        return partial, (_idle,)
-
-
-def _idle(*_: object) -> None: ...
+        """Return what stands for it in a copy or a pickle of its module, of Python's own."""
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, and does nothing
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

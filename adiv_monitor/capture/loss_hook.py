@@ -16,6 +16,9 @@ from adiv_monitor.rerun.surroundings import reruns
 # The module that computes the loss in the training loop, or: output of a model call → loss.
 LossOf = nn.Module | Callable[[Any], Tensor]
 
+# The settings of torch's losses that change which loss a constant prediction has.
+_USUAL = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0,
+          "weight": None, "pos_weight": None}  # fmt: skip
 _OTHERWISE = "Pass the module that the loop calls as `loss=`, or call `monitor.log_loss(loss)`."
 
 
@@ -32,6 +35,8 @@ class LossHook:
         stays: whether it may stay on between measured steps, since it is on the loss alone.
         unseen: a note for a report in which the loss is missing.
         of_torch: the class name of a loss module of torch's own; "": it is none.
+        settings: the names of its settings that are not torch's defaults.
+        weights: see `StepReport.loss_weights`.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class LossHook:
         self._note = note
         self._fail = fail
         self.of_torch = torchs_loss(loss)
+        self.settings = tuple(n for n, x in _USUAL.items() if getattr(loss, n, x) != x)
+        self.weights = _weights(loss) if self.settings and self.of_torch else ()
         name = getattr(loss, "__name__", type(loss).__name__)
         if isinstance(loss, nn.Module):
             self._module, self._of = loss, None
@@ -84,6 +91,16 @@ class LossHook:
 def torchs_loss(loss: object) -> str:
     """Return the class name of a loss module of torch's own; "": it is none."""
     return type(loss).__name__ if type(loss).__module__ == nn.modules.loss.__name__ else ""
+
+
+def _weights(loss: object) -> tuple[float, ...]:
+    """Return the weights of the classes; of binary targets 1 and that of the positive ones."""
+    positive, weight = (getattr(loss, name, None) for name in ("pos_weight", "weight"))
+    if isinstance(positive, Tensor):
+        return (1.0, positive.item()) if positive.numel() == 1 else ()
+    if isinstance(loss, nn.BCELoss | nn.BCEWithLogitsLoss) or not isinstance(weight, Tensor):
+        return ()  # those of the former are weights of entries
+    return tuple(weight.tolist())
 
 
 def takes(function: Callable[..., object], *args: object) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.batch import kinds_of
+from adiv_monitor.capture.batch import given_of
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import has_data, on_gradient, trains
 from adiv_monitor.rerun.nested import tensors_in
@@ -62,14 +62,14 @@ class Passes:
     Attributes:
         meant: whether zeroed passes are meant: inputs are differentiated, as for adversarial ones.
         zeroed: the passes whose gradients were zeroed, layer by layer.
-        outputs: the `kinds_of` what the first loss was given.
+        given: the `given_of` what the first loss was given.
         shapes: the shapes of the tensors that it was given.
     """
 
     def __init__(self, guard: Guard | None = None, steps: Callable[[], int] = int) -> None:
         self.meant = False
         self.zeroed: list[Zeroed] = []
-        self.outputs: tuple[Tensor, ...] = ()
+        self.given: dict[str, list[Tensor]] = {}
         self.shapes: tuple[tuple[int, ...], ...] = ()
         self._guard, self._steps = guard or Guard(), steps
         self._hooks: list[RemovableHandle] = []
@@ -100,7 +100,7 @@ class Passes:
         arrive = partial(self._guard, self._enters, len(self._hooks))
         with torch._C.DisableTorchFunction():
             self._hooks.append(on_gradient(loss, arrive))
-            self.outputs = self.outputs or kinds_of(given)
+            self.given = self.given or given_of(given)
             self.shapes = self.shapes or tuple(tuple(x.shape) for x in tensors_in(*given))
 
     def _enters(self, number: int, gradient: Tensor | None) -> None:

@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import fmean, stdev
+
+import numpy as np
 
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact, Probed
 from adiv_monitor.report import StepReport
@@ -11,6 +14,9 @@ FEWEST = 3  # reports, in all of which it must be so
 OCCURS = 20  # samples of each class that occurs: then others that are as frequent would, too
 SAMPLES = 1024  # labels of a step: more are those of pixels or tokens, which are alike in a sample
 _OWN = {"CrossEntropyLoss": "softmax", "BCEWithLogitsLoss": "sigmoid"}  # of a loss
+# Losses that are lowest for the shares of the classes, and whether their targets are real numbers.
+_ENTROPIES = {"CrossEntropyLoss": False, "NLLLoss": False}
+_ENTROPIES |= {"BCEWithLogitsLoss": True, "BCELoss": True}
 ENTRYWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 
 
@@ -18,11 +24,14 @@ def seen_in(reports: Sequence[StepReport]) -> dict[str, Probed]:
     """Return the facts by question; fewer than three reports tell nothing."""
     found = {
         "broadcast-loss": _broadcast(reports),
+        "softmax-of-one": _single(reports),
         "seed-again": _seeded(reports),
         "softmax-over-samples": _over_samples(reports),
         "running-statistics": _momenta(reports),
-        "class-untaught": never_occurring([*map(sum, zip(*_labels(reports), strict=True))]),
+        "class-untaught": never_occurring(_totals(reports)),
+        "class-weights": _weights(reports),
         "unshuffled": _sorted(reports),
+        "loss-stuck": _constant(reports),
     }
     enough = len(reports) >= FEWEST
     return {name: Probed(facts) for name, of in found.items() if enough and (facts := tuple(of))}
@@ -61,6 +70,13 @@ def _broadcast(reports: Sequence[StepReport]) -> Iterator[Fact]:
         yield Fact(last.loss_module, {"times": short[0]}, {"of": str(long), "and": str(short)})
 
 
+def _single(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield the shape of scores of a single class, of which the cross-entropy is always 0."""
+    name, shape = reports[-1].loss_module, (*reports[-1].loss_shapes, ())[0]
+    if name == "CrossEntropyLoss" and len(shape) == 2 and shape[0] > 1 == shape[1]:
+        yield Fact(name, {}, {"shape": str(shape)})
+
+
 def _over_samples(reports: Sequence[StepReport]) -> Iterator[Fact]:
     """Yield that the loss gets a softmax over the samples in all steps."""
     if all(r.outputs == "over samples" for r in reports):
@@ -74,6 +90,34 @@ def never_occurring(totals: Sequence[int]) -> Iterator[Fact]:
     if 1 < len(occur) < len(totals) and min(occur) >= OCCURS:
         numbers = {"missing": len(totals) - len(occur), "classes": len(totals)}
         yield Fact("", {**numbers, "labels": sum(totals), "first": totals.index(0)})
+
+
+def _weights(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield how the weights of the classes, or of the positive ones, go with their numbers."""
+    counts, weights = _totals(reports), reports[-1].loss_weights
+    if len(counts) == len(weights):
+        yield from balance(reports[-1].loss_module, weights, counts)
+
+
+def balance(place: str, weights: Sequence[float], counts: Sequence[float]) -> Iterator[Fact]:
+    """Yield the slope of the logarithm of weights over that of counts, where they differ.
+
+    Weights that balance classes have a slope of −1, the square root of these −0.5, and counts in
+    place of their inverses 1. Weights that balance them in another order are off by 0: the length
+    of the sum of both, each sorted.
+    """
+    used = np.flatnonzero(np.minimum(weights, counts) > 0)
+    w, n = (np.log(np.take(of, used)) for of in (weights, counts))
+    if len(used) < 2 or min(np.ptp(w), np.ptp(n)) < math.log(2):
+        return
+    common, rare = used[n.argmax()], used[n.argmin()]
+    w, n = w - w.mean(), n - n.mean()
+    numbers = {"slope": w @ n / (n @ n), "correlation": w @ n / math.sqrt((w @ w) * (n @ n)),
+               "off": math.dist(np.sort(w), np.sort(-n)) / math.sqrt(n @ n),
+               "times": weights[common] / weights[rare],
+               "more": counts[common] / counts[rare]}  # fmt: skip
+    of = {"common": str(common), "rare": str(rare)}
+    yield Fact(place, {name: float(x) for name, x in numbers.items()}, of)
 
 
 def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
@@ -92,9 +136,43 @@ def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
         yield Fact("", {"ratio": (1 - alike) / (1 - expected), "z": z})
 
 
+def _constant(reports: Sequence[StepReport]) -> Iterator[Fact]:
+    """Yield the mean loss of the later half of the steps, and that of a constant prediction.
+
+    It predicts the shares of the classes, for a cross-entropy, or the mean, for squared errors. Its
+    loss is that for the same targets, and z is how far the losses lie below it, in standard errors
+    of their paired differences. Steps of several losses may have different targets.
+    """
+    later, pairs = reports[len(reports) // 2 :], []
+    alike = [r.labels for r in reports if len(r.labels) == len(reports[-1].labels)]
+    totals = [*map(sum, zip(*alike, strict=True))]
+    for r in later:
+        constant = r.target_variance if r.loss_module == "MSELoss" else None
+        if _ENTROPIES.get(r.loss_module) == (r.target_variance is not None) and r.labels in alike:
+            shares = zip(r.labels, totals, strict=True)
+            constant = sum(n * math.log(sum(totals) / t) for n, t in shares if n)
+            constant /= sum(r.labels) or 1
+        plain = not r.loss_settings and {*r.loss_counts} == {1}
+        if constant and plain and r.loss is not None and math.isfinite(r.loss):
+            pairs.append((r.loss, constant))
+    if len(pairs) == len(later) >= FEWEST:
+        loss, constant = (fmean(of) for of in zip(*pairs, strict=True))
+        error = stdev(y - x for x, y in pairs) / math.sqrt(len(pairs))
+        yield Fact("", {"loss": loss, "constant": constant, "z": (constant - loss) / (error or 1)})
+
+
+def _totals(reports: Sequence[StepReport]) -> Sequence[int]:
+    """Return how many samples of each class a loss of torch's own got in all steps, if known."""
+    return [*map(sum, zip(*_labels(reports), strict=True))]
+
+
 def _labels(reports: Sequence[StepReport]) -> Sequence[tuple[int, ...]]:
-    """Return how many samples of each class a loss of torch's own got in each step, if known."""
-    seen = [report.labels for report in reports if report.labels and report.loss_module]
+    """Return how many samples of each class a loss of torch's own got in each step, if known.
+
+    Labels of pixels are none of samples.
+    """
+    of_samples = [r for r in reports if any(math.prod(of[1:]) == 1 for of in r.loss_shapes[-1:])]
+    seen = [r.labels for r in of_samples if r.labels and r.loss_module]
     return seen if len({*map(len, seen)}) == 1 else []
 
 

@@ -188,11 +188,16 @@ class StepReport:
             are in [0, 1]. "rectified": as from a ReLU, none is below 0, and more than 5 % are 0.
             "over samples": those of each class, or their exponentials, sum to 1. Only outputs of
             one or two dimensions, of at most 100 classes, are looked at.
-        labels: how many samples of each class the step's first loss is called with, if such outputs
-            are looked at, and labels are whole numbers, one for each row of the outputs. Of 4,096
-            rows and more, every so many count.
+        labels: how many targets of each class the step's first loss is called with, of at most 100;
+            or how many are 0 and 1, if they are real numbers, and all are. Of 4,096 and more, every
+            so many count. Empty: not known.
+        target_variance: variance over the samples of the real targets that this loss is called
+            with, the mean over all entries; None: they are labels, or not known.
         loss_module: the class name of the loss, if it is a module of torch's own that computes the
             losses of these steps alone; else "".
+        loss_settings: those of reduction, ignore_index, label_smoothing, weight and pos_weight that
+            are not torch's defaults in it.
+        loss_weights: its weights of the classes, or 1 and its `pos_weight`; empty without any.
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
             normalisation that counts them had taken in as the optimizer stepped; None: none does.
@@ -255,7 +260,10 @@ class StepReport:
     next_batch: tuple[float, ...] = ()
     outputs: str = ""
     labels: tuple[int, ...] = ()
+    target_variance: float | None = None
     loss_module: str = ""
+    loss_settings: tuple[str, ...] = ()
+    loss_weights: tuple[float, ...] = ()
     loss_shapes: tuple[tuple[int, ...], ...] = ()
     norm_passes: int | None = None
     norm_momenta: Mapping[str, float] = field(default_factory=dict)

@@ -208,7 +208,7 @@ class Armed:
             "zeroed": [*capture.passes.norms],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
-            "outputs": [*capture.passes.outputs],
+            **capture.passes.given,
             "norm_passes": capture.norm_passes,
             **({} if steps is None else {name: [*of] for name, of in steps.products.items()}),
         }
@@ -233,10 +233,12 @@ class Armed:
             return found
         given = ([*map(float, flags[name])] for name in ("loss_gradients", "zeroed"))
         gradients, zeroed = capture.passes.told(*given)
-        kinds = (kind for of in flags["outputs"][:1] for kind in compress(OUTPUTS, of))
+        kinds = (kind for of in flags.get("outputs", ()) for kind in compress(OUTPUTS, of))
+        labels = tuple(int(x) for of in flags.get("labels", ()) for x in of)
         return found | {
             "outputs": next(kinds, ""),
-            "labels": tuple(int(x) for of in flags["outputs"][1:] for x in of),
+            "labels": labels if any(labels) else (),
+            "target_variance": next(map(float, flags.get("target_variance", ())), None),
             "loss_shapes": capture.passes.shapes,
             "norm_passes": next(map(int, flags["norm_passes"]), None),
             "zeroed_passes": zeroed,

@@ -359,7 +359,8 @@ class StepController:
         losses, counts, are_seen = self.losses.take(taken.number)
         told: dict[str, Any] = {"losses": losses, "loss_counts": counts}
         if self._loss is not None and are_seen:
-            told["loss_module"] = self._loss.of_torch
+            told["loss_module"], told["loss_settings"] = self._loss.of_torch, self._loss.settings
+            told["loss_weights"] = self._loss.weights
         if self._norms is not None:
             told["gradient_norms"], told["update_norms"] = self._norms.take()
         part.report = replace(part.report, **told)

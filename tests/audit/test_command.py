@@ -207,10 +207,7 @@ BAD = {
     ),
     "no samples": ([NET, "--data", f"{HERE}:no_samples"], "got an empty tensor in batch 0"),
     "its arguments": ([NET, *SHAPE, "--optimizer-args", '{"rate": 1}'], "'rate'"),
-    "rule": (
-        [NET, "--fail-if", "scale_cv ="],
-        "--fail-if 'scale_cv =': expected [LAYERS:] MEASURE",
-    ),
+    "rule": ([NET, "--fail-if", "scale_cv ="], "'scale_cv =': expected [LAYERS:] MEASURE"),
     "no checkpoint": ([NET, "--checkpoint", "none.pt"], "it is missing"),
     "file as folder": ([NET, "--out", "file/out"], "can't be written to"),
     "compare no report": (["compare", "file", "file"], "is no report"),
@@ -299,6 +296,10 @@ def test_a_configuration_names_own_code_and_torchs(of_file: None) -> None:
     assert isinstance(imported("torchvision.models.googlenet", "MODEL"), FunctionType)
 
 
+WEIGHTS = "torchvision.models:SqueezeNet1_1_Weights.DEFAULT"
+EVIL = {"model_dir": ".", "file_name": "evil.pt"}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -306,9 +307,11 @@ def test_a_configuration_names_own_code_and_torchs(of_file: None) -> None:
         ({"model": "../evil.py:model"}, "--config: ../evil.py:model is code of ../evil.py"),
         ({"checkpoint": "evil.pt", "trust_checkpoint": True}, "--trust-checkpoint"),
         ({"data": "os:getcwd"}, "--data os:getcwd"),
+        ({"model": f"{WEIGHTS}.get_state_dict", "model_args": EVIL}, f"--config: {WEIGHTS}"),
     ],
 )
 def test_a_configuration_runs_no_code(options: dict[str, Any], told: str, capsys: Read) -> None:
+    pytest.importorskip("torchvision")
     torch.save({"state_dict": command_models.Evil()}, "evil.pt")
     Path("../evil.py").write_text("open('ran', 'w')")
     known = {"model": "torch.nn:Linear", "model_args": {"in_features": 5, "out_features": 2}}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from example_reports import running
@@ -15,6 +16,7 @@ from loop_runs import (
     LAYERS,
     LONG,
     MEANT,
+    OF_CLASSES,
     ONES,
     UP,
     run,
@@ -58,7 +60,7 @@ def test_an_audit_asks_by_its_own_probes(name: str) -> None:
     of_both = {"rate-too-high", "rate-gone", "group-rates", "rate-zero"}
     of_both |= {"broadcast-loss", "double-softmax", "seed-again", "activated-logits"}
     of_both |= {"target-scale", "rounded-away", "zero-gradient", "softmax-over-samples"}
-    of_both |= {"running-statistics", "class-untaught", "unshuffled"}
+    of_both |= {"running-statistics", "class-untaught", "unshuffled", "softmax-of-one"}
     assert not (CERTAIN - of_both) & found(audited).keys()
 
 
@@ -71,6 +73,19 @@ BELOW_ZERO = HITS["settings-off by a rate below zero"]
 BROADCAST = "MSELoss broadcasts the shapes (64, 1) and (64,)"
 ADVERSARIAL = "no fault of generative adversarial networks"
 STUCK = run(losses=STILL)
+POSITIVES = {"loss_module": "BCEWithLogitsLoss", "loss_shapes": ((8, 1), (8, 1)), "labels": (18, 2)}
+CONSTANT: list[tuple[str, tuple[float, ...], dict[str, Any]]] = [  # with losses of measured steps
+    ("watch", (0.69, *[0.33, 0.32] * 3), {}),
+    ("no", (0.69, *[0.318, 0.316] * 3), {}),  # hardly better, but by many deviations
+    ("no", (0.69, *[0.33, 0.32] * 3), {"loss_settings": ("weight",)}),
+    ("no", (0.69, *[0.33, 0.32] * 3), {"loss_counts": {2: 7}}),  # two heads
+    ("no", (0.69, *[0.33, 0.32] * 3), {"other_optimizers": ("Adam",)}),
+    ("no", (0.69, *[0.33, 0.32] * 3), {"labels": (10, 0)}),
+    ("no", (0.69, *[0.33, 0.32] * 3), {"target_variance": 0.1}),  # soft labels
+    ("watch", (0.69, *[0.33, 0.32] * 3), {"target_variance": 0.1, "loss_module": "BCELoss"}),
+    ("watch", (9.0, *[1.1, 0.98] * 3), {"target_variance": 1.0, "loss_module": "MSELoss"}),
+    ("no", (9.0, *[0.5, 0.6] * 3), {"target_variance": 1.0, "loss_module": "MSELoss"}),
+]
 
 
 def after_a_batch(before: float) -> Record:
@@ -117,6 +132,14 @@ SAID: list[tuple[str, str, Record]] = [
     ("loss-stuck watch", "", run(losses=(
         *CREEPING[:10], *(x + 6 for x in CREEPING[10:20]), *(537.0, 535.0) * 10))),
     ("loss-stuck watch", "", record(losses=CREEPING, chance=552.0)),
+    ("class-weights watch", "class 0 10 times as much as class 1, which is 9 times as rare",
+     run(**POSITIVES, loss_weights=(1.0, 0.1))),
+    ("class-weights no", "", run(**POSITIVES, loss_weights=(1.0, 9.0))),
+    ("class-weights watch", "belong to other classes",
+     run(**OF_CLASSES, labels=(9, 90, 30), loss_weights=(1 / 90, 1 / 30, 1 / 9))),
+    *((f"loss-stuck {strength}", "",
+       run(loss_of=losses, **{**OF_CLASSES, "labels": (9, 1), "loss_counts": {1: 7}, **facts}))
+      for strength, losses, facts in CONSTANT),
     *((finding, words, run(losses=(first, *[2.31] * 39), loss_module="CrossEntropyLoss",
                            loss_shapes=((64, classes), (64,))))
       for finding, words, first, classes in (

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.batch import kinds_of
+from adiv_monitor.capture.batch import given_of
 from adiv_monitor.step.loss_log import LossLog
 
 
@@ -46,7 +46,8 @@ class Net(nn.Module):
 
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
 FACTS += ("dropout", "rescaled", "batch_spread", "settings")
-FACTS += ("new_state", "outputs", "labels", "loss_module", "loss_shapes")
+FACTS += ("new_state", "outputs", "labels", "loss_module", "loss_settings", "loss_shapes")
+FACTS += ("target_variance",)
 FACTS += ("norm_passes", "norm_momenta", "random_states")
 FACTS += ("unused_losses", "loss_counts", "rate_falls")
 RATES = [0.5, 0.6, 0.9]
@@ -376,7 +377,31 @@ def test_what_the_loss_gets(
     report, *_ = reports_of(model, step, 1, loss=criterion)
     assert report.loss_module == type(criterion).__name__
     assert report.loss_shapes == ((6, 3), tuple(targets.shape))
-    assert (report.outputs, sum(report.labels)) == (outputs, 6 * (targets is TARGETS))
+    assert (report.outputs, sum(report.labels)) == (outputs, targets.numel())
+
+
+RARE, LOGITS = torch.eye(6)[:, :1], nn.BCEWithLogitsLoss
+
+
+@pytest.mark.parametrize(
+    ("criterion", "targets", "told"),  # labels, settings, weights
+    [
+        (LOGITS(), RARE, ((5, 1), (), ())),
+        (LOGITS(pos_weight=torch.tensor(3.0)), RARE, ((5, 1), ("pos_weight",), (1.0, 3.0))),
+        (nn.BCELoss(torch.ones(6, 1)), RARE, ((5, 1), ("weight",), ())),
+        (nn.MSELoss(), torch.arange(6.0)[:, None] ** 2, ((), (), ())),
+        (nn.MSELoss(reduction="sum"), torch.arange(18.0).view(6, 3), ((), ("reduction",), ())),
+        (nn.NLLLoss(torch.arange(3.0)), TARGETS, ((2, 2, 2), ("weight",), (0.0, 1.0, 2.0))),
+        (nn.CrossEntropyLoss(ignore_index=2), TARGETS, ((2, 2, 2), ("ignore_index",), ())),
+    ],
+)
+def test_what_the_targets_are_like(criterion: nn.Module, targets: Tensor, told: object) -> None:
+    model = nn.Sequential(*two_layers(), nn.Linear(3, 3 if targets.ndim < 2 else targets.shape[1]))
+    step = stepping(lambda number: criterion(model(batch(number)).sigmoid(), targets))
+    report, *_ = reports_of(model, step, 1, loss=criterion)
+    assert (report.labels, report.loss_settings, report.loss_weights) == told
+    variance = targets.numpy().var(0, ddof=1).mean() if targets.ndim > 1 else None
+    assert report.target_variance == (variance and pytest.approx(variance))
 
 
 def test_a_loss_of_further_terms_is_not_the_modules() -> None:
@@ -391,7 +416,7 @@ def test_a_loss_of_further_terms_is_not_the_modules() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (4, 3, 2), (4, 101)])
 def test_what_no_kinds_are_looked_for_in(shape: tuple[int, ...]) -> None:
-    assert kinds_of((torch.rand(shape), torch.rand(shape))) == ()
+    assert "outputs" not in given_of((torch.rand(shape), torch.rand(shape)))
 
 
 def test_a_loss_that_is_said_and_seen_is_one() -> None:
@@ -402,7 +427,7 @@ def test_a_loss_that_is_said_and_seen_is_one() -> None:
 
 
 def test_labels_of_many_rows_are_those_of_all_places() -> None:
-    _, labels = kinds_of((torch.rand(10_000, 2), torch.arange(10_000) // 5_000))
+    (labels,) = given_of((torch.rand(10_000, 2), torch.arange(10_000) // 5_000))["labels"]
     assert labels.tolist() == [1667, 1667]  # every third
 
 
@@ -451,9 +476,7 @@ def two_terms(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Opt
     ("loop", "unused", "computed"),
     [(plain, 0, 1), (accumulates, 0, 3), (one_of_four, 3, 4), (two_terms, 0, 2)],
 )
-def test_losses_that_get_no_backward_pass(
-    loop: Any, unused: int, computed: int, every: int
-) -> None:
+def test_losses_without_a_backward_pass(loop: Any, unused: int, computed: int, every: int) -> None:
     model, criterion = two_layers(), nn.CrossEntropyLoss()
     given = {"loss": criterion, "every_n_steps": every}
     reports = reports_of(model, lambda o, _: loop(model, criterion, o), 4, **given)

@@ -196,6 +196,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attention": 1}, TypeError, "attention=….*got 1, expected True or False"),
     ({"realised": nn.CrossEntropyLoss}, TypeError, r"expected an instance: CrossEntropyLoss\(\)"),
     ({"loss": nn.CrossEntropyLoss}, TypeError, r"loss=….*expected an instance"),
+    ({"loss": nn.CosineSimilarity()}, TypeError, "which is high where a loss is low"),
     (
         {"loss": nn.functional.mse_loss},
         TypeError,

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
+from inspect import ismethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -165,7 +166,9 @@ def _module_of(file: str) -> str:
 
 
 def _may_be_of_file(found: Any, home: str) -> bool:
-    if not callable(found) or isinstance(found, nn.Module) or home.startswith(_SAFE):
+    # Methods of these modules may load files, as those of torchvision's weights do.
+    safe = home.startswith(_SAFE) and not ismethod(found)
+    if not callable(found) or isinstance(found, nn.Module) or safe:
         return True
     file = str(getattr(sys.modules.get(home), "__file__", "<none>"))
     return _is_users(file) and Path(file).resolve().is_relative_to(Path.cwd().resolve())

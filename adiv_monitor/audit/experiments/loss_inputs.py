@@ -13,6 +13,7 @@ from adiv_monitor.audit.experiments.questions import Look, asks, looks, of_each_
 from adiv_monitor.audit.training.batches import size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import ActivatedOutput, Fact
+from adiv_monitor.diagnosis.seen import balance
 
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 DIFFERENCES = ("sub", "subtract", "__rsub__", "rsub", *LOSSES)
@@ -187,11 +188,10 @@ class OverAnotherAxis(Look):
         length, classes = _softmax_over(call, 0) or (0, 0)
         if self._alike and length == self._samples > 1 and classes not in (1, self._samples):
             self._found.append(_of_shape(call))
+        scores = call.argument(0, "input")
         if call.name == "linear" and call.result.ndim == 3:
             self._made.append(call.result)
-        elif call.name == "cross_entropy" and any(
-            call.argument(0, "input") is x for x in self._made
-        ):
+        elif call.name == "cross_entropy" and any(scores is x for x in self._made):
             self._found.append(_of_shape(call, places="True"))
 
 
@@ -210,18 +210,11 @@ def _softmax_over(call: Call, axis: int) -> tuple[int, ...]:
 
 # Weights of classes
 
-_TWICE = math.log(2.0)  # smallest spread of counts, and of weights, in which a trend is seen
-
 
 @of_each_call("class-weights")
 @torch.no_grad()
 def class_weights(call: Call, fork: Fork) -> Fact | None:
-    """Return the slope of the logarithm of weights over that of counts, where they differ.
-
-    Weights that balance classes have a slope of −1, the square root of these −0.5, and counts in
-    place of their inverses 1. Of binary targets, the weights are 1 and `pos_weight`. Weights that
-    balance them in another order are off by 0: the length of the sum of both, each sorted.
-    """
+    """Return the `balance` of weights and counts; of binary targets, of 1 and `pos_weight`."""
     weight, target = call.argument(2, "weight"), call.argument(1, "target")
     positive = call.argument(6, "pos_weight") if call.name == OWN[1] else None
     if isinstance(positive, Tensor) and positive.numel() == 1:
@@ -232,19 +225,8 @@ def class_weights(call: Call, fork: Fork) -> Fact | None:
         return None
     targets = torch.cat([x.flatten() for x in parts_like(target, fork.batches) or [target]])
     targets = targets[targets != call.kwargs.get("ignore_index", -100)].long()
-    counted = targets.bincount(minlength=len(weight))[: len(weight)].double()
-    used = (weight > 0) & (counted > 0)
-    w, n = weight[used].double().log(), counted[used].log()
-    if len(w) < 2 or min(float(x.max() - x.min()) for x in (w, n)) < _TWICE:
-        return None
-    w, n = w - w.mean(), n - n.mean()
-    common, rare = int(counted.argmax()), int(counted.masked_fill(~used, math.inf).argmin())
-    numbers = {"slope": float((w * n).sum() / n.square().sum()),
-               "correlation": float((w * n).sum() / (w.norm() * n.norm())),
-               "off": float((w.sort().values + n.sort(descending=True).values).norm() / n.norm()),
-               "times": float(weight[common] / weight[rare]),
-               "more": float(counted[common] / counted[rare])}  # fmt: skip
-    return Fact(call.place, numbers, {"common": str(common), "rare": str(rare)})
+    counted = targets.bincount(minlength=len(weight))[: len(weight)]
+    return next(balance(call.place, weight.tolist(), counted.tolist()), None)
 
 
 # Targets that the function on the outputs can't reach

@@ -23,10 +23,8 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.report.wording import listed
 
 # Findings that already say how far layers move; a layer that one of them names is not named again.
-OF_MOVES = (
-    *("group-rates", "uneven-rates", "rate-too-high", "rate-too-low"),
-    *("dead-units", "vanishing"),
-)
+OF_MOVES = ("group-rates", "uneven-rates", "rate-too-high", "rate-too-low", "dead-units",
+            "vanishing")  # fmt: skip
 LOW, HIGH = HEALTH["update_ratio"].healthy
 LOW_COSINE = 0.1  # cosine of the gradient step with the ideal one
 ROOM = 5.0  # ratio of the ceiling to the cosine: how much better a step could be
@@ -41,6 +39,7 @@ HARDLY_MOVES = 3e-3
 NOT_BY_HEART = 0.5
 BY_OUTPUTS = 0.95  # of the loss, that outputs of free choice take away
 LEAST_STEPS = 50  # fewest steps of the attempt to overfit; slow runs try fewer
+CLEARLY = 4.0  # standard errors below a constant prediction's loss: more is learnt, though little
 IN_VAIN = 0.1  # of the first loss: the sum of its falls in single steps, which later ones undo
 RISES_YET = "The learning rate still rises: measurements at its peak will be clearer."
 TARGETS = Advice("check that each target belongs to its input, and that the loss compares the two")
@@ -219,6 +218,16 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         + " That is no fault of generative adversarial networks, of reinforcement learning, or of "
         "a run that was resumed." * (not (told and known)),
         (Evidence("loss", end, start),), advice * (not rises))  # fmt: skip
+
+
+told(__name__, "loss-stuck", "", "watch",
+     "The mean loss of the later half of the measured steps is {loss:.3g}, and a constant "
+     "prediction has {constant:.3g} for the same targets: the outputs hardly depend on the inputs.",
+     Number("standard errors below the loss of a constant prediction", "z", below=CLEARLY),
+     TARGETS, AUDIT,
+     where=lambda fact: fact.numbers["loss"] > (1 - course.STILL) * fact.numbers["constant"],
+     unless=lambda record: not course.is_measure(record) or any(loss_stuck(record)),
+     against=())  # fmt: skip
 
 
 @fault("interference", "Direction lost to interference between rows",

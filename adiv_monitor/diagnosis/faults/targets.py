@@ -73,8 +73,9 @@ told(__name__, "softmax-of-one", "Softmax over a single class", "act",
      "reaches the model.",
      Advice("give the model one output per class, or use a sigmoid, as in "
             "binary_cross_entropy_with_logits"), where=lambda fact: "scores" not in fact.words,
-     certain=True, explains=(*LEARNING, "class-untaught", "input-ignored", "target-scale",
-                             "vanishing"))  # fmt: skip
+     certain=True, about="loop", shown_by=read.reported("loss_module"),
+     explains=(*LEARNING, "class-untaught", "input-ignored", "target-scale",
+               "vanishing"))  # fmt: skip
 # Attention to a single key is at times meant.
 told(__name__, "softmax-of-one", "", suffers,
      "{place} of shape {shape} runs over an axis of length 1: all its weights are 1, whatever the "
