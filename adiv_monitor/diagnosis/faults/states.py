@@ -168,7 +168,8 @@ behind_reference = told(__name__, "behind-reference", "The model learns less tha
      unless=course.tells_nothing, against=(), about="last")  # fmt: skip
 
 
-@fault("loss-stuck", "The loss does not fall, or hardly", about="symptom", shown_by=course.is_known)
+@fault("loss-stuck", "The loss hardly falls, or ends at that of a constant prediction",
+       about="symptom", shown_by=course.is_known)  # fmt: skip
 def loss_stuck(record: Record) -> Iterator[Finding]:
     """Find a loss that does not fall, ends no lower than a constant prediction's, or is unclear.
 
@@ -221,8 +222,8 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
 
 
 told(__name__, "loss-stuck", "", "watch",
-     "The mean loss of the later half of the measured steps is {loss:.3g}, and a constant "
-     "prediction has {constant:.3g} for the same targets: the outputs hardly depend on the inputs.",
+     "The loss ends at {loss:.3g}, and a constant prediction has {constant:.3g} for the same "
+     "targets.",
      Number("standard errors below the loss of a constant prediction", "z", below=CLEARLY),
      TARGETS, AUDIT,
      where=lambda fact: fact.numbers["loss"] > (1 - course.STILL) * fact.numbers["constant"],
