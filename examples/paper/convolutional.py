@@ -1,52 +1,46 @@
 """Figs 8 and 9 of the paper: PatchNorm in two convolutional networks, against normalisers.
 
     python examples/paper/convolutional.py --quick --data DIR --out OUT     minutes
-    python examples/paper/convolutional.py --data DIR --out OUT             days on a CPU
+    python examples/paper/convolutional.py --data DIR --out OUT             hours on a CPU
 
-The paper does not give its networks. Both have 3 × 3 filters here. "pooled" (Fig 8) ends in global
-average pooling and an affine map; "strided" (Fig 9) halves the image with every layer until one
-position is left. Each finished network is added to `OUT/convolutional.json`; killed at any moment,
-`--resume` goes on with the next one.
+The paper does not give its networks, and trains all maps at one learning rate. Both networks have
+3 × 3 filters here. "pooled" (Fig 8) ends in global average pooling and an affine map; "strided"
+(Fig 9, `--network strided`) halves the image with every layer until one position is left. Adam and
+pixels between 0 and 1, as in the paper; the learning rate is tuned for each map, so that the two
+norm-like PatchNorms of the paper, which differ by their rates, are one.
 """
 
-import argparse
 import itertools
-import json
-import time
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import cifar
 import torch
 from adiv_layers import AffineLikeLinear, NormLikeLinear, PatchNormConv2d
-from commandline import count, parsed, rate
-from ensemble import NONLINEAR, Network
+from commandline import parsed
 from experiment import arguments, load
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from slopes import at_the_end, mean_and_error
-from table import markdown, plus
+from table import plus
 from torch import Tensor, nn
-from training import CLASSES, Course, Run, Setting, fit, images, replace
+from training import CLASSES, Run
+from tuned import Images, Trial, answer
+from tuned_report import Best, Claim, Question, Verdict, above, more, result
 
 NETWORKS = ("pooled", "strided")
-# What divides the input of a whole image, without parameters; and what divides single patches.
-NORMALISERS = ("none", "batchnorm", "layernorm", "rmsnorm", "l2norm")
-PATCH_MAPS = ("patch-norm-like", "patch-norm-like-half", "patch-affine-like")
-MAPS = (*NORMALISERS, *PATCH_MAPS)
-COLOURS = {
-    "none": "tab:blue",
-    "batchnorm": "tab:orange",
-    "layernorm": "tab:brown",
-    "rmsnorm": "tab:purple",
-    "l2norm": "tab:gray",
-    "patch-norm-like": "tab:green",
-    "patch-norm-like-half": "yellowgreen",
-    "patch-affine-like": "tab:red",
+PATCH_MAPS = ("patch-norm-like", "patch-affine-like")
+# Learning rates that are tried first, in half decades from 1: −6 is 0.001. The first five divide
+# the input of a whole image, or nothing; the others single patches.
+GRIDS = {
+    "none": range(-7, -4),
+    "batchnorm": range(-6, -3),
+    "layernorm": range(-6, -3),
+    "rmsnorm": range(-6, -3),
+    "l2norm": range(-6, -3),
+    "patch-norm-like": range(-6, -3),
+    "patch-affine-like": range(-5, -2),
 }
-WHAT = ("network", "map", "activation", "batch_size", "seed", "learning_rate", "pixels")
+MEASURES = (
+    *("scale_mean", "scale_cv", "gradient_cosine", "update_cosine"),
+    *("interference_ratio", "common_share", "update_ratio"),
+)
 
 
 class Over(nn.Module):
@@ -74,7 +68,7 @@ def model(network: str, map_: str, activation: str, seed: int) -> nn.Sequential:
 
     Args:
         network: one of `NETWORKS`.
-        map_: one of `MAPS`; every convolution and affine map has it.
+        map_: one of `GRIDS`; every convolution and affine map has it.
         activation: "tanh" or "leaky".
         seed: of the first weights.
     """
@@ -115,109 +109,87 @@ def _affine(map_: str) -> type[nn.Linear]:
     return AffineLikeLinear if map_ == "patch-affine-like" else NormLikeLinear
 
 
-def train(what: Run, course: Course, epochs: int) -> Run:
-    """Train one network with Adam; accuracies in percent by epoch.
-
-    Args:
-        what: values of `WHAT`.
-        course: the images.
-        epochs: how long.
-    """
-    alone = model(what["network"], what["map"], what["activation"], what["seed"])
-    alone.to(course.train[0].device)
-    rate = what["learning_rate"] * (0.5 if what["map"] == "patch-norm-like-half" else 1)
-    stepper = torch.optim.Adam(alone.parameters(), lr=rate)
-    found = fit(alone, stepper, course, what["seed"], epochs)
-    return {**what, "epoch": list(range(1, epochs + 1)), **found}
+def _leads(arm: str, than: str, found: Best) -> Verdict:
+    difference, error = more(found, arm, than)
+    return above(difference, error, 0.0), plus(difference, error, sign=True)
 
 
-def text(runs: Sequence[Run]) -> str:
-    """Accuracies of both networks, in Markdown."""
-    first = runs[0]
-    columns = list(dict.fromkeys((run["network"], run["activation"]) for run in runs))
-    rows = []
-    for map_ in dict.fromkeys(run["map"] for run in runs):
-        row = [map_]
-        for column in columns:
-            mine = [
-                at_the_end(run)
-                for run in runs
-                if (run["network"], run["activation"], run["map"]) == (*column, map_)
-            ]
-            row.append(plus(*mean_and_error(mine)) if mine else "")
-        rows.append(row)
+def _within(arm: str, than: str, points: float, found: Best) -> Verdict:
+    difference, error = more(found, arm, than)
+    return above(points, error, abs(difference)), plus(difference, error, sign=True)
+
+
+def _not_best(found: Best) -> Verdict:
+    """Whether each PatchNorm is behind the best other map."""
+    others = {arm: result(runs)[0] for arm, runs in found.items() if arm not in PATCH_MAPS}
+    first = max(others, key=lambda arm: others[arm])
+    behind = {arm: more(found, first, arm) for arm in PATCH_MAPS}
+    held = [above(*each, 0.0) for each in behind.values()]
+    said = [f"{arm} {plus(*each, sign=True)}" for arm, each in behind.items()]
     return (
-        f"Data: {first['data']}; pixels: {first['pixels']}; batch size: {first['batch_size']}; "
-        f"epochs: {first['epoch'][-1]}; seeds: {len({run['seed'] for run in runs})}. Test accuracy "
-        "in percent, mean of the last tenth of the epochs ± standard error over seeds.\n\n"
-        f"{markdown(['map', *(', '.join(column) for column in columns)], rows)}\n"
+        False if False in held else all(held) or None,
+        f"{first} less {', less '.join(said)}",
     )
 
 
-def plot(runs: Sequence[Run], file: Path) -> None:
-    """Accuracy by epoch, means over seeds: a panel per network and activation."""
-    panels = list(dict.fromkeys((run["network"], run["activation"]) for run in runs))
-    figure = Figure(figsize=(4.6 * len(panels) + 2.4, 3.8), layout="constrained")
-    grid = figure.subplots(1, len(panels), squeeze=False)
-    for panel, axes in zip(panels, grid[0], strict=True):
-        for map_ in dict.fromkeys(run["map"] for run in runs):
-            mine = [r for r in runs if (r["network"], r["activation"], r["map"]) == (*panel, map_)]
-            by_epoch = zip(*(run["test_accuracy"] for run in mine), strict=False)
-            means, errors = zip(*(mean_and_error(values) for values in by_epoch), strict=True)
-            style = {"fmt": ".-", "lw": 1, "capsize": 2, "label": map_}
-            axes.errorbar(range(1, len(means) + 1), means, errors, color=COLOURS[map_], **style)
-        axes.set(title=", ".join(panel), xlabel="epoch", ylabel="test accuracy, percent ± error")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", title="map")
-    figure.suptitle(runs[0]["data"], fontsize=8)
-    figure.savefig(file, dpi=110)
+def _higher(found: Best) -> Verdict:
+    rates = {arm: runs[0]["learning_rate"] for arm, runs in found.items()}
+    said = ", ".join(f"{arm} {rates[arm]:g}" for arm in ("none", *PATCH_MAPS))
+    return min(rates[arm] for arm in PATCH_MAPS) >= 2 * rates["none"], said
 
 
-def wanted(given: argparse.Namespace) -> list[Run]:
-    """What tells the networks that are to be trained from each other."""
-    every = itertools.product(
-        *(given.networks, given.maps, given.activations, [given.batch_size]),
-        *(range(given.seeds), [given.lr], [given.pixels]),
+def _claim(arm: str, than: str, who: str) -> Claim:
+    return Claim(f"{arm} is better than {than} ({who})", partial(_leads, arm, than))
+
+
+CLAIMS = {
+    "pooled": (
+        *(
+            Claim(
+                f"{arm} is within a point of layernorm (the paper)",
+                partial(_within, arm, "layernorm", 1.0),
+            )
+            for arm in ("none", "rmsnorm")
+        ),
+        _claim("none", "patch-affine-like", "the paper"),
+        _claim("none", "batchnorm", "the paper"),
+        _claim("layernorm", "none", "we"),
+    ),
+    "strided": (
+        *(_claim(arm, "rmsnorm", "the paper") for arm in ("batchnorm", "layernorm")),
+        *(_claim(arm, "none", "the paper") for arm in ("rmsnorm", *PATCH_MAPS)),
+    ),
+}
+QUESTIONS = {
+    network: Question(
+        title=f"Fig {figure}: PatchNorm and normalisers, each at its own learning rate",
+        setting=f'The network "{network}", leaky ReLU, Adam.',
+        unit="test accuracy, percent",
+        measures=MEASURES,
+        panels=(("gradient_cosine", "step"), ("interference_ratio", "step"), ("scale_cv", "layer")),
+        claims=(
+            Claim("PatchNorm is best nowhere (the paper)", _not_best),
+            *CLAIMS[network],
+            Claim("PatchNorms are best at more than twice the rate of none (we)", _higher),
+        ),
     )
-    return [dict(zip(WHAT, each, strict=True)) for each in every]
+    for network, figure in zip(NETWORKS, (8, 9), strict=True)
+}
 
 
 def main() -> None:
-    parser = arguments(__doc__.split("\n\n")[0], epochs=100)
-    parser.set_defaults(seeds=5)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
-    parser.add_argument("--maps", nargs="+", choices=MAPS, default=MAPS)
-    parser.add_argument("--activations", nargs="+", choices=NONLINEAR, default=["leaky"])
-    parser.add_argument("--batch-size", type=count, default=32)
-    parser.add_argument("--lr", type=rate, default=1e-3)
-    parser.add_argument("--pixels", choices=cifar.PIXELS, default="unit")
-    given = parsed(parser, seeds=1, epochs=1, batch_size=128)
-    data = load(given)
-    known = {"data": data.source, "images": images(data)}
-    file = given.out / "convolutional.json"
-    if file.exists() and not given.resume:
-        parser.error(f"{file} exists: --resume goes on with it, another --out starts anew")
-    given.out.mkdir(parents=True, exist_ok=True)
-    runs: list[Run] = json.loads(file.read_text()) if file.exists() else []
-    if any(run["images"] != known["images"] for run in runs):
-        parser.error(f"{file} holds runs on other images: choose another --out")
-    # A network of one unit stands in the ensemble that this experiment does not train.
-    unused = (Network("standard", "tanh", 0, given.lr),)
-    course = Course(Setting(given.batch_size, 1, 1, given.pixels, unused), data, given.device)
-    for what in wanted(given):
-        same = [run for run in runs if {name: run[name] for name in WHAT} == what]
-        if any(run["epoch"][-1] >= given.epochs for run in same):
-            continue
-        started = time.perf_counter()
-        run = {**train(what, course, given.epochs), **known}
-        runs = [*(run for run in runs if run not in same), run]
-        lines = ",\n".join(json.dumps(run) for run in runs)
-        replace(file, f"[\n{lines}\n]\n".encode())
-        print(*what.values(), f"{time.perf_counter() - started:.0f} s", flush=True)
-    (given.out / "convolutional.md").write_text(text(runs))
-    plot(runs, given.out / "convolutional.png")
-    print((given.out / "convolutional.md").read_text())
+    parser = arguments(__doc__.split("\n\n")[0], epochs=10)
+    parser.add_argument("--network", choices=NETWORKS, default="pooled")
+    given = parsed(parser, seeds=1, epochs=1)
+    data = Images(load(given), 128, "unit", given.epochs, given.device)
+
+    def train(trial: Trial) -> Run:
+        alone = model(given.network, trial.arm, "leaky", trial.seed).to(given.device)
+        optimizer = torch.optim.Adam(alone.parameters(), trial.learning_rate)
+        return data.fit(alone, optimizer, trial.seed, MEASURES)
+
+    file = given.out / f"convolutional-{given.network}.json"
+    answer(QUESTIONS[given.network], file, GRIDS, data.known, train, given, parser)
 
 
 if __name__ == "__main__":

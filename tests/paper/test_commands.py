@@ -16,6 +16,7 @@ pytest.importorskip("sklearn")
 
 import alignments
 import clouds
+import convolutional
 import depth
 import fair
 import normalisers
@@ -41,11 +42,12 @@ class Command(NamedTuple):
 TWO = ("--methods", "affine-like", "standard", "--activations", "tanh")
 DATA = ("--data", "synthetic")
 FIGURES = tuple(f"fig{figure}" for figure in widths.FIGURES)
-COMMANDS = {
+COMMANDS = {  # by the name of its files, of which the script's is the first part
     "table1": Command((*DATA, *TWO, "--epochs", "1"), 2 * 3 * 2),  # methods, batch sizes, seeds
     "fair": Command((*DATA, *TWO), 2 * 2, (640, 100)),  # methods, seeds
     "readings": Command((*DATA, *TWO), 2 * 2, (256, 50)),  # methods, batch sizes
-    "convolutional": Command((*DATA, "--maps", "none", "patch-norm-like"), 2 * 2),  # networks, maps
+    "convolutional-pooled": Command(DATA, len(convolutional.GRIDS)),
+    "convolutional-strided": Command((*DATA, "--network", "strided"), len(convolutional.GRIDS)),
     # Methods × (widths × depths × activations of Figs 2, 3, 5, widths × activations of Fig 4).
     "widths": Command((*DATA, *TWO[:3]), 2 * (2 * 2 * 3 + 3 * 2), (256, 50), FIGURES),
     "optimizers": Command(DATA, len(optimizers.GRIDS)),
@@ -77,7 +79,8 @@ def test_runs_a_page_and_a_picture(
 ) -> None:
     if name == "optimizers" and not hasattr(torch.optim, "Muon"):
         pytest.skip("Muon needs torch 2.9")
-    script, out, of = importlib.import_module(name), tmp_path / "new" / "folder", COMMANDS[name]
+    script, out = importlib.import_module(name.split("-")[0]), tmp_path / "new" / "folder"
+    of = COMMANDS[name]
     train, test = of.images
     monkeypatch.setattr("cifar.synthetic", lambda: synthetic(train=train, test=test))
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +32,18 @@ ROOT = Path(__file__).parents[2]
 RESULTS = headlines.RESULTS
 WRITTEN = (ROOT / "docs" / "paper.md", RESULTS / "README.md", ROOT / "docs" / "alignment.md")
 Runs = list[dict[str, Any]]
-
-
-def of_question(module: Any) -> Callable[[Runs], str]:
-    return lambda runs: tuned_report.text(module.QUESTION, runs)
-
-
+QUESTIONS = {f"convolutional-{x}": question for x, question in convolutional.QUESTIONS.items()}
+for module in (depth, normalisers, optimizers, patches, transformer):
+    QUESTIONS[module.__name__] = module.QUESTION
 PAGES: dict[str, Callable[[Runs], str]] = {
     "table1": table.text,
     "widths": lambda runs: widths_report.text(runs, 2),
     "fig4": lambda runs: widths_report.text(runs, 2),
     "readings": readings_report.text,
-    "convolutional": convolutional.text,
     "projections": projections.text,
     "alignments": alignments_report.text,
     "constants": lambda runs: constants.text(runs, headlines.runs("alignments")),
-    **{m.__name__: of_question(m) for m in (depth, normalisers, optimizers, patches, transformer)},
+    **{name: partial(tuned_report.text, question) for name, question in QUESTIONS.items()},
 }
 
 
