@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "adiv_monitor"
 # Part: its folders and files, and the most code lines that it may have. A ceiling only goes down.
 CEILINGS: dict[str, tuple[Sequence[str], int]] = {
     "audit and diagnosis": (("audit", "diagnosis"), 9_000),
-    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_350),
+    "pages, pictures, sinks": (("pages", "pictures", "sinks"), 2_340),
     "max_lr": (("max_lr",), 1_250),
-    "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 8_969),
+    "core": (("alignment", "capture", "features", "maths", "probe", "rerun", "step"), 8_960),
     "report and top level": ((), 2_076),  # the rest
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -78,13 +78,13 @@ CONSTANT: list[tuple[str, tuple[float, ...], dict[str, Any]]] = [  # with losses
     ("watch", (0.69, *[0.33, 0.32] * 3), {}),
     ("no", (0.69, *[0.318, 0.316] * 3), {}),  # hardly better, but by many deviations
     ("no", (0.69, *[0.33, 0.32] * 3), {"loss_settings": ("weight",)}),
-    ("no", (0.69, *[0.33, 0.32] * 3), {"loss_counts": {2: 7}}),  # two heads
+    ("no", (0.69, *[0.33, 0.32] * 3), {"loss_counts": [*[{1: 7}] * 5, {2: 7}]}),  # two heads
     ("no", (0.69, *[0.33, 0.32] * 3), {"other_optimizers": ("Adam",)}),
     ("no", (0.69, *[0.33, 0.32] * 3), {"labels": (10, 0)}),
     ("no", (0.69, *[0.33, 0.32] * 3), {"target_variance": 0.1}),  # soft labels
     ("watch", (0.69, *[0.33, 0.32] * 3), {"target_variance": 0.1, "loss_module": "BCELoss"}),
     ("watch", (9.0, *[1.1, 0.98] * 3), {"target_variance": 1.0, "loss_module": "MSELoss"}),
-    ("no", (9.0, *[0.5, 0.6] * 3), {"target_variance": 1.0, "loss_module": "MSELoss"}),
+    ("no", (9.0, *[0.1, 1.6] * 3), {"target_variance": 1.0, "loss_module": "MSELoss"}),
 ]
 
 
@@ -136,7 +136,7 @@ SAID: list[tuple[str, str, Record]] = [
      run(**POSITIVES, loss_weights=(1.0, 0.1))),
     ("class-weights no", "", run(**POSITIVES, loss_weights=(1.0, 9.0))),
     ("class-weights watch", "belong to other classes",
-     run(**OF_CLASSES, labels=(9, 90, 30), loss_weights=(1 / 90, 1 / 30, 1 / 9))),
+     run(**OF_CLASSES, labels=(9, 90, 12), loss_weights=(1 / 90, 1 / 12, 1 / 9))),
     *((f"loss-stuck {strength}", "",
        run(loss_of=losses, **{**OF_CLASSES, "labels": (9, 1), "loss_counts": {1: 7}, **facts}))
       for strength, losses, facts in CONSTANT),
