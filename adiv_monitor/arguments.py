@@ -174,7 +174,7 @@ def _check_loss(name: str, loss: object) -> None:
             f"Monitor({name}=…): got {type(loss).__name__}, expected the module that computes the "
             "loss, or a function (output of the model) → loss"
         )
-    if isinstance(loss, nn.CosineSimilarity):
+    if getattr(type(loss), "forward", None) is nn.CosineSimilarity.forward:
         raise TypeError(
             f"Monitor({name}=…): got CosineSimilarity, which is high where a loss is low, expected "
             "the module that computes the loss, or monitor.log_loss(loss)"

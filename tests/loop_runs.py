@@ -72,6 +72,7 @@ SMALL = {"a": reading(activation_rms=0.3)}
 BELOW_ZERO = (0.7, *(-0.01 * step for step in range(39)))
 ALIKE = LAYERS | {"c": reading(gradient_cosine=0.99)}
 UNDONE = {name: reading(projection_cosine=0.5) for name in "abc"}
+OF_ONE = {"loss_shapes": ((8, 1), (8,))}
 OF_CLASSES = {"loss_module": "CrossEntropyLoss", "loss_shapes": ((8, 2), (8,))}
 PROBABLE_AT_TIMES = ["probabilities", ""] * 3
 PADDED = [{"a": reading(kind="gru", idle_share=1 - 1 / (i + 3))} for i in range(6)]
@@ -182,9 +183,7 @@ HITS = {
         losses=RISING, learning_rates=rates(0.1, 0.05, 0.01, -0.01, -0.05, -0.1)
     ),
     "broadcast-loss": run(loss_module="MSELoss", loss_shapes=((64, 1), (64,))),
-    "softmax-of-one": run(
-        losses=(0.0,) * 40, layers=FLAT, loss_module="CrossEntropyLoss", loss_shapes=((8, 1), (8,))
-    ),
+    "softmax-of-one": run(losses=(0.0,) * 40, layers=FLAT, **(OF_CLASSES | OF_ONE)),
     "double-softmax": run(loss_module="CrossEntropyLoss", outputs="probabilities"),
     "activated-logits": run(loss_module="BCEWithLogitsLoss", outputs="probabilities"),
     "activated-logits by a ReLU": run(loss_module="CrossEntropyLoss", outputs="rectified"),
@@ -238,11 +237,10 @@ MEANT = {
     "a class that is rare": run(labels=(30, 3, 0), **OF_CLASSES),
     "samples of one class": run(labels=(30, 0), **OF_CLASSES),
     "embeddings, not scores": run(labels=(30, 20, 0)),
+    "two players": run(labels=[(9, 0), (0, 9)] * 3, other_optimizers=("Adam",), **OF_CLASSES),
     "tokens of one text": run(labels=[(2000, 0), (0, 2000)] * 3, **OF_CLASSES),
     "pixels of one image": run(
-        labels=[(900, 0, 0), (0, 90, 0)] * 3,
-        loss_module="CrossEntropyLoss",
-        loss_shapes=((3, 3, 30, 11), (3, 30, 11)),
+        labels=[(900, 0, 0), (0, 90, 0)] * 3, **OF_CLASSES | {"loss_shapes": ((1, 3, 9), (1, 990))}
     ),
     "shuffled, asking for the same": run(losses=STILL, layers=ALIKE, labels=(8, 9), **OF_CLASSES),
     "padding": run(layers=PADDED, batch=DIFFERENT),

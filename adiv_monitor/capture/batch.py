@@ -52,10 +52,9 @@ OUTPUTS = ("probabilities", "rectified", "over samples")
 def given_of(given: Sequence[Any]) -> dict[str, list[Tensor]]:
     """Return facts of the outputs and targets that a loss gets, by field of the report; or none.
 
-    - "labels": how many targets there are of each class, of at most 100; of those that are 0 or 1,
-      if both are real numbers. If others are among these, the numbers are 0. Of 4,096 targets and
-      more, every so many count.
-    - "target_variance": the variance of real targets over the samples, the mean over all entries.
+    - "labels": how many targets there are of each class, of at most 100; of 4,096 and more, every
+      so many count. Of real targets, how many are 0 and 1, or zeros if others are among them.
+    - "target_moments": variance and mean of all entries of real targets.
     - "outputs": for each of `OUTPUTS`, whether the outputs are that: no probability is below 0, and
       none above 1, or those of each sample sum to 1. Of one or two dimensions, without many
       classes.
@@ -67,14 +66,15 @@ def given_of(given: Sequence[Any]) -> dict[str, list[Tensor]]:
     if not of_classes and not (outputs.is_floating_point() and targets.is_floating_point()):
         return {}
     found = {}
-    if (classes := outputs.shape[1] if of_classes else 2) <= MOST_CLASSES:
+    if of_classes and outputs.shape[1] <= MOST_CLASSES:
         # Not the first ones: those of pixels are of one image.
         some = targets.reshape(-1, 1)[:: 1 + targets.numel() // _MOST_SAMPLES]
-        counts = (some == torch.arange(classes, device=some.device)).sum(0)
-        found["labels"] = [counts if of_classes else counts * (counts.sum() == len(some))]
-    if not of_classes and targets.ndim and len(targets) > 1:
+        found["labels"] = [(some == torch.arange(outputs.shape[1], device=some.device)).sum(0)]
+    elif not of_classes:  # some of them could be those of one column
+        counts = torch.stack([(targets == number).sum() for number in (0, 1)])
         wide = targets.to(torch.promote_types(targets.dtype, torch.float32))
-        found["target_variance"] = [wide.var(0).mean()]
+        found["labels"] = [counts * (counts.sum() == targets.numel())]
+        found["target_moments"] = [torch.stack(torch.var_mean(wide, correction=0))]
     if outputs.ndim <= 2 and outputs.shape[1:].numel() <= MOST_CLASSES:
         found["outputs"] = [_kinds(outputs[:_MOST_SAMPLES], sums=of_classes)]
     return found

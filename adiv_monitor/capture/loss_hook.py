@@ -17,8 +17,8 @@ from adiv_monitor.rerun.surroundings import reruns
 LossOf = nn.Module | Callable[[Any], Tensor]
 
 # The settings of torch's losses that change which loss a constant prediction has.
-_USUAL = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0,
-          "weight": None, "pos_weight": None}  # fmt: skip
+_USUAL = (("reduction", "mean"), ("ignore_index", -100), ("label_smoothing", 0.0),
+          ("weight", None), ("pos_weight", None))  # fmt: skip
 _OTHERWISE = "Pass the module that the loop calls as `loss=`, or call `monitor.log_loss(loss)`."
 
 
@@ -50,8 +50,8 @@ class LossHook:
         self._note = note
         self._fail = fail
         self.of_torch = torchs_loss(loss)
-        self.settings = tuple(n for n, x in _USUAL.items() if getattr(loss, n, x) != x)
-        self.weights = _weights(loss) if self.settings and self.of_torch else ()
+        self.settings = tuple(n for n, x in _USUAL if self.of_torch and getattr(loss, n, x) != x)
+        self.weights = _weights(loss) if self.settings else ()
         name = getattr(loss, "__name__", type(loss).__name__)
         if isinstance(loss, nn.Module):
             self._module, self._of = loss, None

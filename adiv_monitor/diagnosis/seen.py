@@ -128,7 +128,8 @@ def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
     counts = [of for of in _labels(reports) if 0 < sum(of) <= SAMPLES]
     totals = [*map(sum, zip(*counts, strict=True))]
     alike, expected = _alike(counts), _alike([totals])
-    if alike >= 0 and expected < 1 and len(counts) > 1:
+    alone = not any(r.other_optimizers for r in reports)  # the batches of two players differ
+    if alone and alike >= 0 and expected < 1 and len(counts) > 1:
         cells = [(x, sum(of) * t) for of in counts for x, t in zip(of, totals, strict=True) if x]
         chi = sum(totals) * (sum(x * x / product for x, product in cells) - 1)
         freedom = (len(counts) - 1) * (sum(t > 0 for t in totals) - 1)
@@ -144,16 +145,19 @@ def _constant(reports: Sequence[StepReport]) -> Iterator[Fact]:
     of their paired differences. Steps of several losses may have different targets.
     """
     later, pairs = reports[len(reports) // 2 :], []
+    means = [r.target_moments[1] for r in reports if r.target_moments]
     alike = [r.labels for r in reports if len(r.labels) == len(reports[-1].labels)]
     totals = [*map(sum, zip(*alike, strict=True))]
     for r in later:
-        constant = r.target_variance if r.loss_module == "MSELoss" else None
-        if _ENTROPIES.get(r.loss_module) == (r.target_variance is not None) and r.labels in alike:
+        constant = 0.0
+        if r.target_moments and r.loss_module == "MSELoss":
+            constant = r.target_moments[0] + (r.target_moments[1] - fmean(means)) ** 2
+        elif _ENTROPIES.get(r.loss_module) == bool(r.target_moments) and r.labels in alike:
             shares = zip(r.labels, totals, strict=True)
             constant = sum(n * math.log(sum(totals) / t) for n, t in shares if n)
             constant /= sum(r.labels) or 1
         plain = not r.loss_settings and {*r.loss_counts} == {1}
-        if constant and plain and r.loss is not None and math.isfinite(r.loss):
+        if constant and plain and r.loss is not None and math.isfinite(r.loss + constant):
             pairs.append((r.loss, constant))
     if len(pairs) == len(later) >= FEWEST:
         loss, constant = (fmean(of) for of in zip(*pairs, strict=True))
@@ -171,8 +175,8 @@ def _labels(reports: Sequence[StepReport]) -> Sequence[tuple[int, ...]]:
 
     Labels of pixels are none of samples.
     """
-    of_samples = [r for r in reports if any(math.prod(of[1:]) == 1 for of in r.loss_shapes[-1:])]
-    seen = [r.labels for r in of_samples if r.labels and r.loss_module]
+    of_samples = [r for r in reports if math.prod(((), *r.loss_shapes)[-1][1:]) == 1]
+    seen = [r.labels for r in of_samples if r.labels and r.loss_module in _ENTROPIES]
     return seen if len({*map(len, seen)}) == 1 else []
 
 

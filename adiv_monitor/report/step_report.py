@@ -188,11 +188,11 @@ class StepReport:
             are in [0, 1]. "rectified": as from a ReLU, none is below 0, and more than 5 % are 0.
             "over samples": those of each class, or their exponentials, sum to 1. Only outputs of
             one or two dimensions, of at most 100 classes, are looked at.
-        labels: how many targets of each class the step's first loss is called with, of at most 100;
-            or how many are 0 and 1, if they are real numbers, and all are. Of 4,096 and more, every
-            so many count. Empty: not known.
-        target_variance: variance over the samples of the real targets that this loss is called
-            with, the mean over all entries; None: they are labels, or not known.
+        labels: how many targets of each class the step's first loss is called with, of at most 100,
+            where of 4,096 and more every so many count; or how many are 0 and 1, if they are real
+            numbers, and all are. Empty: not known.
+        target_moments: variance and mean of all entries of the real targets that this loss is
+            called with; empty: they are labels, or not known.
         loss_module: the class name of the loss, if it is a module of torch's own that computes the
             losses of these steps alone; else "".
         loss_settings: those of reduction, ignore_index, label_smoothing, weight and pos_weight that
@@ -260,7 +260,7 @@ class StepReport:
     next_batch: tuple[float, ...] = ()
     outputs: str = ""
     labels: tuple[int, ...] = ()
-    target_variance: float | None = None
+    target_moments: tuple[float, ...] = ()
     loss_module: str = ""
     loss_settings: tuple[str, ...] = ()
     loss_weights: tuple[float, ...] = ()

@@ -238,7 +238,7 @@ class Armed:
         return found | {
             "outputs": next(kinds, ""),
             "labels": labels if any(labels) else (),
-            "target_variance": next(map(float, flags.get("target_variance", ())), None),
+            "target_moments": tuple(float(x) for of in flags.get("target_moments", ()) for x in of),
             "loss_shapes": capture.passes.shapes,
             "norm_passes": next(map(int, flags["norm_passes"]), None),
             "zeroed_passes": zeroed,

@@ -52,14 +52,12 @@ def test_a_rule_that_can_never_hold_is_no_gate(text: str, told: str) -> None:
 
 
 def test_every_hit_is_listed_with_its_steps() -> None:
-    made = report(
-        {"a": reading(-0.5), "b": reading(0.5)}, {"a": reading(-0.25), "b": reading(-0.1)}
-    )
-    found = hits(parse("update_cosine < 0"), made)
+    ran = report({"a": reading(-0.5), "b": reading(0.5)}, {"a": reading(-0.25), "b": reading(-0.1)})
+    found = hits(parse("update_cosine < 0"), ran)
     assert found == ["a: -0.5 (step 0), -0.25 (step 10)", "b: -0.1 (step 10)"]
-    assert hits(parse("b: update_cosine < 0"), made) == ["b: -0.1 (step 10)"]
-    assert hits(parse("update_cosine < -0.5"), made) == []
-    assert len(hits(parse("a: update_cosine <= -0.5"), made)) == 1
+    assert hits(parse("b: update_cosine < 0"), ran) == ["b: -0.1 (step 10)"]
+    assert hits(parse("update_cosine < -0.5"), ran) == []
+    assert len(hits(parse("a: update_cosine <= -0.5"), ran)) == 1
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Net(nn.Module):
 FACTS = ("zeroed_passes", "loss_gradients", "evaluated", "batch", "next_batch")
 FACTS += ("dropout", "rescaled", "batch_spread", "settings")
 FACTS += ("new_state", "outputs", "labels", "loss_module", "loss_settings", "loss_shapes")
-FACTS += ("target_variance",)
+FACTS += ("target_moments", "loss_weights")
 FACTS += ("norm_passes", "norm_momenta", "random_states")
 FACTS += ("unused_losses", "loss_counts", "rate_falls")
 RATES = [0.5, 0.6, 0.9]
@@ -400,8 +400,8 @@ def test_what_the_targets_are_like(criterion: nn.Module, targets: Tensor, told: 
     step = stepping(lambda number: criterion(model(batch(number)).sigmoid(), targets))
     report, *_ = reports_of(model, step, 1, loss=criterion)
     assert (report.labels, report.loss_settings, report.loss_weights) == told
-    variance = targets.numpy().var(0, ddof=1).mean() if targets.ndim > 1 else None
-    assert report.target_variance == (variance and pytest.approx(variance))
+    moments = (targets.var(correction=0).item(), targets.mean().item()) if targets.ndim > 1 else ()
+    assert report.target_moments == pytest.approx(moments)
 
 
 def test_a_loss_of_further_terms_is_not_the_modules() -> None:
@@ -429,6 +429,8 @@ def test_a_loss_that_is_said_and_seen_is_one() -> None:
 def test_labels_of_many_rows_are_those_of_all_places() -> None:
     (labels,) = given_of((torch.rand(10_000, 2), torch.arange(10_000) // 5_000))["labels"]
     assert labels.tolist() == [1667, 1667]  # every third
+    (labels,) = given_of((torch.rand(3000, 2), torch.tensor([[0.0, 1.0]] * 3000)))["labels"]
+    assert labels.tolist() == [3000, 3000]  # of all columns
 
 
 def test_only_a_loss_of_torchs_own_has_a_name() -> None:
@@ -437,6 +439,7 @@ def test_only_a_loss_of_torchs_own_has_a_name() -> None:
             return super().forward(x.squeeze(1), y)
 
     model, criterion = nn.Sequential(nn.Linear(4, 1)), Squeezes()
+    criterion.label_smoothing = torch.zeros(3)
     step = stepping(lambda number: criterion(model(batch(number)), TARGETS.float()))
     report, *_ = reports_of(model, step, 1, loss=criterion)
     assert (report.loss_module, report.loss_shapes) == ("", ((6, 1), (6,)))

@@ -222,8 +222,8 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
 
 
 told(__name__, "loss-stuck", "", "watch",
-     "The loss ends at {loss:.3g}, and a constant prediction has {constant:.3g} for the same "
-     "targets.",
+     "The mean loss of the later half is {loss:.3g}, and a constant prediction has {constant:.3g} "
+     "for the same targets.",
      Number("standard errors below the loss of a constant prediction", "z", below=CLEARLY),
      TARGETS, AUDIT,
      where=lambda fact: fact.numbers["loss"] > (1 - course.STILL) * fact.numbers["constant"],
