@@ -70,7 +70,7 @@ def given_of(given: Sequence[Any]) -> dict[str, list[Tensor]]:
         # Not the first ones: those of pixels are of one image.
         some = targets.reshape(-1, 1)[:: 1 + targets.numel() // _MOST_SAMPLES]
         found["labels"] = [(some == torch.arange(outputs.shape[1], device=some.device)).sum(0)]
-    elif not of_classes:  # some of them could be those of one column
+    elif not of_classes:  # all of them: every so many may be those of one column
         counts = torch.stack([(targets == number).sum() for number in (0, 1)])
         wide = targets.to(torch.promote_types(targets.dtype, torch.float32))
         found["labels"] = [counts * (counts.sum() == targets.numel())]

@@ -145,14 +145,14 @@ def _constant(reports: Sequence[StepReport]) -> Iterator[Fact]:
     of their paired differences. Steps of several losses may have different targets.
     """
     later, pairs = reports[len(reports) // 2 :], []
-    means = [r.target_moments[1] for r in reports if r.target_moments]
-    alike = [r.labels for r in reports if len(r.labels) == len(reports[-1].labels)]
-    totals = [*map(sum, zip(*alike, strict=True))]
+    mean = fmean([r.target_moments[1] for r in reports if r.target_moments] or [0.0])
+    classes = len(reports[-1].labels)
+    totals = [*map(sum, zip(*(r.labels for r in reports if len(r.labels) == classes), strict=True))]
     for r in later:
         constant = 0.0
         if r.target_moments and r.loss_module == "MSELoss":
-            constant = r.target_moments[0] + (r.target_moments[1] - fmean(means)) ** 2
-        elif _ENTROPIES.get(r.loss_module) == bool(r.target_moments) and r.labels in alike:
+            constant = r.target_moments[0] + (r.target_moments[1] - mean) ** 2
+        elif _ENTROPIES.get(r.loss_module) == bool(r.target_moments) and len(r.labels) == classes:
             shares = zip(r.labels, totals, strict=True)
             constant = sum(n * math.log(sum(totals) / t) for n, t in shares if n)
             constant /= sum(r.labels) or 1

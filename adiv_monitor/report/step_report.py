@@ -195,9 +195,10 @@ class StepReport:
             called with; empty: they are labels, or not known.
         loss_module: the class name of the loss, if it is a module of torch's own that computes the
             losses of these steps alone; else "".
-        loss_settings: those of reduction, ignore_index, label_smoothing, weight and pos_weight that
-            are not torch's defaults in it.
-        loss_weights: its weights of the classes, or 1 and its `pos_weight`; empty without any.
+        loss_settings: which of reduction, ignore_index, label_smoothing, weight and pos_weight are
+            not torch's defaults in this module.
+        loss_weights: the weights of the classes in this module, or 1 and its `pos_weight`; empty
+            without any.
         loss_shapes: the shapes of the tensors with which the step's first loss is called.
         norm_passes: how many passes in training mode the running statistics of the first
             normalisation that counts them had taken in as the optimizer stepped; None: none does.
