@@ -60,6 +60,10 @@ def rates(*values: float) -> list[tuple[float, ...]]:
     return [(value,) for value in values]
 
 
+SLOW_RISE = {"learning_rates": rates(*[1e-3] * 3, *[2e-3] * 3, *[3e-3] * 3)}
+OF_TENTH = {"initial_lr": (0.1,)}
+IN_ORDER = {"target_moments": [(0.01, float(i)) for i in range(6)], "loss_shapes": ((8, 1),) * 2}
+ALONE = [(0.0, float(i)) for i in range(6)]
 FADES = rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
 
 
@@ -141,6 +145,7 @@ HITS = {
     "accumulation-cut": run(loss_counts={4: 5, 6: 2}, loss_gradients=QUARTERS),
     "accumulation-cut for few batches": run(loss_counts={4: 50, 6: 1}, loss_gradients=QUARTERS),
     "rate-falls-back": run(learning_rates=(0.01,), rate_falls=[0, 0, 1, 1, 2, 3]),
+    "rate-falls-back of steps that count epochs": run(9, **SLOW_RISE, settings={"max_lr": (0.1,)}),
     "settings-off": run(settings=[{"momentum": (0.9 + 0.05 * i,)} for i in range(6)]),
     "settings-off by a decay that outweighs all": run(
         losses=STILL, settings={"weight_decay": (0.0, 1.0)}, learning_rates=(0.1, 0.1)
@@ -159,6 +164,7 @@ HITS = {
         layers=[LAYERS, LAYERS, *[HEAD] * 4], **without("", "", *["a"] * 4)
     ),
     "unshuffled": run(losses=STILL, layers=ALIKE),
+    "unshuffled by targets": run(losses=STILL, **IN_ORDER),
     "unshuffled where the loss does not halve": run(losses=SLOWLY, layers=ALIKE),
     "not-held since they were unfrozen": run(not_held=[*[{}] * 3, *[{"a": 900}] * 3]),
     "not-held": run(not_held=[{}, *[{"a": 900}] * 5]),
@@ -264,6 +270,10 @@ MEANT = {
         groups=[{}, *[ONE_GROUP["groups"]] * 5], learning_rates=[(0.1,), *[(0.1, 0.0)] * 5]
     ),
     "a warm-up at a constant rate": run(learning_rates=rates(0.03, 0.03, 0.03, 0.03, 0.1, 0.1)),
+    "a warm-up of epochs": run(learning_rates=rates(*[1e-3] * 4, 0.02, 0.04), settings=OF_TENTH),
+    "a rise of epochs towards its peak": run(9, **SLOW_RISE, settings={"initial_lr": (0.02,)}),
+    "series in order": run(**IN_ORDER),
+    "targets of one sample each": run(losses=STILL, **(IN_ORDER | {"target_moments": ALONE})),
     "a warm-up over two orders of magnitude": run(learning_rates=rates(1e-3, 0.01, *[0.1] * 4)),
     "a group that begins later": run(**ONE_GROUP, learning_rates=[(0.1, 0.0), *[(0.1, 0.1)] * 5]),
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 
 import numpy as np
 
@@ -123,7 +123,9 @@ def balance(place: str, weights: Sequence[float], counts: Sequence[float]) -> It
 def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
     """Yield how often labels of two samples of a batch differ, over those of any two samples.
 
-    How far that is from shuffled batches is told by Pearson's χ² of batches and classes.
+    How far that is from shuffled batches is told by Pearson's χ² of batches and classes. Of real
+    targets, yield the variance within batches over that of all, and how far the batches' means
+    vary: their variance is that of a sample over the number of samples, if batches are shuffled.
     """
     counts = [of for of in _labels(reports) if 0 < sum(of) <= SAMPLES]
     totals = [*map(sum, zip(*counts, strict=True))]
@@ -135,6 +137,13 @@ def _sorted(reports: Sequence[StepReport]) -> Iterator[Fact]:
         freedom = (len(counts) - 1) * (sum(t > 0 for t in totals) - 1)
         z = (freedom - chi) / math.sqrt(2 * freedom)
         yield Fact("", {"ratio": (1 - alike) / (1 - expected), "z": z})
+    moments = [r.target_moments for r in reports if r.target_moments and not sum(r.labels)]
+    if alone and len(moments) == len(reports) and any(of[0] > 0 for of in moments):
+        variances, means = zip(*moments, strict=True)
+        within, between = fmean(variances), variance(means)
+        usual = within / math.prod(reports[-1].loss_shapes[-1][:1])  # between shuffled batches
+        z = (1 - between / usual) * math.sqrt((len(means) - 1) / 2)
+        yield Fact("", {"ratio": within / (within + between), "z": z}, {"of": "real"})
 
 
 def _constant(reports: Sequence[StepReport]) -> Iterator[Fact]:

@@ -59,7 +59,7 @@ class Rates(NamedTuple):
     state: object = None
 
 
-_NO_SETTINGS = {"params", "lr", "initial_lr", "max_lr", "min_lr"}
+_NO_SETTINGS = {"params", "lr", "min_lr"}
 
 
 def learning_rates(optimizer: Optimizer) -> Rates:

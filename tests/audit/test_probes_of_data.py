@@ -379,11 +379,11 @@ def rewarded(z: Tensor, y: Tensor) -> Tensor:
 KINDS = {"bool": torch.bool, "float": torch.float32, "int": torch.int64}
 
 
-def columns(moves: bool) -> Setup:
+def columns(moves: bool, alike: bool = False) -> Setup:
     """Three outputs, each compared with its column of the targets, or all with the first."""
 
     def of_batch(model: nn.Module, batch: Any) -> Tensor:
-        made, wanted = model(batch[0]), batch[1]
+        made, wanted = model((not alike) * batch[0]), batch[1]
         each = [(made[:, k] - wanted[:, k * moves]).square().mean() for k in range(3)]
         return torch.stack(each).sum()
 
@@ -393,6 +393,7 @@ def columns(moves: bool) -> Setup:
 UNREAD: list[Row] = [
     ("batch-part-unread", "columns", lambda: columns(moves=False), "columns 1, 2 of tensor 1"),
     ("batch-part-unread", "all columns", lambda: columns(moves=True), ""),
+    ("batch-part-unread", "outputs that are alike", lambda: columns(moves=True, alike=True), ""),
     ("batch-part-unread", "the second view", views((0, 0)), "watch: The loss never reads tensor 1"),
     ("batch-part-unread", "the first view", views((1, 1)), "watch: The loss never reads tensor 0"),
     ("batch-part-unread", "both views", views((0, 1)), ""),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from computes import Computes
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn import functional as F
 from trial_setups import (
     Row,
@@ -184,6 +185,10 @@ def one_value(of: OfPair) -> Callable[[], Setup]:
     return compared(of, lambda x, y: 2.0 * (y % 2) - 1, make)
 
 
+def of_actions(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0])[:, batch[1]], batch[0][:, 0])
+
+
 def margin(z: Tensor, y: Tensor) -> Tensor:
     return (1 - z * y).relu().mean()
 
@@ -234,6 +239,7 @@ SAMPLES: list[Row] = [
     ("targets-misplaced", "pairs",
      compared(lambda z, y: (torch.cdist(z, z) * (y[:, None] == y)).mean()), "untold: inputs or"),
     ("broadcast-loss", "a margin", one_value(margin), "shapes (32, 1) and (32,)"),
+    ("broadcast-loss", "one index", lambda: setup(loss=of_actions), "shapes (32, 32) and (32,)"),
     ("broadcast-loss", "one axis", one_value(lambda z, y: margin(z[:, 0], y)), ""),
     ("broadcast-loss", "a ranking", one_value(ranking), ""),
     ("broadcast-loss", "ones",
@@ -809,6 +815,8 @@ def binary(of: OfPair) -> OfPair:
         (nn.Softplus(), poisson(True), "softplus"),
         (nn.Identity(), poisson(True), None),
         (calls(torch.exp), poisson(False), None),
+        (nn.Softmax(1), lambda z, y: -Categorical(logits=z).log_prob(y).mean(), "softmax"),
+        (nn.Sigmoid(), lambda z, y: -Categorical(logits=z).log_prob(y).mean(), None),
         (nn.Softplus(), poisson(False), None),
     ],
 )

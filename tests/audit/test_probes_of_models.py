@@ -170,6 +170,17 @@ SAMPLES: list[Row] = [
 # Gradients, factors and parts
 
 
+class Centres(nn.Module):
+    """A loss with a centre for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch[0]) @ self.centres, batch[1])
+
+
 class Passed(torch.autograd.Function):
     """Calls functions that are not seen, as a compiled extension does."""
 
@@ -249,6 +260,7 @@ GRADIENTS: list[Row] = [
      between(lambda z: z @ nn.Parameter(torch.randn(8, 8))), "matmul"),
     ("hidden-parameters", "a result",
      net(lambda net, x: net.head(net.first(x) + net.moved[0])), "moved"),
+    ("hidden-parameters", "of a loss", lambda: setup(loss=Centres()), "its own, 'centres', that"),
     ("hidden-parameters", "nothing", net(plain), ""),
     ("no-activation", "one in place", between(lambda z: z.relu_()), ""),
     ("no-activation", "one in a custom function", between(lambda z: Passed.apply(z.relu())), ""),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -309,10 +309,10 @@ class Part(NamedTuple):
         """Return a view of this part of an input, which may have fewer samples."""
         return x.narrow(self.axis, self.entries.start, min(len(self.entries), x.shape[self.axis]))
 
-    def exchanged(self, x: Tensor) -> Tensor:
-        """Return the input with this part of the next sample."""
+    def exchanged(self, x: Tensor, change: Callable[[Tensor], Tensor] = _next_sample) -> Tensor:
+        """Return the input with this part of the next sample, or changed in another way."""
         changed = x.clone()
-        self.of(changed).copy_(_next_sample(self.of(x)))
+        self.of(changed).copy_(change(self.of(x)))
         return changed
 
 
@@ -459,11 +459,12 @@ def batch_part_unread(setup: Setup, trained: Fork) -> Iterable[Fact]:
     for i, x in ((i, parts[i]) for i in floats):
         if x.ndim == 2 and 1 < x.shape[1] <= PARTS and not any(torch.equal(x, y) for y in inputs):
             columns = [Part("", 1, range(j, j + 1)) for j in range(x.shape[1])]
-            silent = [f"{j}" for j, part in enumerate(columns) if _varies(part.of(x))
-                      and is_unread(i, part.exchanged)]  # fmt: skip
+            # Outputs that are all alike read the same of exchanged targets.
+            silent = [f"{j}" for j, part in enumerate(columns) if _varies(part.of(x)) and is_unread(
+                i, part.exchanged, partial(part.exchanged, change=torch.zeros_like))]  # fmt: skip
             if 0 < len(silent) < len(columns):
                 yield Fact("", {"unread": float(i)}, {**fact(i).words, "columns": listed(silent)})
-    unread = [i for i in like if is_unread(i, _next_sample, lambda x: 0.5 * x)]
+    unread = [i for i in like if is_unread(i, _next_sample, torch.zeros_like)]
     for i in unread:
         read = [j for j in like if j not in unread and parts[j].shape == parts[i].shape]
         if read and not any(torch.equal(parts[i], parts[j]) for j in read):

@@ -66,7 +66,8 @@ def broadcast(call: Call, fork: Fork) -> Fact | None:
 
     The operands have different numbers of dimensions, but the same number of samples, for example
     (B, 1) and (B,), whose difference is (B, B). Other functions than differences count in the loss,
-    if they work entry by entry on one number for each sample: vectors may be paired on purpose.
+    if they work entry by entry on one number for each sample: vectors may be paired on purpose. In
+    the loss, outputs (B, B) less (B,) are some that one index chose for all samples, `q[:, a]`.
     """
     a, b = call.args[:2] if len(call.args) > 1 else (None, None)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.requires_grad == b.requires_grad:
@@ -80,6 +81,10 @@ def broadcast(call: Call, fork: Fork) -> Fact | None:
     result, times = call.result, math.prod(shape) / max(a.numel(), b.numel())
     is_entrywise = isinstance(result, Tensor) and result.requires_grad and result.shape == shape
     words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
+    small, large = sorted((a, b), key=lambda x: x.ndim)
+    is_square = large.shape == (len(small), *small.shape) and large.requires_grad
+    if is_difference and is_square and call.path is None:
+        times = large.numel() / small.numel()
     is_met = times > 1 and (is_difference or is_entrywise)
     return Fact(call.place, {"times": times}, words) if is_met else None
 
@@ -394,6 +399,9 @@ def activation(fork: Fork) -> Call | None:
         takes_exp = call.name == "poisson_nll_loss" and call.argument(2, "log_input", True)
         if call.name in (*OWN, "log_softmax") or takes_exp:
             found = known.of(call.argument(0, "input")) or found
+        elif call.name == "logsumexp" and call.path is None:  # that of `Categorical(logits=…)`
+            source = known.of(call.argument(0, "input"))
+            found = source if source and _activation(source) == "softmax" else found
         x = call.result
         if isinstance(x, Tensor) and x.is_floating_point() and _activation(call):
             known.note(x, call)

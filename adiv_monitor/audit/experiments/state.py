@@ -80,6 +80,7 @@ class Hidden:
     """Does the forward pass use parameters that the model does not register?
 
     They stay in an attribute of a module that torch does not search, or each pass makes them anew.
+    And has the loss, a module, parameters of its own that the optimizer does not hold?
     """
 
     def __init__(self, fork: Fork) -> None:
@@ -87,6 +88,9 @@ class Hidden:
         self._count = sum(p.numel() for p in fork.model.parameters())
         self._inside = {k: x for k, x in unregistered(fork.model).items() if k not in known}
         self._known = known | self._inside.keys()
+        loss = getattr(fork.loss, "function", fork.loss)  # that of a TargetLoss
+        own = loss.named_parameters(recurse=False) if isinstance(loss, nn.Module) else ()
+        self._of_loss = {id(p): Fact(name, {}, {"of": "loss"}) for name, p in own}
         self._anew: list[Fact] = []
 
     def see(self, call: Call) -> None:
@@ -102,7 +106,9 @@ class Hidden:
         reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
         found = [known for key, known in self._inside.items() if key in reached]
         every = self._count + sum(x.numel() for _, x in found)
-        return (*(Fact(name, {"share": x.numel() / every}) for name, x in found), *self._anew)
+        of_loss = [x for key, x in self._of_loss.items() if key in reached - self._known]
+        inside = (Fact(name, {"share": x.numel() / every}) for name, x in found)
+        return (*inside, *self._anew, *of_loss)
 
 
 # The cost of a step

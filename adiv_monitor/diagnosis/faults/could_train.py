@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
@@ -42,6 +43,7 @@ GONE, GONE_SHARE, LAST = 1e-6, 0.2, 0.05  # of the peak; of the run; the end of 
 HARDLY = 1e-3  # of the peak: what is gone if the loss does not halve
 RISEN = 10.0  # times the learning rate at the lowest loss
 RISEN_SHARE = 0.2  # of the run, since its lowest loss: a learning-rate finder stops sooner
+BELOW = 0.1  # of the peak of a schedule, at the end
 FALLS = 2  # back from a rise: one may be the first step of a schedule after its warm-up
 SUMMED = 3  # passes of a step; two may be the two terms of a critic's loss
 UNUSED = 2  # losses of a step for each of its backward passes
@@ -349,7 +351,7 @@ def _gone_since(rates: Mapping[int, float], limit: float) -> int | None:
     return since if is_long else None
 
 
-@loop_fault("rate-falls-back", "The learning rate falls back in the middle of its rise",
+@loop_fault("rate-falls-back", "The learning rate stays below its schedule's peak",
             shown_by=read.reported("learning_rates"),
             explains=("rate-too-low", "loss-stuck", "stands-still"))  # fmt: skip
 def rate_falls_back(record: Record) -> Iterator[Finding]:
@@ -363,6 +365,25 @@ def rate_falls_back(record: Record) -> Iterator[Finding]:
             (Evidence("falls in one step after a rise", falls, FALLS),),
             (Advice("count the steps of the run in the schedule, not those of the epoch, and make "
                     "one schedule for the run"),))  # fmt: skip
+
+
+def _peaks(report: StepReport) -> tuple[float, ...]:
+    """Return the largest rates of the groups in a schedule of torch's, if known."""
+    return report.settings.get("max_lr") or report.settings.get("initial_lr", ())
+
+
+@finds("monitor")
+def rate_stays_low(record: Record) -> Iterator[Finding]:
+    """Find rates far below the peak of their schedule that rise once in several measured steps."""
+    rates = [*read.learning_rates(record).values()]
+    rises = sum(later > rate for rate, later in pairwise(rates))
+    peak = max((rate for report in record.reports[-1:] for rate in _peaks(report)), default=0.0)
+    if 1 < rises < len(rates) / 2 and rates == sorted(rates) and rates[-1] < BELOW * peak:
+        yield Finding("rate-falls-back", strength(record),
+            f"The learning rate ends at {rates[-1]:.3g}, and its schedule's peak is {peak:.3g}: it "
+            "rises once in many steps, as if a schedule of steps went on once an epoch.",
+            (Evidence("learning rate over its schedule's peak", rates[-1] / peak, BELOW),),
+            (Advice("call scheduler.step() in each step, or count epochs in it"),))  # fmt: skip
 
 
 @loop_fault("rate-rises", "The learning rate rises too far", shown_by=lambda record:
@@ -394,7 +415,8 @@ def rate_jumps(record: Record) -> Iterator[Finding]:
     groups = [*zip(*(r.learning_rates for r in record.reports), strict=False)]
     for k, report in enumerate(record.reports[FEWEST_MEASURED:], FEWEST_MEASURED):
         jumped = [i for i, r in enumerate(groups) if r[k] >= RISEN * max(r[:k]) > 0
-                  and len({*r[k - FEWEST_MEASURED : k]}) == 1]  # fmt: skip
+                  and len({*r[k - FEWEST_MEASURED : k]}) == 1
+                  and r[k] > max(_peaks(report), default=0.0)]  # fmt: skip
         if jumped:
             named = listed([f"param_groups[{i}]" for i in jumped])
             most = max(groups[i][k] / groups[i][k - 1] for i in jumped)

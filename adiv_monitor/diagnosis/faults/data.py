@@ -118,15 +118,23 @@ told(__name__, "same-batch", "", "watch",
      not_advised="Larger batches of the same samples teach no more.", against=())  # fmt: skip
 
 
+def _are_a_series(record: Record) -> bool:
+    """Return whether targets may be in order on purpose: of no classes, and better than a mean."""
+    stuck = any(of.numbers["loss"] > of.numbers["constant"] for of in record.found_by("loss-stuck"))
+    is_real = record.found_by("unshuffled")[0].words.get("of") == "real"
+    return is_real and not stuck and not goes_badly(record)
+
+
 unshuffled = told(__name__, "unshuffled", "The data are not shuffled",
      lambda record: record.found_by("unshuffled")[0].numbers["ratio"] < SORTED
      if record.is_audited else goes_badly(record),
-     "The labels within a batch vary {ratio:.3g} times as much as in shuffled batches: the data "
+     "The targets within a batch vary {ratio:.3g} times as much as in shuffled batches: the data "
      "are sorted.",
      Number("variance of labels in a batch, over shuffled ones", "ratio", below=UNSHUFFLED),
      Number("distance from these, in deviations", "z", below=-DEVIATIONS),
      Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),
      not_advised="Larger batches of sorted data are sorted too.", against=(),
+     unless=_are_a_series,
      certain=True, explains=LEARNING)  # fmt: skip
 
 

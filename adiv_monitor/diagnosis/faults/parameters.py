@@ -51,13 +51,18 @@ told(__name__, "hidden-parameters", "Parameters that are not registered", "act",
      Number("share of all parameters", "share"),
      Advice("put modules into nn.ModuleList or nn.ModuleDict and tensors into nn.Parameter, then "
             "make the optimizer"),
-     where=lambda fact: "made" not in fact.words, certain=True, explains=LEARNING)  # fmt: skip
+     where=lambda fact: not fact.words, certain=True, explains=LEARNING)  # fmt: skip
 told(__name__, "hidden-parameters", "", "act",
      "No step trains the parameters of {all_places}, that forward() makes anew in each step, with "
      "random values.",
      Number("share of all parameters", "share"),
      Advice("make the module or the parameter once, in __init__(), then the optimizer"),
-     where=lambda fact: fact.words.get("made") == "anew")  # fmt: skip
+     where=lambda fact: "made" in fact.words)  # fmt: skip
+told(__name__, "hidden-parameters", "", suffers,
+     "The loss has parameters of its own, {all_places}, that the optimizer does not hold: no step "
+     "trains them.",
+     Advice("give the optimizer those of both: [*model.parameters(), *loss.parameters()]"),
+     where=lambda fact: "of" in fact.words)  # fmt: skip
 
 
 @loop_fault("unreached", "Parameters that no gradient reaches", shown_by=read.reported("trainable"),
