@@ -1,13 +1,11 @@
 """Example reports of a training run, made without running one."""
 
-import math
 import random
 
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import (
     ATTENTION_MEASURES,
     MEASURES,
-    QUANTILE_LEVELS,
     AttentionReading,
     LayerReading,
     StepReport,
@@ -21,15 +19,12 @@ def reading(seed: int = 0, **values: object) -> LayerReading:
     draw = random.Random(seed)
     measures: dict[str, object] = {name: draw.uniform(0.1, 0.95) for name in MEASURES}
     measures |= {"scale_mean": 10 ** draw.uniform(0, 3), "effective_lr": 10 ** draw.uniform(-4, 0)}
-    centre = draw.uniform(1, 5)
     fixed: dict[str, object] = {
         "kind": "linear",
         "rows_seen": 1024,
         "rows_total": 65536,
         "rows_without_gradient": 24,
         "gradient_factor": 1.0,
-        "scale_quantiles": tuple(centre * math.exp(2 * level) for level in QUANTILE_LEVELS),
-        "row_cosine_quantiles": tuple(1.6 * level**0.5 - 0.7 for level in QUANTILE_LEVELS),
     }
     return LayerReading(**{**fixed, **measures, **values})  # type: ignore[arg-type]
 

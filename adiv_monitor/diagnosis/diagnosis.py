@@ -84,7 +84,7 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as nested plain data; docs/report-schema.md describes the fields."""
         bare = plain(replace(self, record=replace(self.record, reports=())))
-        bare["record"]["reports"] = [r.to_dict(quantiles=True) for r in self.record.reports]
+        bare["record"]["reports"] = [r.to_dict() for r in self.record.reports]
         return {"schema": SCHEMA, "verdict": self.verdict, "worst": self.worst, **bare}
 
     @classmethod

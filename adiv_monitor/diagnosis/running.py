@@ -85,8 +85,8 @@ class Running:
     """A bounded history of the reports of a training.
 
     Of many reports, it keeps the first two, by which rules judge the beginning, the last one, and
-    some between. All but the last are kept without distributions over rows, as objects that all
-    histories of a run share, so that hundreds of layers take some ten MiB.
+    some between, as objects that all histories of a run share, so that hundreds of layers take some
+    ten MiB.
 
     If layers are measured in turn, the reports of a round are merged into one of all layers so far.
     """
@@ -119,12 +119,9 @@ class Running:
         if self.count:
             if spikes := (*self.last.spikes, *report.spikes)[-8:]:  # of this report and former ones
                 report = replace(report, spikes=spikes)
-            before, turn = self._reports.pop(), report.turn
-            round_ = before.turn
+            turn, round_ = report.turn, self.last.turn
             if round_ and turn and (turn.of, turn.first) == (round_.of, round_.last + 1):
-                report = _together(before, report)
-            else:
-                self._reports.add(before.step, before.lean)
+                report = _together(self._reports.pop(), report)
         self._reports.add(report.step, report)
 
     def _go_back_to(self, step: int) -> None:
@@ -157,7 +154,7 @@ class Running:
 
     @property
     def last(self) -> StepReport:
-        """The last report, with its distributions; at least one must have been added."""
+        """The last report; at least one must have been added."""
         return self.reports[-1]
 
     @property
@@ -167,7 +164,7 @@ class Running:
 
     @property
     def reports(self) -> tuple[StepReport, ...]:
-        """The kept reports, oldest first; the last one with its distributions."""
+        """The kept reports, oldest first."""
         return tuple(report for _, report in self._reports.pairs)
 
     def record(self) -> Record:

@@ -28,11 +28,9 @@ from adiv_monitor.maths.estimates import (
     quantiles,
 )
 from adiv_monitor.maths.sums import Array, StepSums, Table, blank
-from adiv_monitor.report import QUANTILE_LEVELS
 
-# The quantile levels: those of histograms, and p05, p50, p95.
-_PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
-LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
+# The quantiles of a distribution over rows, by the end of their names.
+LEVELS = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 # Layers with at most this many rows are padded to one length; others to less than twice theirs.
 _FILLED = 255
 # Reasons that say that γ is not the gradient of the loss; with the others it is, or may be.
@@ -47,13 +45,10 @@ class Measured:
         count: the number of layers.
         values: by measure, values of all layers, standard errors, and which layers have it:
             (3, layers).
-        quantiles: those of `scale` and `row_cosine` at `QUANTILE_LEVELS`, (layers, levels); NaN for
-            layers that have none.
     """
 
     count: int
     values: dict[str, Array] = field(default_factory=dict)
-    quantiles: dict[str, Array] = field(default_factory=dict)
 
     def put(self, layers: Index, found: Mapping[str, Estimate], known: Mask | bool = True) -> None:
         """Add measures of some layers, which `known` of them have."""
@@ -66,11 +61,8 @@ class Measured:
         self, layers: Index, name: str, levels: tuple[Array, Array], known: Mask | bool = True
     ) -> None:
         """Add the quantiles of a distribution at `LEVELS`, and their errors."""
-        values, errors = levels
-        n = len(QUANTILE_LEVELS)
-        for i, suffix in enumerate(_PERCENTILES, start=n):
-            self.put(layers, {f"{name}_{suffix}": Estimate(values[:, i], errors[:, i])}, known)
-        self.quantiles.setdefault(name, np.full((self.count, n), np.nan))[layers] = values[:, :n]
+        for suffix, value, error in zip(LEVELS, *(of.T for of in levels), strict=True):
+            self.put(layers, {f"{name}_{suffix}": Estimate(value, error)}, known)
 
 
 @np.errstate(all="ignore")  # what a layer does not have is NaN
@@ -227,7 +219,7 @@ def _measure(x: _Layers, found: Measured, *, updated: bool) -> None:
     cosines = measures.row_cosines(x.per_row("G_d"), x.per_row("d_d"), x.per_row("G_G"))
     found.put(index, {"row_cosine_mean": measures.row_cosine_mean(cosines, sample, x.tolerance)})
     share = sample.share_of(~np.isnan(cosines))
-    levels = quantiles(cosines, LEVELS, share, Ends(-1, 1), x.tolerance)
+    levels = quantiles(cosines, [*LEVELS.values()], share, Ends(-1, 1), x.tolerance)
     found.put_levels(index, "row_cosine", levels)
     if (moved := layers["moved"] > 0).any():
         _add_realised(x.sums, index[moved], found)
@@ -356,14 +348,14 @@ def _scale_quantiles(x: _Layers) -> tuple[Array, Array]:
     known = layers["knows_scales"]
     mean = np.nansum(scales, axis=1) / active.sum(1)
     # Chebyshev's inequality bounds how far a share of the rows lies from the mean.
-    levels, of_all = np.asarray(LEVELS), (layers["scale_sum"] / layers["active"])[:, None]
+    levels, of_all = np.array([*LEVELS.values()]), (layers["scale_sum"] / layers["active"])[:, None]
     off = (layers["scale_off"] ** 2 / layers["active"])[:, None]
     low = np.maximum(of_all - np.sqrt(off / levels), 0.0)
     high = np.minimum(of_all + np.sqrt(off / (1 - levels)), layers["scale_max"][:, None])
     low, high = np.where(known[:, None], low, 0.0), np.where(known[:, None], high, np.nan)
     alone = x.bias_alone[:, None]
     ends = Ends(*(np.where(alone, mean[:, None], end) for end in (low, high)))
-    return quantiles(scales, LEVELS, share, ends, x.tolerance * np.abs(mean))
+    return quantiles(scales, levels.tolist(), share, ends, x.tolerance * np.abs(mean))
 
 
 def _common_share(x: _Layers) -> Estimate:

@@ -11,7 +11,6 @@ from adiv_monitor.report.extremes import Extreme, MeasureSummary, smallest
 from adiv_monitor.report.layer import (
     MEASURES,
     NO_MAPS,
-    QUANTILE_LEVELS,
     REALISED_MEASURES,
     SIZES,
     WORST,
@@ -24,7 +23,6 @@ __all__ = [
     "ATTENTION_MEASURES",
     "MEASURES",
     "NO_MAPS",
-    "QUANTILE_LEVELS",
     "REALISED_MEASURES",
     "SIZES",
     "WORST",

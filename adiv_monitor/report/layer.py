@@ -11,9 +11,6 @@ from adiv_monitor.report.reading import Reading, measures_of
 # look-up tables. Their scales and steps are not comparable with those of maps.
 NO_MAPS = ("gain", "offset", "embedding")
 
-# Equally spaced levels, 0 to 1, at which histograms keep the distributions over rows.
-QUANTILE_LEVELS = tuple(i / 32 for i in range(33))
-
 
 @dataclass(frozen=True)
 class LayerReading(Reading):
@@ -38,8 +35,6 @@ class LayerReading(Reading):
             optimizer saw, over the norm of that; 0 if nothing is, or if it is not known.
         standard_error: measure → standard error, for measures that rest on sampled rows; the others
             are exact.
-        scale_quantiles: the row scale at `QUANTILE_LEVELS`.
-        row_cosine_quantiles: the row cosine at `QUANTILE_LEVELS`.
         module: class name of the module that holds the layer's weight, e.g. "Linear"; "" if
             unknown.
         own: values of `Monitor(own_measures=…)` by name; empty for layers without plain rows.
@@ -100,30 +95,18 @@ class LayerReading(Reading):
     earlier_share: float = 0.0
     foreign_share: float = 0.0
     standard_error: Mapping[str, float] = field(default_factory=dict)
-    scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
-    row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
     module: str = ""
     own: Mapping[str, float] = field(default_factory=dict)
 
-    def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
-        """Return the reading as plain data, without measures not taken; quantiles on request."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the reading as plain data, without measures not taken."""
         record = super().to_dict()
         for name in ("module", "features", "non_finite", "earlier_share", "foreign_share", "own"):
             if not record.get(name):
                 record.pop(name, None)
-        for name in () if quantiles else _QUANTILES:
-            del record[name]
         return record
 
-    def lean(self) -> "LayerReading":
-        """Return the reading without its distributions over rows."""
-        bare = object.__new__(LayerReading)  # takes a fraction of the time of `replace`
-        bare.__dict__.update({**self.__dict__, **_WITHOUT_QUANTILES})
-        return bare
 
-
-_QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
-_WITHOUT_QUANTILES = dict.fromkeys(_QUANTILES, ())
 # All measures, in the order of tables and dashboards.
 MEASURES = measures_of(LayerReading)
 

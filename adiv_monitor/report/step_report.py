@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.printable import counted
@@ -305,16 +304,6 @@ class StepReport:
         figure: Figure = _ways[0](self, "figure")
         return figure
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles: the fields, without cached properties."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @cached_property
-    def lean(self) -> "StepReport":
-        """The report without distributions over rows, as run histories keep it; always the same."""
-        layers = {path: reading.lean() for path, reading in self.layers.items()}
-        return replace(self, layers=layers)
-
     @property
     def loss(self) -> float | None:
         """Loss of this step's batch before the step; None if it is not known."""
@@ -355,9 +344,9 @@ class StepReport:
             return sum(descents)  # fsum raises an error for ∞ − ∞
         return math.fsum(descents) if descents else None
 
-    def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
-        """Return the report as nested plain data, with the layers' quantiles on request."""
-        layers = {path: r.to_dict(quantiles=quantiles) for path, r in self.layers.items()}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as nested plain data."""
+        layers = {path: r.to_dict() for path, r in self.layers.items()}
         record: dict[str, Any] = plain(replace(self, layers={}))
         return {**record, "layers": layers, "descent": self.descent, "loss": self.loss}
 

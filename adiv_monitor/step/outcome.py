@@ -222,13 +222,11 @@ def _readings(
         return {}
     names = [name for name in found.values if name in MEASURES]
     numbers = np.array([found.values[name] for name in names]).transpose(2, 1, 0).tolist()
-    levels = {name: of.tolist() for name, of in found.quantiles.items()}
     idle, readings = sums.seen - sums.active, {}
     reasons, others = (sums.layers[name].tolist() for name in ("reason", "other_share"))
     for i, (path, about) in enumerate(zip(sums.paths, sums.about, strict=True)):
         values, errors, known = (dict(zip(names, of, strict=True)) for of in numbers[i])
         own = {n: v for n, v in values.items() if known[n] and n not in about.undefined}
-        spread = {n: tuple(of[i]) for n, of in levels.items() if known[f"{n}_p50"]}
         readings[path] = LayerReading(
             kind=about.kind,
             rows_seen=int(sums.seen[i]),
@@ -241,8 +239,6 @@ def _readings(
             foreign_share=others[i] if reasons[i] == "more" else 0.0,
             module=about.module,
             standard_error={n: errors[n] for n in own if errors[n]},
-            scale_quantiles=spread.get("scale", ()),
-            row_cosine_quantiles=spread.get("row_cosine", ()),
             own=values_of(sums, i) if about.own else {},
             **own,
         )

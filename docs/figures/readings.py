@@ -24,7 +24,6 @@ from torch.optim import SGD, Adam, Optimizer
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.diagnosis.health import HEALTH
-from adiv_monitor.report import QUANTILE_LEVELS
 
 BATCH, RATE = 64, 0.1
 BLUE, GREY, RED, GREEN = "#0072b2", "#555555", "#c1440e", "#1b8a5a"
@@ -159,6 +158,7 @@ def inputs(steps: int) -> Figure:
 def scales(steps: int) -> Figure:
     """How the row scales of the first layer lie, and what they cost."""
     figure, (axis,) = panels(1)
+    levels = torch.linspace(0, 1, 33)
 
     def unequal(x: Tensor) -> Tensor:
         return x * torch.randn(len(x), 1, generator=torch.Generator().manual_seed(1)).exp()
@@ -172,11 +172,14 @@ def scales(steps: int) -> Figure:
         model = network()
         if corrected:
             convert(model, to="affine-like")
-        _, (report, *_) = trained(model, momentum(model), digits(1, change))
+        batches = digits(1, change)
+        _, (report, *_) = trained(model, momentum(model), batches)
         reading = report.layers["0"]
+        squares = batches[0][0].square().sum(1) + 1
+        rows = torch.ones_like(squares) if corrected else squares
         told = f"{said}: scale_cv {reading.scale_cv:.2f}, diagonal_cosine"
         told = f"{told} {reading.diagonal_cosine:.2f}"
-        axis.plot(QUANTILE_LEVELS, reading.scale_quantiles, color=colour, label=told)
+        axis.plot(levels, rows.quantile(levels), color=colour, label=told)
     axis.set(yscale="log", xlabel="share of the rows with a smaller scale")
     axis.set(title="scale of the rows, first layer")
     axis.legend(frameon=False, fontsize=8, loc="upper left")

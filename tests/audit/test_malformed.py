@@ -36,7 +36,7 @@ def step_report(step: int = 0) -> StepReport:
     aligned = AlignmentReading("hidden", "linear", 4, 8, ("a",), 16, 0.5, 0.5, 0.5, 0.5, 1.0)
     return report(
         step,
-        layers={"a": reading(step, features=4, standard_error=errors, scale_quantiles=(0.1, 0.2))},
+        layers={"a": reading(step, features=4, standard_error=errors)},
         unmeasured={"decoder.lstm.weight_ih_l0": 8192},
         attention={"attends": attention(step)},
         realised_loss_change=-0.1,
@@ -89,7 +89,7 @@ def plain() -> Any:
 
 
 def test_each_is_read_or_refused_in_one_line(whole: bool) -> None:
-    base, steps = plain(), step_report().to_dict(quantiles=True)
+    base, steps = plain(), step_report().to_dict()
     every = 1 if whole else 20  # of these places
     given: list[Any] = [(AuditReport, base, at) for at in list(places(base))[::every]]
     given += [(StepReport, steps, at) for at in list(places(steps))[::every]]

@@ -78,7 +78,7 @@ def test_the_report_is_that_of_one_process_with_all_rows(name: str, found: Ranks
     assert all(report == reports[0] for report in reports), "all processes have it"
     assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
     expected = take(CASES[name], None)[0].latest
-    assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
+    assert_same(reports[0].to_dict(), expected.to_dict())
     assert not any(reading.standard_error for reading in expected.layers.values())
 
 
@@ -413,7 +413,7 @@ def test_an_optimizer_in_parts(found: Ranks) -> None:
         for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
             assert report.optimizer == "ZeroRedundancyOptimizer"
             like_whole = replace(report, optimizer=whole.optimizer, new_state=whole.new_state)
-            assert_same(like_whole.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+            assert_same(like_whole.to_dict(), whole.to_dict())
 
 
 def test_a_gradient_that_is_averaged_by_hand(found: Ranks) -> None:
@@ -428,12 +428,12 @@ def test_a_gradient_that_is_averaged_by_hand(found: Ranks) -> None:
 
 
 def test_probes_of_the_ranks_together_are_one(found: Ranks) -> None:
-    reports = [own["on_its_probe"].to_dict(quantiles=True) for own in found[2]]
+    reports = [own["on_its_probe"].to_dict() for own in found[2]]
     assert reports[0] == reports[1]
     expected = on_its_probe(None)
     assert expected is not None and expected.realised_loss_change
     assert all(reading.attention_cosine for reading in expected.attention.values())
-    assert_same(reports[0], expected.to_dict(quantiles=True))
+    assert_same(reports[0], expected.to_dict())
 
 
 def test_a_module_as_a_whole_has_the_rows_of_all_ranks(found: Ranks) -> None:

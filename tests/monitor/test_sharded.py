@@ -78,7 +78,7 @@ def test_the_report_is_that_of_one_process_with_all_of_it(name: str, found: Rank
     assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
     expected = take(CASES[name], None)[0].latest
     assert reports[0].coverage == 1
-    assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
+    assert_same(reports[0].to_dict(), expected.to_dict())
 
 
 # A single rank
@@ -230,7 +230,7 @@ def test_weights_that_change_after_the_step(found: Ranks) -> None:
     expected = weights_of_one_part_that_change(None)
     for own in found[2]:
         for report, whole in zip(own["weights_of_one_part_that_change"], expected, strict=True):
-            assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+            assert_same(report.to_dict(), whole.to_dict())
 
 
 def test_an_evaluation_before(found: Ranks) -> None:
