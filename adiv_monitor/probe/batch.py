@@ -1,13 +1,11 @@
 """The probe's batch: samples of the first forward pass of the first measured step."""
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
@@ -88,32 +86,6 @@ class _Call:
         several = [x.again(outputs, samples) if isinstance(x, _View) else x for x in self.leaves]
         pairs = zip(several, self.leaves, strict=True)
         return tree_unflatten([_cut(x) if x is held else x for x, held in pairs], self._structure)
-
-
-@dataclass(frozen=True, eq=False)
-class Losses:
-    """The loss of the probe.
-
-    Attributes:
-        whole: one number, with its graph: the loss of all samples, or their mean.
-        samples: (samples,); None if only `whole` is known.
-    """
-
-    whole: Tensor
-    samples: Tensor | None
-
-    @classmethod
-    def of(cls, value: Any, samples: Tensor | None = None) -> "Losses":
-        """Return the loss from its value: one number, or one for every sample (B, …).
-
-        Raises:
-            TypeError: the value is not a tensor.
-        """
-        if not isinstance(value, Tensor):
-            raise TypeError(f"the loss is a {type(value).__name__}, expected a tensor")
-        each = to_compute_dtype((value if samples is None else samples).detach())
-        each = each.flatten(1).mean(1) if each.dim() > 1 else each
-        return cls(to_compute_dtype(value).mean(), each if each.dim() else None)
 
 
 class Batch:
@@ -225,18 +197,26 @@ class Batch:
             "outside of a module?); a function of the output is an alternative."
         )
 
-    def run(self) -> Losses | None:
-        """Call the module, and return the loss, if it is known."""
+    def run(self) -> Tensor | None:
+        """Call the module, and return the loss of all samples, or their mean, if it is known.
+
+        Raises:
+            TypeError: the loss is no tensor.
+        """
         assert self._module is not None and self._call is not None
         args, kwargs = self._call.again((), self._samples)
         output = self._module(*args, **kwargs)
         if self._loss is None or self.why_no_loss:
             return None
-        if not isinstance(self._loss, nn.Module):
-            return Losses.of(self._loss(output))
-        assert self._judged is not None
-        args, kwargs = self._judged.again(_tensors_of(output), self._samples)
-        return Losses.of(self._loss(*args, **kwargs), _of_samples(self._loss, args, kwargs))
+        if isinstance(self._loss, nn.Module):
+            assert self._judged is not None
+            args, kwargs = self._judged.again(_tensors_of(output), self._samples)
+            loss = self._loss(*args, **kwargs)
+        else:
+            loss = self._loss(output)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss is a {type(loss).__name__}, expected a tensor")
+        return to_compute_dtype(loss).mean()
 
 
 def _tensors_of(output: Any) -> list[Tensor]:
@@ -262,13 +242,3 @@ def _cut(x: Any, samples: int | None = None) -> Any:
         return x
     part = x.detach() if samples is None or not x.dim() else x.detach()[:samples]
     return part.clone().requires_grad_(x.requires_grad and x.is_leaf)
-
-
-def _of_samples(loss: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return a torch loss for each sample, or None for other modules."""
-    if not isinstance(loss, _Loss) or loss.reduction == "none":
-        return None
-    twin = copy.copy(loss)
-    twin.reduction = "none"
-    found: Tensor = twin.forward(*args, **kwargs)
-    return found

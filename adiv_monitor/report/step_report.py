@@ -129,8 +129,6 @@ class StepReport:
         attention: readings by the path of the attention module; empty unless requested.
         realised_loss_change: loss of the probe after this step minus that before it; None unless
             requested.
-        realised_loss_changes: the same for each sample of the probe, in their order; empty where
-            the loss has no values per sample.
         alignment: readings of the probe right after this step, by layer; empty unless requested.
         alarms: rules of the user's that hold (`Monitor(alarms=…)`), with their layers.
         turn: the modules whose turn it is; None if all layers are measured.
@@ -231,7 +229,6 @@ class StepReport:
     clipped_share: float | None = None
     attention: Mapping[str, AttentionReading] = field(default_factory=dict)
     realised_loss_change: float | None = None
-    realised_loss_changes: tuple[float, ...] = field(default=(), repr=False)
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
     alarms: tuple[Alarm, ...] = ()
     turn: Turn | None = None

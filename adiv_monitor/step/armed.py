@@ -249,7 +249,6 @@ class Armed:
             "batch_spread": tuple(float(of[1]) for of in flags["batch"]),
             "next_batch": tuple(float(of[0]) for of in flags["next_batch"]),
             "realised_loss_change": next(map(float, flags.get("loss_change", ())), None),
-            "realised_loss_changes": tuple(*(x.tolist() for x in flags.get("loss_changes", ()))),
         }
 
 

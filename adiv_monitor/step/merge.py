@@ -249,7 +249,6 @@ def _report(
         unmeasured=unmeasured,
         coverage=1 - (1 - first.coverage) * still,
         realised_loss_change=sum(changes) / len(changes) if changes else None,
-        realised_loss_changes=tuple(x for report in reports for x in report.realised_loss_changes),
     )
 
 

@@ -20,7 +20,7 @@ from adiv_monitor.capture.selection import Selection, listed, trainable
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.sums import MOVES, REALISED, names_of
 from adiv_monitor.probe.attention import Attentions
-from adiv_monitor.probe.batch import Batch, Losses
+from adiv_monitor.probe.batch import Batch
 from adiv_monitor.probe.recording import Recording, RowsOfLayer
 from adiv_monitor.probe.run import run
 from adiv_monitor.rerun.surroundings import is_plain
@@ -65,7 +65,7 @@ class ProbeStep:
         self._attentions: Attentions | None = None
         self._before: dict[nn.Parameter, Tensor] = {}
         self._layers: dict[str, RowsOfLayer] = {}
-        self._losses: Losses | None = None
+        self._loss: Tensor | None = None
         self._capture: Capture
         self._seed = 0
 
@@ -119,22 +119,22 @@ class ProbeStep:
         rows = self._recording(self._attentions)
         # The graph outlives the step: what it holds of parameters are their values before.
         with rows, saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            losses = self._batch.run()
-        knows_loss = self._differentiate(rows, losses)
+            loss = self._batch.run()
+        knows_loss = self._differentiate(rows, loss)
         if is_realised:
             self._layers = rows.of_layers(self._capture.layers.found)
         if self._attentions is not None:
             self._attentions.begin(knows_loss=knows_loss)
             self.notes += [] if self._attentions.saw_any else [_NO_ATTENTION]
 
-    def _differentiate(self, rows: Recording, losses: Losses | None) -> bool:
+    def _differentiate(self, rows: Recording, loss: Tensor | None) -> bool:
         """Take the gradients of the loss; return whether they are known, and note why not."""
-        if losses is None:
+        if loss is None:
             self.notes.append(self._batch.why_no_loss)
             return False
-        self._losses = Losses(losses.whole.detach(), losses.samples)
+        self._loss = loss.detach()
         try:
-            rows.differentiate(losses.whole)
+            rows.differentiate(loss)
         except RuntimeError as error:  # as of a re-entrant checkpoint
             first_line = str(error).partition("\n")[0]
             self.notes.append(f"The probe's gradient is not known: {first_line}.")
@@ -162,7 +162,7 @@ class ProbeStep:
         half = self._run(self._again)[0]
         for parameter, old in self._before.items():
             old.copy_(parameter)
-        whole, losses = self._run(self._again)
+        whole, loss = self._run(self._again)
         lost = []
         for path, layer in self._layers.items():
             again = [after[path] for after in (half, whole) if path in after]
@@ -181,11 +181,8 @@ class ProbeStep:
                 f"The real change of {listed(lost)} is not known: it has other calls or rows when "
                 "the probe runs again."
             )
-        before = self._losses
-        if before is not None and losses is not None:
-            out.flags["loss_change"] = [(losses.whole - before.whole).detach()]
-            if losses.samples is not None and before.samples is not None:
-                out.flags["loss_changes"] = [losses.samples - before.samples]
+        if self._loss is not None and loss is not None:
+            out.flags["loss_change"] = [(loss - self._loss).detach()]
 
     def _move(self, path: str, layer: RowsOfLayer) -> Tensor:
         """Return d, the move of a layer's rows by the optimizer's step."""
@@ -193,10 +190,10 @@ class ProbeStep:
         pieces = {x.key: x.of(before[x.parameter] - x.parameter.detach()) for x in known.pieces}
         return layer.features.move(*known.change(pieces))
 
-    def _again(self) -> tuple[dict[str, RowsOfLayer], Losses | None]:
+    def _again(self) -> tuple[dict[str, RowsOfLayer], Tensor | None]:
         with (rows := self._recording()):
-            losses = self._batch.run()
-        return rows.of_layers(self._capture.layers.found), losses
+            loss = self._batch.run()
+        return rows.of_layers(self._capture.layers.found), loss
 
     def _run(self, body: Callable[[], T]) -> T:
         return run(self._batch.modules, self._batch.surroundings, self._before, body)
@@ -217,4 +214,4 @@ class ProbeStep:
         self.notes.clear()
         self._layers.clear()
         self._before.clear()
-        self._attentions = self._losses = None
+        self._attentions = self._loss = None

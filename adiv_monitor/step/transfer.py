@@ -30,7 +30,6 @@ class Outgoing:
             - skipped: > 0 if a fused optimizer found inf and did nothing.
             - `OF_PARAMETERS`: dot products and counts of pieces, by `ParameterSteps`.
             - loss_change: realised change of the loss.
-            - loss_changes: realised change of every sample's loss.
             - began, stepped: some weights as the optimizer's step began, and as it ended.
             - untrained: norms of some entries of each parameter that the optimizer does not step.
             - loss_gradients, zeroed: `losses` and `norms` of `Passes`.

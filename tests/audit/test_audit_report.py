@@ -37,7 +37,6 @@ def step_reports() -> list[StepReport]:
         layers={**made.layers, path: replace(made.layers[path], **HARD)},
         coverage=math.nan,
         realised_loss_change=math.nan,
-        realised_loss_changes=(1.0, math.nan, math.inf),
     )
     return [*seen, made, hard]
 

@@ -40,7 +40,6 @@ def step_report(step: int = 0) -> StepReport:
         unmeasured={"decoder.lstm.weight_ih_l0": 8192},
         attention={"attends": attention(step)},
         realised_loss_change=-0.1,
-        realised_loss_changes=(-0.1, -0.2),
         alignment={"a": aligned},
         alarms=(Alarm("scale_cv > 1", "a", 2.0, 0.1),),
         turn=Turn(1, 1, 1, 4),
