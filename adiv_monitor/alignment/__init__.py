@@ -3,7 +3,7 @@
 from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.layers import AlignedLayer, Role
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.ratio import effective_rank, kappa, log_alignment, spectral_alignment
+from adiv_monitor.alignment.ratio import effective_rank, kappa, log_alignment
 from adiv_monitor.report import AlignmentReading
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "effective_rank",
     "kappa",
     "log_alignment",
-    "spectral_alignment",
 ]

@@ -6,7 +6,9 @@ above 1.
 With W = U S Vᵀ, p the shares of S² and q those of z along V: A = 1 + ½ log_n Σ p q.
 
 Beside it the spectral alignment ‖W z‖ / (‖W‖₂ ‖z‖), ‖W‖₂ the largest singular value: the ratio that
-Yang, Simon & Bernstein 2023 (arXiv 2310.17813) show to be of order one for weights and updates.
+Yang, Simon & Bernstein 2023 (arXiv 2310.17813) show to be of order one for weights and updates. It
+is 1 if every z is along the directions that W amplifies most, whatever the rank of W: it equals κ
+times the root of the stable rank ‖W‖²_F / ‖W‖₂².
 """
 
 import math
@@ -32,9 +34,7 @@ def log_ratio(numerator: float, denominator: float, fan_in: int, scale: float) -
     return None if fan_in < 2 or ratio is None else math.log(ratio) / math.log(fan_in)
 
 
-def log_alignment(
-    weight: Float[Tensor, "out n"], z: Float[Tensor, "rows n"], *, fan_in: int | None = None
-) -> float | None:
+def log_alignment(weight: Float[Tensor, "out n"], z: Float[Tensor, "rows n"]) -> float | None:
     """Return A(W, z) of a matrix and a batch; None where it is undefined (W z = 0).
 
     The squares are summed in float64.
@@ -42,7 +42,6 @@ def log_alignment(
     Args:
         weight: W.
         z: the inputs.
-        fan_in: the base of the logarithm, if it is not n.
     """
     if not (weight.numel() and z.numel()):
         return None
@@ -52,25 +51,7 @@ def log_alignment(
         for x in (product, weight, z)
     )
     denominator = of_weight * of_input
-    return log_ratio(numerator, denominator, fan_in or weight.shape[1], denominator)
-
-
-def spectral_alignment(weight: Float[Tensor, "out n"], z: Float[Tensor, "rows n"]) -> float | None:
-    """Return ‖W z‖ / (‖W‖₂ ‖z‖) of a matrix and a batch, 0 to 1; None where it is undefined.
-
-    It is 1 if every z is along the directions that W amplifies most, whatever the rank of W: it
-    equals κ times the root of the stable rank ‖W‖²_F / ‖W‖₂². Norms of z and W z are those of the
-    whole batch. Squares and singular values are computed in float64.
-
-    Args:
-        weight: W.
-        z: the inputs.
-    """
-    wide = weight.double(), z.double()
-    largest = float(largest_singular(wide[0]))
-    numerator, of_input = (float(x.square().sum()) for x in (wide[1] @ wide[0].t(), wide[1]))
-    denominator = largest**2 * of_input
-    return root_ratio(numerator, denominator, denominator)
+    return log_ratio(numerator, denominator, weight.shape[1], denominator)
 
 
 def largest_singular(matrices: Float[Tensor, "*batch out n"]) -> Float[Tensor, "*batch"]:
