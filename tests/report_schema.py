@@ -34,8 +34,8 @@ TOP = f"""# report.json
 
 This page describes the JSON file that an audit, and `HtmlSink` for a training, write beside their
 page: one object, `AuditReport.to_dict()`, schema {SCHEMA}. `AuditReport.from_json(text)` reads it
-back exactly; it also reads schema 2, without its `what_if`. If something does not fit, its error
-says where, what is there and what is expected.
+back exactly; it also reads schemas 2 and 3, without what is no field any more. If something
+does not fit, its error says where, what is there and what is expected.
 
 - JSON cannot represent numbers that are not finite. They are the strings `"NaN"` (no direction, or
   not known), `"Infinity"` and `"-Infinity"`. `null` is "None" below: not requested, or not defined.

@@ -15,12 +15,12 @@ from adiv_monitor.report.plain import to_json
 from adiv_monitor.report.written import plain, read
 
 _D = TypeVar("_D", bound="Diagnosis")
-SCHEMA = 3  # of `Diagnosis.to_dict`; see docs/report-schema.md
+SCHEMA = 4  # of `Diagnosis.to_dict`; see docs/report-schema.md
 # Families of states that other faults lead to; of the others, a finding to watch may be the cause.
 # Traits, which healthy runs have, too, may be only if the loss does not fall.
 OF_STEPS = ("rates", "units", "states")
 SETTINGS = ("group-rates",)  # but for these, which the user has chosen
-_READ = (2, SCHEMA)  # 2 held one field more, `what_if`
+_READ = (2, 3, SCHEMA)  # what the former held besides, such as `what_if`, is ignored
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Diagnosis:
     def from_dict(cls: type[_D], record: Mapping[str, Any]) -> _D:
         """Read a report back from a record of `to_dict`, exactly.
 
-        Schema 2, which earlier versions wrote, is read without its `what_if`.
+        Schemas 2 and 3, which earlier versions wrote, are read without what is no field any more.
 
         Raises:
-            ValueError: the schema is neither, or a value does not fit; the message says where, what
+            ValueError: the schema is another, or a value does not fit; the message says where, what
                 it is and what is expected.
         """
         got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__

@@ -86,7 +86,7 @@ def test_json_is_strict() -> None:
         pytest.fail(f"{word} is no JSON")
 
     record = json.loads(audited().to_json(), parse_constant=refuse)
-    assert record["schema"] == 3
+    assert record["schema"] == 4
     assert record["worst"] == "act"
     assert record["record"]["losses"][-1] == "NaN"
     assert record["record"]["overfit"]["loss_by_rate"] is None
@@ -111,7 +111,7 @@ def test_what_was_written_as_schema_2_can_be_read() -> None:
         path: reading["scale_cv"] for path, reading in first.items()
     }
     new = report.to_dict()
-    assert new["schema"] == 3 and "what_if" not in new
+    assert new["schema"] == 4 and "what_if" not in new
     assert equal(AuditReport.from_dict(new), report)
 
 
