@@ -45,15 +45,7 @@ class ParameterSteps:
         keeps: bool,
     ) -> None:
         every = {piece.key: piece for piece in pieces}
-        # Nearly all are parameters that stand for themselves.
-        self._plain: dict[Key, Tensor] = {}
-        self._others: dict[Key, tuple[Piece, Tensor | None]] = {}
-        for key, piece in every.items():
-            master = masters.get(id(piece.parameter))
-            if master is None and piece.view is None and type(piece.parameter) is nn.Parameter:
-                self._plain[key] = piece.parameter
-            else:
-                self._others[key] = piece, master
+        self._pieces = [(k, piece, masters.get(id(piece.parameter))) for k, piece in every.items()]
         self._keeps = keeps or scale is not None
         # By id of a parameter, the key of the piece that is all of it.
         self._whole = {id(x.parameter): key for key, x in every.items() if x.view is None}
@@ -84,8 +76,7 @@ class ParameterSteps:
 
     def _values(self) -> dict[Key, Tensor]:
         """Return the pieces as they are now."""
-        others = self._others.items()
-        return self._plain | {k: x.value() if m is None else x.of(m) for k, (x, m) in others}
+        return {k: x.value() if m is None else x.of(m) for k, x, m in self._pieces}
 
     def update_of(self, parameter: nn.Parameter) -> Tensor:
         """Return w of a parameter of which a piece is the whole, after the optimizer's step."""
@@ -103,7 +94,7 @@ class ParameterSteps:
 
     def now(self, layer: Layer) -> Tensor:
         """Return the weight of a layer as it is now."""
-        weight = layer.change({k: x.detach() for k, x in self._values().items()})[0]
+        weight = layer.change(self._values())[0]
         assert weight is not None
         return weight
 
