@@ -2,7 +2,7 @@
 
 from adiv_monitor.features import corrected, functions
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.registry import channels_second, find_rule, register_features
+from adiv_monitor.features.registry import register_features
 from adiv_monitor.features.rows import Rows
 
 __all__ = [
@@ -10,8 +10,6 @@ __all__ = [
     "Features",
     "OneHotFeatures",
     "Rows",
-    "channels_second",
-    "find_rule",
     "register_features",
 ]
 

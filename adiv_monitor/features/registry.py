@@ -39,11 +39,6 @@ class Rule:
 _RULES: dict[type[nn.Module], Rule] = {}
 
 
-def channels_second(module: nn.Module, tensor: Tensor) -> Tensor:
-    """Move the channels of (batch, channels, ...) to the last dimension."""
-    return tensor.movedim(1, -1)
-
-
 def use_of(rule: "Rule", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use:
     """Return the use of a module's parameters in one call, by its rule."""
     return Use(
