@@ -126,11 +126,6 @@ class Passes:
         entered = (of.entered for of in self._found.values())
         return len({*range(len(self._hooks))}.difference(*entered))
 
-    @property
-    def norms(self) -> list[Tensor]:
-        """The norms of all gradients that were zeroed."""
-        return [found.norm for found in self.zeroed]
-
     def told(self, losses: Sequence[float], norms: Sequence[float]) -> tuple[Sequence[float], int]:
         """Return the step's gradients at the loss, and the number of its zeroed passes.
 
@@ -139,7 +134,7 @@ class Passes:
 
         Args:
             losses: `losses`, on the host.
-            norms: `norms`, on the host.
+            norms: those of `zeroed`, on the host.
         """
         others = [
             max(found.tasks)

@@ -205,7 +205,7 @@ class Armed:
         capture, steps = self.capture, self.step.steps
         return {
             "loss_gradients": [*capture.passes.losses],
-            "zeroed": [*capture.passes.norms],
+            "zeroed": [found.norm for found in capture.passes.zeroed],
             "batch": [*capture.watching.batch],
             "next_batch": [*capture.next_batch],
             **capture.passes.given,

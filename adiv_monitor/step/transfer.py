@@ -32,7 +32,7 @@ class Outgoing:
             - loss_change: realised change of the loss.
             - began, stepped: some weights as the optimizer's step began, and as it ended.
             - untrained: norms of some entries of each parameter that the optimizer does not step.
-            - loss_gradients, zeroed: `losses` and `norms` of `Passes`.
+            - loss_gradients, zeroed: `losses` of `Passes`, and the norms of its `zeroed`.
             - batch, next_batch, outputs, norm_passes: those of `Capture` and `Passes`.
     """
 
