@@ -124,7 +124,6 @@ class MeasuredStep:
             pieces = [piece for layer in captured for piece in layer.pieces]
             self.steps = ParameterSteps(
                 [*pieces, *self.unsharded.others(pieces)],
-                self.history.masters.of(optimizer),
                 scale=scale,
                 keeps=self.history.changes or not self.history.seen.issuperset(self.reached),
             )

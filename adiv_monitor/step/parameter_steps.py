@@ -26,7 +26,6 @@ class ParameterSteps:
 
     Args:
         pieces: the measured pieces of parameters.
-        masters: by id of a parameter, the copy of higher precision that the optimizer steps.
         scale: the number by which a fused optimizer divides `.grad` in its step (AMP); None: 1.
         keeps: whether all three vectors are kept.
 
@@ -36,16 +35,8 @@ class ParameterSteps:
             `keys`: one vector for each dtype and device.
     """
 
-    def __init__(
-        self,
-        pieces: Iterable[Piece],
-        masters: Mapping[int, Tensor],
-        *,
-        scale: Tensor | None,
-        keeps: bool,
-    ) -> None:
-        every = {piece.key: piece for piece in pieces}
-        self._pieces = [(k, piece, masters.get(id(piece.parameter))) for k, piece in every.items()]
+    def __init__(self, pieces: Iterable[Piece], *, scale: Tensor | None, keeps: bool) -> None:
+        self._pieces = every = {piece.key: piece for piece in pieces}
         self._keeps = keeps or scale is not None
         # By id of a parameter, the key of the piece that is all of it.
         self._whole = {id(x.parameter): key for key, x in every.items() if x.view is None}
@@ -76,7 +67,7 @@ class ParameterSteps:
 
     def _values(self) -> dict[Key, Tensor]:
         """Return the pieces as they are now."""
-        return {k: x.value() if m is None else x.of(m) for k, x, m in self._pieces}
+        return {key: piece.value() for key, piece in self._pieces.items()}
 
     def update_of(self, parameter: nn.Parameter) -> Tensor:
         """Return w of a parameter of which a piece is the whole, after the optimizer's step."""

@@ -8,7 +8,6 @@ import numpy as np
 from adiv_monitor.maths.sums import StepSums
 from adiv_monitor.report import LayerReading
 from adiv_monitor.step.gradient_check import tells
-from adiv_monitor.step.masters import Masters
 
 # In a run in which nothing changes, all gradients are checked at every so many measured steps.
 _CHECKED_EVERY = 16
@@ -40,7 +39,6 @@ class RunHistory:
             measured steps in a row.
         readings: by layer, its last readings, each with its step.
         clipped: the number of steps whose gradient was clipped, and was not, as far as known.
-        masters: the copies of higher precision that the optimizer steps.
         seen: layers that were measured, or found to be unmeasurable.
         checked_rules: layers whose module's rule was checked against the output.
         state: the state of the optimizer as the last measured step ended, see `state_of`.
@@ -52,7 +50,6 @@ class RunHistory:
     sound: set[str] = field(default_factory=set)
     readings: dict[str, deque[tuple[int, LayerReading]]] = field(default_factory=dict)
     clipped: Counter[bool] = field(default_factory=Counter)
-    masters: Masters = field(default_factory=Masters)
     seen: set[str] = field(default_factory=set)
     checked_rules: set[str] = field(default_factory=set)
     state: object = None

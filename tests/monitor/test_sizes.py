@@ -1,7 +1,6 @@
 """Sizes: each number against its definition in plain tensors, however the gradient came about."""
 
 import math
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -97,48 +96,6 @@ def test_weights_that_rounding_keeps_are_counted() -> None:
     expected = (model.weight == before)[model.weight.grad != 0].double().mean().item()
     assert 0.1 < expected < 0.999
     assert report.layers[""].unchanged_share == pytest.approx(expected)
-
-
-class OfMasters(torch.optim.Optimizer):
-    """SGD on float32 copies of 16-bit weights in its state, as fused optimizers keep them."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state |= {"moment": torch.zeros_like(p), "master": p.float()}
-                state["master"].sub_(p.grad.float(), alpha=group["lr"])
-                p.copy_(state["master"])
-
-
-def test_the_update_is_that_of_float32_copies_in_the_optimizers_state() -> None:
-    torch.manual_seed(0)
-    model, data = nn.Linear(64, 8).bfloat16(), torch.randn(3, 16, 64, dtype=torch.bfloat16)
-    optimizer = OfMasters(model.parameters(), lr=1e-4)
-    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for x in data:
-            optimizer.zero_grad()
-            model(x).float().square().mean().backward()
-            gamma = [p.grad.double() for p in model.parameters()]
-            theta = [optimizer.state[p].get("master", p).double() for p in model.parameters()]
-            optimizer.step()
-    first, *_, last = (report.layers[""] for report in monitor.reports)
-    assert first.unchanged_share > 0.9  # in the first step there are no copies yet
-    assert any("did not change" in note for note in monitor.reports[0].notes)
-    u = 1e-4 * torch.cat([g.flatten() for g in gamma])
-    assert last.unchanged_share == 0 and not monitor.latest.notes
-    assert last.update_norm == pytest.approx(u.norm().item(), rel=1e-3)
-    weights = torch.cat([x.flatten() for x in theta])
-    assert last.weight_update_ratio == pytest.approx((u.norm() / weights.norm()).item(), rel=1e-3)
-    move = data[-1].double() @ gamma[0].T + gamma[1]
-    z = torch.nn.functional.linear(data[-1].double(), theta[0], theta[1])
-    assert last.update_ratio == pytest.approx((1e-4 * move.norm() / z.norm()).item(), rel=0.02)
-    assert last.update_cosine > 0.1
 
 
 def test_rows_of_experts_are_counted_over_all_rows_and_micro_batches() -> None:
