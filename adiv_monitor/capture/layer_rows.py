@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +16,6 @@ from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, Whole, to_compute_dtype, to_device
-
-_VERSION = attrgetter("_version")
 
 
 class Arrived(NamedTuple):
@@ -198,4 +195,4 @@ class LayerRows:
 
 def versions(layer: Layer) -> list[int]:
     """Return the versions of a layer's parameters, which increase with every write."""
-    return [*map(_VERSION, layer.parameters)]
+    return [p._version for p in layer.parameters]

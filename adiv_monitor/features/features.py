@@ -162,10 +162,7 @@ class DenseFeatures(Features):
 
     def __post_init__(self) -> None:
         if self.phi is None and not isinstance(self.bias, Tensor):
-            raise ValueError(
-                f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
-                "weight, or a feature (rows, 1) for the bias of every row"
-            )
+            raise ValueError("DenseFeatures: expected phi, or a bias (rows, 1) of every row")
         for name, tensor in self._tensors.items():
             dims = 3 if name == "phi" else 2
             if tensor.ndim not in (dims, dims + 1):

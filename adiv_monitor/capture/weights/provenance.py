@@ -69,7 +69,7 @@ class Provenance:
         stood_for = (
             self.sharded.replaced().get(id(value)) if isinstance(value, nn.Parameter) else None
         )
-        constant = self._constants.get(id(value), _gone)()
+        constant = (known := self._constants.get(id(value))) and known()
         if stood_for is None and constant is not value and id(value) not in self._held:
             return None
         parameter = self._trained.get(id(value if stood_for is None else stood_for))
@@ -151,9 +151,6 @@ class Provenance:
                 self._constants.pop(id(each), None)
             if tensor._base is not None and self.followed(tensor):
                 _note(tensor, None)
-
-
-def _gone() -> None: ...
 
 
 def _note(tensor: Tensor, source: Source | None) -> None:
