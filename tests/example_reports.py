@@ -35,7 +35,6 @@ def attention(seed: int = 0, **values: object) -> AttentionReading:
     heads = {name: (draw.uniform(0.1, 0.5), draw.uniform(0.5, 0.9)) for name in ATTENTION_MEASURES}
     fixed: dict[str, object] = {
         "samples_seen": 4,
-        "samples_total": 64,
         "standard_error": {"attention_scale_mean": 0.01},
         "heads": heads,
         "heads_standard_error": {"attention_scale_mean": (0.02, 0.03)},

@@ -116,7 +116,6 @@ def attention_reading(record: Float[Array, "samples heads numbers"]) -> Attentio
     values: dict[str, Any] = {name: float(estimate.value[0]) for name, estimate in found.items()}
     return AttentionReading(
         samples_seen=samples,
-        samples_total=samples,
         standard_error={n: float(e.error[0]) for n, e in found.items() if e.error[0]},
         heads={n: tuple(e.value[1:].tolist()) for n, e in found.items()},
         heads_standard_error={

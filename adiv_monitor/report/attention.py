@@ -13,8 +13,7 @@ class AttentionReading(Reading):
     """One attention module at one step: how the step changed its scores. See `maths/attention.py`.
 
     Attributes:
-        samples_seen: samples of the batch that were examined, with all heads.
-        samples_total: samples of the batch.
+        samples_seen: samples of the probe, with all heads.
         standard_error: measure → standard error; missing measures are exact.
         heads: measure → its value for every head.
         heads_standard_error: measure → standard error of every head's value; missing measures are
@@ -24,7 +23,6 @@ class AttentionReading(Reading):
     """
 
     samples_seen: int
-    samples_total: int
     attention_cosine: float | None = None
     attention_gradient_cosine: float | None = None
     attention_scale_mean: float | None = None

@@ -57,7 +57,7 @@ def cell(reading: LayerReading | AttentionReading | AlignmentReading, measure: s
 def rows_words(reading: LayerReading | AttentionReading | AlignmentReading) -> str:
     """Return the number of rows, or samples, that were examined, in words."""
     if isinstance(reading, AttentionReading):
-        seen, total = reading.samples_seen, reading.samples_total
+        seen = total = reading.samples_seen
     elif isinstance(reading, AlignmentReading):
         seen = total = reading.rows
     else:

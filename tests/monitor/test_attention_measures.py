@@ -160,7 +160,7 @@ def test_calls_of_one_attention_are_taken_together(monkeypatch: pytest.MonkeyPat
     D = sum(j.flatten(4).square().sum(-1) for j in jacrev(scores)(before).values())
     G = torch.cat([y.grad for y in spy.scores])
     [reading] = monitored(model).attention.values()
-    assert reading.samples_total == 8
+    assert reading.samples_seen == 8
     expected = of_scores(G, e, e, D)
     found = {name: reading.measures()[name] for name in expected}
     assert found == pytest.approx(expected, rel=1e-8, abs=1e-12)
@@ -246,7 +246,7 @@ def test_the_first_eight_samples_of_the_first_forward_pass_are_the_probe() -> No
             mine.grad = p.grad
 
     found, expected = (monitored(built("torch, causal"), step=s) for s in (accumulated, alone))
-    assert found.attention["attention"].samples_total == 8
+    assert found.attention["attention"].samples_seen == 8
     same(found, expected)
 
 
