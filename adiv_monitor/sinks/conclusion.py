@@ -19,7 +19,7 @@ def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None
     """Log the line: as a warning if there is something to fix or to watch, else as information.
 
     Where logging is not set up, Python prints warnings to standard error but no information. The
-    line is then printed there, too, if there are enough reports to show what is typical.
+    line is then printed there, too.
 
     Args:
         running: summary of the training; nothing is logged before its first report.
@@ -34,13 +34,15 @@ def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None
     is_named = found and found[0].name != "loss-stuck"
     headline = running_headline(findings, record)
     said = _named(found) if is_named else f"{headline[:1].lower()}{headline[1:]} ({count})"
+    if not found and running.count < FEWEST_REPORTS:
+        said = f"can't tell after {count}: measure at least {FEWEST_REPORTS} (`every_n_steps=…`)"
     said += f"; the loss is {LOSS_UNKNOWN}" * (not record.losses)
     places = [place for sink in sinks if (place := _place(sink))]
     parts = ["adiv-monitor", whose, said] if whose else ["adiv-monitor", said]
     line = ": ".join(parts) + f" → {', '.join(places)}" * bool(places)
     _logger.log(logging.WARNING if found else logging.INFO, "%s", printable(line))
     is_set_up = _logger.hasHandlers() or _logger.level != logging.NOTSET or _logger.disabled
-    if not (found or is_set_up) and running.count >= FEWEST_REPORTS and sys.stderr is not None:
+    if not (found or is_set_up) and sys.stderr is not None:
         print(printable(line), file=sys.stderr)
 
 

@@ -69,10 +69,11 @@ def cuts(fork: Fork) -> list[Call]:
         taken = given(call)
         # What a custom function computes without a graph has a gradient once it has returned.
         cut = [without[id(x)][0] for x in taken if id(x) in without and not x.requires_grad]
+        meets = call.path is not None and any(x.requires_grad and x.is_leaf for x in taken)
         if any(x.requires_grad for x in taken):
             if _detaches(call) or _draws(call) or not torch.is_grad_enabled():
                 cut = cut or [call]
-            elif _meets(taken, call) or _is_beside(cut, call):
+            elif meets or _is_beside(cut, call):
                 found.update((origin.number, origin) for origin in cut)
         cut = [call] if cut and _draws(call) else cut
         for x in tensors(call.result) if cut else ():
@@ -83,10 +84,6 @@ def cuts(fork: Fork) -> list[Call]:
         fork, see, change=lambda call: _drawn(call).detach() if _draws(call) else NotImplemented
     )
     return [*found.values()]
-
-
-def _meets(taken: list[Tensor], call: Call) -> bool:
-    return call.path is not None and any(x.requires_grad and x.is_leaf for x in taken)
 
 
 def _is_beside(cut: list[Call], call: Call) -> bool:

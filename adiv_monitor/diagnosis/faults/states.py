@@ -178,7 +178,8 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     the loss fell a little: much of it may be what no model can predict.
     """
     start, end, audited = course.start(record), course.end(record), record.is_audited
-    if not course.is_known(record) or course.tells_nothing(record):
+    few = not (read.several(record) and len(record.losses) >= 2 * course.FEWEST)  # a beginning
+    if (few and not audited) or not course.is_known(record) or course.tells_nothing(record):
         return
     stays, fell = end > (1 - course.STILL) * start > 0, course.fell(record)
     unclear = course.may_have_fallen(record) and not stays
@@ -227,8 +228,8 @@ told(__name__, "loss-stuck", "", "watch",
      Number("standard errors below the loss of a constant prediction", "z", below=CLEARLY),
      TARGETS, AUDIT,
      where=lambda fact: fact.numbers["loss"] > (1 - course.STILL) * fact.numbers["constant"],
-     unless=lambda record: not course.is_measure(record) or any(loss_stuck(record)),
-     against=())  # fmt: skip
+     unless=lambda record: len(record.losses) < 2 * course.FEWEST
+     or not course.is_measure(record) or any(loss_stuck(record)), against=())  # fmt: skip
 
 
 @fault("interference", "Direction lost to interference between rows",
