@@ -48,7 +48,8 @@ def check_training(model: object, loss: object, optimizer: object) -> None:
     if loss is not None and not callable(loss):
         told = "expected a function (model, batch) → loss or (output, target) → loss, or None"
         raise TypeError(f"audit(loss=…): got {type(loss).__name__}, {told}")
-    if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
+    makes = callable(optimizer) and not isinstance(optimizer, type)  # which takes parameters
+    if not (optimizer is None or isinstance(optimizer, Optimizer) or makes):
         told = "expected a torch.optim.Optimizer, or a function model → optimizer"
         raise TypeError(f"audit(optimizer=…): got {type(optimizer).__name__}, {told}")
 

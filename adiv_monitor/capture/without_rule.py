@@ -2,10 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.features.features import JacobianFeatures
@@ -86,18 +88,19 @@ class ParametersWithoutRule:
             z: z.
             random: the state of the random numbers at the beginning of the forward.
         """
+        every_row = partial(rows_of, module)
 
         def features(rows: Rows) -> JacobianFeatures:
             moving = {name: module.get_parameter(name) for name in names}
             sizes = [p.numel() for p in moving.values()]
-            expected = rows.take(rows_of(z))
+            expected = rows.take(every_row(z))
             tried = pattern(expected.new_empty(sum(sizes), dtype=compute_dtype(expected)))
 
             def run(vector: Tensor) -> list[Tensor]:
                 """Return the rows of z, and their J_Θ(z) ΔΘ for ΔΘ as one vector."""
                 parts = zip(moving.items(), torch.split(vector, sizes), strict=True)
                 tangents = {name: part.view_as(p) for (name, p), part in parts}
-                found = twin.jvp(tangents, lambda output: rows_of(tensors_in(output)[place]))
+                found = twin.jvp(tangents, lambda output: every_row(tensors_in(output)[place]))
                 return [rows.take(x) for x in found]
 
             try:
@@ -115,17 +118,20 @@ class ParametersWithoutRule:
                 raise Refused(f"{why}; {_ADVICE}") from error
             return JacobianFeatures(lambda vector: run(vector)[1])
 
-        return Use("module", None, None, features, rows_of)
+        return Use("module", None, None, features, every_row)
 
 
-def rows_of(z: Tensor) -> Tensor:
+def rows_of(module: nn.Module, z: Tensor) -> Tensor:
     """Return a module's output (batch, …, channels), of which all positions are rows.
 
-    In images and volumes, with four and five dimensions, the channels are in the second one.
+    The channels are before the places of a convolution, and last in a linear map. Of other modules,
+    they are in the second dimension of images and volumes, with four and five dimensions.
     """
     if z.dim() < 2:
         return z.reshape(-1, 1)
-    return z.movedim(1, -1) if z.dim() in (4, 5) else z
+    if isinstance(module, _ConvNd):
+        return z.movedim(-1 - len(module.kernel_size), -1)
+    return z.movedim(1, -1) if z.dim() in (4, 5) and not isinstance(module, nn.Linear) else z
 
 
 def place_of_z(output: Any, inputs: Iterable[Tensor]) -> int | None:

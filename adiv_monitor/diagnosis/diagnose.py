@@ -27,7 +27,7 @@ TRAITS = ("frozen", "input-mean", "input-scale", "row-spread", "dead-units", "sa
 # Of the loss: what a lower learning rate must take away to come before a fault in structure. One
 # that is too low shows in layers that hardly move, too.
 MUCH = 0.3
-LOSS_UNKNOWN = "not known: pass it to the monitor (`Monitor(loss=…)` or `monitor.log_loss(…)`)"
+LOSS_UNKNOWN = "not known: give `Monitor(loss=…)` the module that your loop calls, or `log_loss`"
 
 
 def fault_of(finding: Finding) -> Fault:

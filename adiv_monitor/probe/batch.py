@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.loss_hook import LossOf
-from adiv_monitor.capture.selection import is_wrapper
+from adiv_monitor.capture.selection import is_wrapper, trainable
 from adiv_monitor.capture.weights.pieces import Strides
 from adiv_monitor.features.rows import shares_memory, to_compute_dtype
 from adiv_monitor.features.uses import Refused
@@ -114,6 +114,7 @@ class Batch:
         self._loss, self._fail = loss, fail
         self._module: nn.Module | None = None  # the model, or the first part of it that is called
         self._call: _Call | None = None
+        self._why_not_whole = ""
         self._outputs: list[tuple[Tensor, int]] | None = None  # None: the module has not returned
         self._judged: _Call | None = None
         self._samples: int | None = None
@@ -162,6 +163,11 @@ class Batch:
             if 0 not in call.sizes():  # a micro-batch may have no samples
                 self.surroundings = Surroundings(Randomness(devices_of(self.modules), others=True))
                 self._module, self._call = module, call
+                left = {*trainable(self.modules[0])} - {*trainable(module)}
+                self._why_not_whole = (
+                    "The loss on the probe is not known: its function takes the model's output, "
+                    f"and a part of the model, {type(module).__name__}, was called first."
+                ) * bool(left)
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module is self._module and self._outputs is None:
@@ -188,13 +194,16 @@ class Batch:
                 "realised_cosine and the cosines of attention are missing: they need the loss; "
                 "pass it as `loss=` or `realised=`."
             )
-        if not isinstance(self._loss, nn.Module) or self._judged is not None:
+        if not isinstance(self._loss, nn.Module):
+            return self._why_not_whole
+        if self._judged is not None:
             return ""
         return (
             f"The loss on the probe is not known: {type(self._loss).__name__} was not seen to be "
             "called with the output of the module that was called (is it another instance than the "
             "loop's, is it called inside of the model, or is its input computed from the output, "
-            "outside of a module?); a function of the output is an alternative."
+            "outside of a module?); a function of the output is an alternative, if the model is "
+            "called as a whole."
         )
 
     def run(self) -> Tensor | None:

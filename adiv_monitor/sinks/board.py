@@ -130,8 +130,8 @@ def findings_text(findings: Iterable[Finding], record: Record) -> str:
 
 
 def said_of(finding: Finding) -> str:
-    """Return a finding in one paragraph: title, layers and first advice."""
-    where = f": {listed([*map(quoted, finding.layers)])}" if finding.layers else ""
+    """Return a finding in one paragraph: title, first advice and layers, which pictures mark."""
+    where = f" In {listed([*map(quoted, finding.layers)])}." if finding.layers else ""
     fixes = finding.advice if finding.strength != "note" else ()
     advice = f" To try: {fixes[0].text}." if fixes else ""
-    return printable(f"• {finding_title(finding.name)} ({finding.strength}){where}.{advice}")
+    return printable(f"• {finding_title(finding.name)} ({finding.strength}).{advice}{where}")

@@ -37,9 +37,8 @@ def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None
     if not found and running.count < FEWEST_REPORTS:
         said = f"can't tell after {count}: measure at least {FEWEST_REPORTS} (`every_n_steps=…`)"
     said += f"; the loss is {LOSS_UNKNOWN}" * (not record.losses)
-    places = [place for sink in sinks if (place := _place(sink))]
-    parts = ["adiv-monitor", whose, said] if whose else ["adiv-monitor", said]
-    line = ": ".join(parts) + f" → {', '.join(places)}" * bool(places)
+    places = ", ".join(filter(None, map(_place, sinks)))
+    line = ": ".join(filter(None, ("adiv-monitor", whose, said))) + f" → {places}" * bool(places)
     _logger.log(logging.WARNING if found else logging.INFO, "%s", printable(line))
     is_set_up = _logger.hasHandlers() or _logger.level != logging.NOTSET or _logger.disabled
     if not (found or is_set_up) and sys.stderr is not None:

@@ -190,6 +190,36 @@ def test_any_other_weight_is_measured_through_its_module(name: str) -> None:
     assert reading.measures().keys().isdisjoint(NEED_SCALES)
 
 
+@pytest.mark.parametrize(
+    ("make", "shape", "half"),
+    [
+        (lambda: nn.Conv1d(2, 3, 1), (5, 2, 6), (..., slice(3))),
+        (lambda: nn.Linear(2, 3), (5, 6, 4, 2), (slice(None), slice(3))),
+    ],
+)
+def test_places_are_the_rows_of_convolutions_and_linear_maps(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], half: tuple[Any, ...]
+) -> None:
+    for module in map(nn.Sequential, (make(), parametrizations.weight_norm(make()))):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        with Monitor(module, optimizer, max_rows=None) as monitor:
+            module(torch.randn(shape))[half].square().sum().backward()
+            optimizer.step()
+            assert monitor.latest is not None
+            assert monitor.latest.layers["0"].idle_share == 0.5
+
+
+def test_a_layer_has_the_rate_of_its_largest_parameter() -> None:
+    module = nn.Sequential(parametrizations.weight_norm(linear()))
+    groups = [{"params": [p], "lr": p.numel() / 10} for p in module.parameters()]
+    optimizer = torch.optim.SGD(groups)
+    with Monitor(module, optimizer) as monitor:
+        module(X).square().sum().backward()
+        optimizer.step()
+        assert monitor.latest is not None
+        assert monitor.latest.learning_rate("0") == 1.2
+
+
 def test_a_bias_that_is_written_to_is_measured_through_its_module() -> None:
     """The weight beside it has a reading of its own."""
     torch.manual_seed(3)

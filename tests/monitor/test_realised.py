@@ -410,3 +410,14 @@ def test_sampled_readings_keep_to_their_errors() -> None:
         beyond = sum(abs(deviation) > 3 for deviation in found) / len(found)
         assert beyond <= (0.02 if name == "realised_cosine" else 0.07), name
         assert 0.6 < np.std(found) < 1.6, name
+
+
+def test_a_function_judges_no_part_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, realised=lambda z: z.square().mean()) as monitor:
+        model[1](model[0](torch.randn(6, 5))).sum().backward()
+        optimizer.step()
+        assert monitor.latest is not None
+        assert monitor.latest.realised_loss_change is None
+        assert "a part of the model, Linear, was called first" in monitor.latest.notes[0]

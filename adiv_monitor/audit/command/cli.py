@@ -158,7 +158,7 @@ def _findings(rule: alarms.Rule, report: AuditReport) -> Iterator[str]:
 def _compare(argv: list[str]) -> int:
     asks = parser("adiv-audit compare", "Compares two audits or trainings, side by side on a page.")
     about = "folder of an audit, page of a training (run.html), or the JSON of either"
-    asks.add_argument("reports", nargs=2, metavar=("A", "B"), help=about)
+    asks.add_argument("reports", nargs=2, metavar="REPORT", help=about)
     asks.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
     given = asks.parse_args(argv)
     a, b = map(_report, given.reports)

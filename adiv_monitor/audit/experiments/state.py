@@ -106,9 +106,8 @@ class Hidden:
         reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss.grad_fn])}
         found = [known for key, known in self._inside.items() if key in reached]
         every = self._count + sum(x.numel() for _, x in found)
-        of_loss = [x for key, x in self._of_loss.items() if key in reached - self._known]
-        inside = (Fact(name, {"share": x.numel() / every}) for name, x in found)
-        return (*inside, *self._anew, *of_loss)
+        own = [fact for key, fact in self._of_loss.items() if key in reached - self._known]
+        return (*(Fact(name, {"share": x.numel() / every}) for name, x in found), *self._anew, *own)
 
 
 # The cost of a step

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from statistics import fmean, median
 
 from adiv_monitor.diagnosis import course
@@ -367,17 +366,17 @@ def rate_falls_back(record: Record) -> Iterator[Finding]:
                     "one schedule for the run"),))  # fmt: skip
 
 
-def _peaks(report: StepReport) -> tuple[float, ...]:
-    """Return the largest rates of the groups in a schedule of torch's, if known."""
-    return report.settings.get("max_lr") or report.settings.get("initial_lr", ())
+def _peak(report: StepReport) -> float:
+    """Return the largest rate of a schedule of torch's; 0: there is none."""
+    return max(report.settings.get("max_lr") or report.settings.get("initial_lr") or (0.0,))
 
 
 @finds("monitor")
 def rate_stays_low(record: Record) -> Iterator[Finding]:
     """Find rates far below the peak of their schedule that rise once in several measured steps."""
     rates = [*read.learning_rates(record).values()]
-    rises = sum(later > rate for rate, later in pairwise(rates))
-    peak = max((rate for report in record.reports[-1:] for rate in _peaks(report)), default=0.0)
+    rises = len({*rates}) - 1
+    peak = max(map(_peak, record.reports), default=0.0)
     if 1 < rises < len(rates) / 2 and rates == sorted(rates) and rates[-1] < BELOW * peak:
         yield Finding("rate-falls-back", strength(record),
             f"The learning rate ends at {rates[-1]:.3g}, and its schedule's peak is {peak:.3g}: it "
@@ -415,8 +414,7 @@ def rate_jumps(record: Record) -> Iterator[Finding]:
     groups = [*zip(*(r.learning_rates for r in record.reports), strict=False)]
     for k, report in enumerate(record.reports[FEWEST_MEASURED:], FEWEST_MEASURED):
         jumped = [i for i, r in enumerate(groups) if r[k] >= RISEN * max(r[:k]) > 0
-                  and len({*r[k - FEWEST_MEASURED : k]}) == 1
-                  and r[k] > max(_peaks(report), default=0.0)]  # fmt: skip
+                  and r[k] > _peak(report) and len({*r[k - FEWEST_MEASURED : k]}) == 1]  # fmt: skip
         if jumped:
             named = listed([f"param_groups[{i}]" for i in jumped])
             most = max(groups[i][k] / groups[i][k - 1] for i in jumped)
