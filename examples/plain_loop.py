@@ -29,13 +29,14 @@ def main() -> None:
     model = nn.Sequential(
         nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
     )
+    loss_function = nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     sinks = [TableSink(), JsonlSink("runs/plain_loop.jsonl")]
-    with Monitor(model, optimizer, every_n_steps=100, sinks=sinks) as monitor:
+    with Monitor(model, optimizer, every_n_steps=100, loss=loss_function, sinks=sinks) as monitor:
         for _ in range(STEPS):
             points, arm = spirals(ROWS)
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(points), arm)
+            loss = loss_function(model(points), arm)
             loss.backward()
             optimizer.step()
     print(f"Loss {loss.item():.3f}; {len(monitor.reports)} reports in runs/plain_loop.jsonl")
