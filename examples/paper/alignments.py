@@ -52,7 +52,7 @@ RATES = {
 # Constant factors of the layers' rates, of `constants.py`.
 CONSTANTS = {
     f"hidden {hidden:g} readout {readout:g}": {"0": 1.0, "2": hidden, "4": readout}
-    for hidden, readout in list(itertools.product((1.0, 3.0, 10.0), repeat=2))[1:]
+    for hidden, readout in list(itertools.product((1.0, 3.0, 10.0, 30.0), repeat=2))[1:]
 }
 
 
@@ -190,6 +190,8 @@ def main() -> None:
     parser.add_argument("--steps", type=count, default=1000)
     parser.add_argument("--widths", type=count, nargs="+", default=[64, 128, 256])
     given = parsed(parser, seeds=1, steps=20)
+    if len(given.widths) < 2:
+        parser.error("--widths: give two or more, for factors are carried from the first")
     task = Task(load(given), given.steps)
     file = given.out / "alignments.json"
     tuning = Tuning(
