@@ -19,17 +19,15 @@ from adiv_monitor.audit.training.batches import copied, first, mapped
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 
 _BATCHES = 4  # number of batches for the loss of a constant prediction
-_OFTEN = 5  # samples of a class that occurs, on average
 
 
 def chance(setup: Setup) -> float | None:
     """Return the loss with the last layers' outputs replaced by zeros; None if it is unknown.
 
-    It is log(classes) for cross-entropy, which gets zeros, and the mean square of the targets for
-    squared errors. Classes that do not occur are left out, if the others occur often: 1,000 outputs
-    soon predict 10 classes alike. The last layers are the linear and convolutional ones whose
-    outputs no other one takes. Without a cross-entropy, it is unknown if the outputs then differ
-    between samples: a residual model returns its inputs.
+    It is log(classes) for cross-entropy, and the mean square of the targets for squared errors. The
+    last layers are the linear and convolutional ones whose outputs no other one takes. It is
+    unknown if the outputs then differ between samples: a residual model returns its inputs. Then a
+    cross-entropy gets zeros.
     """
     plain, fork = setup.fork(), setup.fork()
     own, without = list[Tensor](), list[Tensor]()
@@ -37,15 +35,6 @@ def chance(setup: Setup) -> float | None:
         model.register_forward_hook(noting(made))
     last, _ = last_maps(plain)
     fork.change_outputs(last, torch.zeros_like)
-    targets = list[Tensor]()
-
-    def level(call: Call) -> Any:
-        if call.name != "cross_entropy" or len(call.args) < 2:
-            return NotImplemented
-        targets.append(call.args[1].flatten())
-        return call.function(torch.zeros_like(call.args[0]), *call.args[1:], **call.kwargs)
-
-    change_calls(fork, level)
     try:
         losses = _losses(setup, fork)
     except Exception:  # not every loss takes zeros
@@ -53,12 +42,18 @@ def chance(setup: Setup) -> float | None:
     # Outputs that the last layers do not change are no predictions, such as a code beside them.
     made = [y for x, y in zip(own, without, strict=False) if y.ndim and not torch.equal(x, y)]
     is_constant = all(torch.allclose(y, y[:1].expand_as(y), equal_nan=True) for y in made)
-    if not (targets or (last and is_constant)) or not all(map(math.isfinite, losses)):
-        return None
-    labels = [i for x in targets if not x.is_floating_point() for i in x.tolist() if i >= 0]
-    occur = len({*labels})
-    often = math.log(occur) if len(labels) >= _OFTEN * occur > _OFTEN else math.inf
-    return min(fmean(losses), often)
+    if not (last and is_constant):
+        levelled, fork = list[str](), setup.fork()
+
+        def level(call: Call) -> Any:
+            if call.name != "cross_entropy" or not call.args:
+                return NotImplemented
+            levelled.append(call.place)
+            return call.function(torch.zeros_like(call.args[0]), *call.args[1:], **call.kwargs)
+
+        change_calls(fork, level)
+        losses = _losses(setup, fork)[: _BATCHES * len(levelled)]
+    return fmean(losses) if losses and all(map(math.isfinite, losses)) else None
 
 
 def _losses(setup: Setup, fork: Fork) -> list[float]:

@@ -222,10 +222,11 @@ def rate_trials(setup: Setup, record: Record, *, progress: Progress = silent) ->
 
     Where the loss falls, these are × 3 and 0.3, and from there on 10, 100 and 1000, or 0.1 and
     0.01, as long as the loss gets lower. Where it does not, × 0.1, 0.3, 3 and 10 are tried before.
-    A run whose loss rises, or rose to `PEAK` times its first value, is first tried at × 0.1, 0.01
-    and 0.001: if one of them helps, it is the last. If layers hardly move, further runs use the
-    power of ten at which activations would move by a hundredth of their length, and then ten times
-    that, or a tenth of it, as long as the loss gets lower.
+    A run whose loss rises is first tried at × 0.1, 0.01 and 0.001: if one of them helps, it is the
+    last. One whose loss was at `PEAK` times its first value is tried there as long as the loss gets
+    lower. If layers hardly move, further runs use the power of ten at which activations would move
+    by a hundredth of their length, and then ten times that, or a tenth of it, as long as the loss
+    gets lower.
 
     If steps are costly, runs are shorter than those of the setup; if they would be too short to
     show an effect, nothing is tried.
@@ -258,9 +259,10 @@ def _try(runs: Runs) -> None:
     record = runs.record
     constant = -math.inf if record.chance is None else record.chance
     rises = runs.end(1.0) > max(record.losses[0], constant)
-    peaked = max(record.losses) > PEAK * abs(record.losses[0])
-    if (rises or peaked) and any(runs.rate_trial(factor).helps for factor in _LOWER):
+    if rises and any(runs.rate_trial(factor).helps for factor in _LOWER):
         return
+    if max(record.losses) > PEAK * abs(record.losses[0]):
+        runs.follow((1.0, *_LOWER))
     if course(record) != "falls":
         for factor in _FACTORS:
             runs.end(factor)
