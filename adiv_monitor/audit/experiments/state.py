@@ -80,7 +80,7 @@ class Hidden:
     """Does the forward pass use parameters that the model does not register?
 
     They stay in an attribute of a module that torch does not search, or each pass makes them anew.
-    And has the loss, a module, parameters of its own that the optimizer does not hold?
+    Does the loss, if it is a module, have parameters of its own that the optimizer does not hold?
     """
 
     def __init__(self, fork: Fork) -> None:
