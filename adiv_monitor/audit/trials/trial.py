@@ -460,7 +460,8 @@ def _judged(finding: Finding, advice: list[Advice], record: Record, *, certain: 
     advice = [a for a in advice if a.fix != "reinitialise" or a.trial is None or a.trial.pays]
     pays = any(trial.pays for trial in trials)
     lower = finding.name == "uneven-rates" and best_rate(record.rates) < 1
-    if lower or finding.name == "input-mean":  # else the learning rate explains the gain
+    small = finding.name == "input-scale" and finding.evidence[0].value < 1
+    if lower or small or finding.name == "input-mean":  # else the rate explains the gain
         pays = any(trial.helps for trial in trials)
     strength = finding.strength
     if strength == "act" and trials and not pays and not certain:
