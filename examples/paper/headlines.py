@@ -23,6 +23,7 @@ from tuned_report import best, more
 RESULTS = Path(__file__).parent / "results"
 ALIGNMENT = RESULTS.parents[1] / "alignment" / "results"
 SIZES, TUNED = (8, 16, 32, 64, 128), (8, 32, 128)
+READS = (("training", of_training), ("held out", of_held_out))  # of alignments
 Headline = tuple[str, str]  # what, and the figures
 
 
@@ -361,13 +362,17 @@ def of_schedules() -> Iterator[Headline]:
 
 def of_alignments() -> Iterator[Headline]:
     """Learning rates that follow alignments on CIFAR-10, less those of full alignment."""
-    found = best(runs("alignments"))
-    for arm in ARMS[1:]:
-        for name, read in (("training", of_training), ("held out", of_held_out)):
-            below = [change < 0 for change in every_change(found, arm, "", read)]
-            yield f"CIFAR-10, {arm}: lower loss, {name}", f"{sum(below)} of {len(below)} pairs"
+    found, longer = best(runs("alignments")), best(runs("alignments-2000"))
+    for steps, these in (("1,000", found), ("2,000", longer)):
+        for arm, (name, read) in product(ARMS[1:], READS):
+            below = [change < 0 for change in every_change(these, arm, "", read)]
+            shown = f"{sum(below)} of {len(below)} pairs"
+            yield f"CIFAR-10, {steps} steps, {arm}: lower loss, {name}", shown
+    for setting, arm in product(("sp sgd 256", "mup adam 256"), ARMS[1:]):
+        shown = [signed(changes(longer, setting, arm, read)) for _, read in READS]
+        yield f"CIFAR-10, 2,000 steps, {setting}: {arm} − full", " and ".join(shown)
     for setting, arm in (("sp sgd 256", "sum"), ("sp adam 128", "sum"), ("sp sgd 128", "carried")):
-        shown = [signed(changes(found, setting, arm, r)) for r in (of_training, of_held_out)]
+        shown = [signed(changes(found, setting, arm, read)) for _, read in READS]
         yield f"CIFAR-10, {setting}: {arm} − full", " and ".join(shown)
     tuned_alone = compared(runs("constants"), runs("alignments"))
     for arm in ARMS:

@@ -41,7 +41,7 @@ PAGES: dict[str, Callable[[Runs], str]] = {
     "fig4": lambda runs: widths_report.text(runs, 2),
     "readings": readings_report.text,
     "projections": projections.text,
-    "alignments": alignments_report.text,
+    **dict.fromkeys(("alignments", "alignments-2000"), alignments_report.text),
     "constants": lambda runs: constants.text(runs, headlines.runs("alignments")),
     **{name: partial(tuned_report.text, question) for name, question in QUESTIONS.items()},
 }
