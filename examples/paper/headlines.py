@@ -366,8 +366,8 @@ def of_alignments() -> Iterator[Headline]:
     for steps, these in (("1,000", found), ("2,000", longer)):
         for arm, (name, read) in product(ARMS[1:], READS):
             below = [change < 0 for change in every_change(these, arm, "", read)]
-            shown = f"{sum(below)} of {len(below)} pairs"
-            yield f"CIFAR-10, {steps} steps, {arm}: lower loss, {name}", shown
+            pairs = f"{sum(below)} of {len(below)} pairs"
+            yield f"CIFAR-10, {steps} steps, {arm}: lower loss, {name}", pairs
     for setting, arm in product(("sp sgd 256", "mup adam 256"), ARMS[1:]):
         shown = [signed(changes(longer, setting, arm, read)) for _, read in READS]
         yield f"CIFAR-10, 2,000 steps, {setting}: {arm} − full", " and ".join(shown)
