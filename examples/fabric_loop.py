@@ -39,11 +39,12 @@ def main() -> None:
         nn.Linear(16, 2),
     )
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    with Monitor(model, optimizer, every_n_steps=60, sinks=[TableSink()]) as monitor:
+    loss_of, sinks = nn.CrossEntropyLoss(), [TableSink()]
+    with Monitor(model, optimizer, every_n_steps=40, loss=loss_of, sinks=sinks) as monitor:
         for _ in range(STEPS):
             images, lying = bars(ROWS)
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images), lying)
+            loss = loss_of(model(images), lying)
             fabric.backward(loss)
             optimizer.step()
     fabric.print(f"Loss {loss.item():.3f} after {monitor.step} steps")

@@ -48,7 +48,7 @@ def tables(text: str) -> dict[int, list[str]]:
     [
         ("plain_loop", [0, 100, 200], ["0", "2", "4"]),
         ("accelerate_loop", [0, 80, 160, 240, 320], ["embed", "norm", "hidden", "output"]),
-        ("fabric_loop", [0, 60], ["0", "1", "3", "7"]),
+        ("fabric_loop", [0, 40, 80], ["0", "1", "3", "7"]),
     ],
 )
 def test_loops(
