@@ -389,7 +389,5 @@ MEANT = {
     "three terms of a critic": run(loss_gradients=ONES[:3], other_optimizers=("Adam",)),
     "micro-batches by Adam": run(losses=RISING, layers=LONG, loss_gradients=ONES, optimizer="Adam"),
     "two terms of a critic": run(losses=RISING, layers=LONG, loss_gradients=(1.0, 1.0)),
-    "two reports of a loss that stays": run(2, STILL),
-    "a dozen steps": run(12, STILL[:12], every=1),
     "two reports": run(2, evaluated=("drop",), cut_off={"a": 400}, zeroed_passes=1),
 }  # fmt: skip

@@ -315,3 +315,9 @@ def test_the_headline_says_what_a_loss_does_that_may_be_meant(losses: tuple[floa
 
 def test_a_reading_that_cannot_be_raises_nothing() -> None:
     found(run(layers={name: reading(projection_cosine=1.5, scale_cv=-1.0) for name in "abc"}))
+
+
+@pytest.mark.parametrize("few", [run(2, STILL), run(12, STILL[:12], every=1)])
+def test_few_steps_may_be_the_beginning_of_any_run(few: Record) -> None:
+    assert "loss-stuck" not in found(few)
+    assert "loss-stuck" in found(run(losses=STILL))
