@@ -1,5 +1,6 @@
 """Eager execution of compiled models while a monitor is armed, so that inner hooks fire."""
 
+import atexit
 import sys
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from torch._higher_order_ops import utils as operators
 from adiv_monitor.rerun.thread import function_modes, set_function_modes
 
 _OURS = "adiv_monitor."
-_holders = set[int]()  # their ids; monitors may live in several threads
+# Monitors may live in several threads, and may be dropped without being closed.
+_holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance before the first holder; None while there is no holder
 
 
@@ -21,20 +23,19 @@ class forced_eager:
     """Context in which compiled models run eagerly; their compiled code is kept for afterwards.
 
     Monitors of several optimizers overlap without being nested. The first one that enters sets the
-    stance, and the last one that leaves, or is garbage-collected, restores it, also as Python
-    exits. An interrupted operation can be repeated.
+    stance, and the last one that leaves, or is garbage-collected, restores it. An interrupted
+    operation can be repeated.
     """
 
     def __enter__(self) -> None:
-        _holders.add(id(self))
-        weakref.finalize(self, _leave, id(self))
+        _holders.add(weakref.ref(self, _leave))
         _settle()
 
     def __exit__(self, *error: object) -> None:
-        _leave(id(self))
+        _leave(weakref.ref(self))
 
 
-def _leave(holder: int) -> None:
+def _leave(holder: weakref.ref[forced_eager]) -> None:
     _holders.discard(holder)
     _settle()
 
@@ -89,6 +90,13 @@ def _replace(usual: object, other: object) -> None:
     for module in _USERS:
         if module._set_compilation_env is usual:  # else other code has set it
             module._set_compilation_env = other
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Restore the stance for monitors that were not closed, while torch still can."""
+    _holders.clear()
+    _settle()
 
 
 def in_compiled_code() -> bool:

@@ -140,5 +140,4 @@ def afterwards_clean() -> Iterator[None]:
         _rerun.depth = 0
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
-        eager._holders.clear()
-        eager._settle()
+        eager._leave_all()
