@@ -61,9 +61,7 @@ def rates(*values: float) -> list[tuple[float, ...]]:
 
 
 SLOW_RISE = {"learning_rates": rates(*[1e-3] * 3, *[2e-3] * 3, *[3e-3] * 3)}
-OF_TENTH = {"initial_lr": (0.1,)}
 IN_ORDER = {"target_moments": [(0.01, float(i)) for i in range(6)], "loss_shapes": ((8, 1),) * 2}
-ALONE = [(0.0, float(i)) for i in range(6)]
 FADES = rates(0.1, 1e-3, 5e-5, 1e-5, 3e-6, 1e-6)
 
 
@@ -270,10 +268,10 @@ MEANT = {
         groups=[{}, *[ONE_GROUP["groups"]] * 5], learning_rates=[(0.1,), *[(0.1, 0.0)] * 5]
     ),
     "a warm-up at a constant rate": run(learning_rates=rates(0.03, 0.03, 0.03, 0.03, 0.1, 0.1)),
-    "a warm-up of epochs": run(learning_rates=rates(*[1e-3] * 4, 0.02, 0.04), settings=OF_TENTH),
+    "a warm-up of epochs": run(learning_rates=rates(*[0.1] * 4, 2, 4), settings={"max_lr": (9,)}),
     "a rise of epochs towards its peak": run(9, **SLOW_RISE, settings={"initial_lr": (0.02,)}),
     "series in order": run(**IN_ORDER),
-    "targets of one sample each": run(losses=STILL, **(IN_ORDER | {"target_moments": ALONE})),
+    "targets of one sample each": run(losses=STILL, target_moments=[(0.0, i) for i in range(6)]),
     "a warm-up over two orders of magnitude": run(learning_rates=rates(1e-3, 0.01, *[0.1] * 4)),
     "a group that begins later": run(**ONE_GROUP, learning_rates=[(0.1, 0.0), *[(0.1, 0.1)] * 5]),
     "attention with a sink": run(attention={"a": replace(LOOKS["a"], attention_first_share=0.9)}),

@@ -139,6 +139,11 @@ def noise(record: Record) -> float:
     return median(distances) / 0.954 if distances else 0.0
 
 
+def peaked(record: Record) -> bool:
+    """Return whether the loss of any step was above `PEAK` times `start`."""
+    return max(record.losses, default=0.0) > PEAK * start(record) > 0
+
+
 def fell(record: Record) -> bool:
     """Return whether the loss fell by more than noise and by more than `STILL`.
 

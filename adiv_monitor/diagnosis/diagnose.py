@@ -20,6 +20,7 @@ from adiv_monitor.diagnosis.record import Record
 FIRST_THAT = (Advice("fix the findings above first", untried="its cause comes first"),)
 NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
+TOO_FEW = f"Can't tell yet: measure at least {FEWEST_REPORTS} steps (`every_n_steps=…`)"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; good to know"}
 NO_CAUSE = "Does not train; cause not found: "
 # What healthy runs have, too: behind exact causes of the same strength, and before symptoms.
@@ -147,7 +148,8 @@ def finding_title(name: str) -> str:
 def running_headline(findings: Sequence[Finding], record: Record) -> str:
     """Return the strongest findings in a few words."""
     if not findings:
-        return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
+        nothing = NOTHING if several(record) else TOO_FEW
+        return nothing if any(report.layers for report in record.reports) else NOT_MEASURED
     strongest, said = findings[0].strength, findings[0].summary
     if findings[0].name == "loss-stuck":
         do = f"; {TARGETS.text}" * (strongest != "note" and TARGETS in findings[0].advice)

@@ -162,7 +162,8 @@ class DenseFeatures(Features):
 
     def __post_init__(self) -> None:
         if self.phi is None and not isinstance(self.bias, Tensor):
-            raise ValueError("DenseFeatures: expected phi, or a bias (rows, 1) of every row")
+            got = f"got phi=None and bias={self.bias}"
+            raise ValueError(f"DenseFeatures: {got}, expected phi, or a bias (rows, 1) of all")
         for name, tensor in self._tensors.items():
             dims = 3 if name == "phi" else 2
             if tensor.ndim not in (dims, dims + 1):

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from adiv_monitor.diagnosis.diagnose import LOSS_UNKNOWN, finding_title, running_headline
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.readings import FEWEST_REPORTS
 from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report.wording import listed
@@ -34,8 +33,6 @@ def conclude(running: Running, sinks: Iterable[object], whose: str = "") -> None
     is_named = found and found[0].name != "loss-stuck"
     headline = running_headline(findings, record)
     said = _named(found) if is_named else f"{headline[:1].lower()}{headline[1:]} ({count})"
-    if not found and running.count < FEWEST_REPORTS:
-        said = f"can't tell after {count}: measure at least {FEWEST_REPORTS} (`every_n_steps=…`)"
     said += f"; the loss is {LOSS_UNKNOWN}" * (not record.losses)
     places = ", ".join(filter(None, map(_place, sinks)))
     line = ": ".join(filter(None, ("adiv-monitor", whose, said))) + f" → {places}" * bool(places)

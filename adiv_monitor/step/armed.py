@@ -17,7 +17,6 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import GlobalHooks, trains
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection, listed
-from adiv_monitor.capture.weights.pieces import Piece
 from adiv_monitor.maths.sums import NO_SUMS, OF_PARAMETERS, Array, StepSums
 from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.rerun.eager import forced_eager
@@ -160,7 +159,9 @@ class Armed:
         learning_rates = tuple(fetch_numbers(rates.of_groups))
         group_of = rates.groups if len(set(learning_rates)) > 1 else {}
         found = capture.layers.found
-        largest = {path: _largest(found[path].pieces) for path in sums.paths}
+        # One group's number is that of all; else a layer is in the group of its largest parameter.
+        largest = {path: max((x.parameter for x in found[path].pieces), key=Tensor.numel)
+                   for path in sums.paths if group_of}  # fmt: skip
         report = StepReport(
             self.number,
             {},
@@ -171,7 +172,7 @@ class Armed:
             interval=interval,
             turn=self.turn and replace(self.turn, elements=covered.elements),
             learning_rates=learning_rates,
-            groups={path: group_of[key] for path, key in largest.items() if key in group_of},
+            groups={path: group_of[id(p)] for path, p in largest.items() if id(p) in group_of},
             other_optimizers=tuple(self.others.writes),
             changed_by=tuple(+self.others.writes),
             **{**rates.told, **self.told, **self._facts(sums, flags, is_refused=bool(refused))},
@@ -251,11 +252,6 @@ class Armed:
             "next_batch": tuple(float(of[0]) for of in flags["next_batch"]),
             "realised_loss_change": next(map(float, flags.get("loss_change", ())), None),
         }
-
-
-def _largest(pieces: Sequence[Piece]) -> int:
-    """Return the id of a layer's largest parameter, which is in the layer's group."""
-    return id(max((piece.parameter for piece in pieces), key=Tensor.numel))
 
 
 def _is_set(flags: HostFlags, name: str) -> bool:

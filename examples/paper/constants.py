@@ -1,7 +1,7 @@
 """Two tuned constants in place of measured alignments, on CIFAR-10.
 
     python examples/paper/constants.py --quick --data DIR --out OUT     one learning rate each
-    python examples/paper/constants.py --data DIR --out OUT             an hour
+    python examples/paper/constants.py --data DIR --out OUT             about an hour
 
 `alignments.py` lets learning rates of layers follow measured alignments, or carries factors over
 from a narrow network. Here nothing is measured: the rates of the hidden layer and of the readout

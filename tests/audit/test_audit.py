@@ -281,6 +281,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "first argument",
     ),
     "optimizer": ({"optimizer": "sgd"}, TypeError, "optimizer=….*str.*torch.optim"),
+    "a class": ({"optimizer": torch.optim.SGD}, TypeError, "optimizer=….*type.*torch.optim"),
     "optimizer of others": (
         {"optimizer": torch.optim.SGD(mlp().parameters(), lr=1)},
         ValueError,

@@ -211,8 +211,7 @@ def test_places_are_the_rows_of_convolutions_and_linear_maps(
 
 def test_a_layer_has_the_rate_of_its_largest_parameter() -> None:
     module = nn.Sequential(parametrizations.weight_norm(linear()))
-    groups = [{"params": [p], "lr": p.numel() / 10} for p in module.parameters()]
-    optimizer = torch.optim.SGD(groups)
+    optimizer = torch.optim.SGD({"params": [p], "lr": p.numel() / 10} for p in module.parameters())
     with Monitor(module, optimizer) as monitor:
         module(X).square().sum().backward()
         optimizer.step()

@@ -83,8 +83,7 @@ def broadcast(call: Call, fork: Fork) -> Fact | None:
     words = {"of": str(tuple(a.shape)), "and": str(tuple(b.shape))}
     small, large = sorted((a, b), key=lambda x: x.ndim)
     is_square = large.shape == (len(small), *small.shape) and large.requires_grad
-    if is_difference and is_square and call.path is None:
-        times = large.numel() / small.numel()
+    times = max(times, len(small) * (is_difference and is_square and call.path is None))
     is_met = times > 1 and (is_difference or is_entrywise)
     return Fact(call.place, {"times": times}, words) if is_met else None
 

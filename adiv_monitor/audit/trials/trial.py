@@ -17,7 +17,7 @@ from adiv_monitor.audit.training.batches import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Progress, silent, train
 from adiv_monitor.audit.trials.fixes import FAR_FACTORS, FIXES, DoesNotApply, rate_name, scale_rate
-from adiv_monitor.diagnosis.course import FEWEST, PEAK, course, is_opposed
+from adiv_monitor.diagnosis.course import FEWEST, course, is_opposed, peaked
 from adiv_monitor.diagnosis.diagnose import explained, fault_of, is_cause
 from adiv_monitor.diagnosis.faults.rates import usual_factor
 from adiv_monitor.diagnosis.finding import NO_STEPS, STRENGTHS, Advice, Finding, Trial, unrefuted
@@ -223,7 +223,7 @@ def rate_trials(setup: Setup, record: Record, *, progress: Progress = silent) ->
     Where the loss falls, these are × 3 and 0.3, and from there on 10, 100 and 1000, or 0.1 and
     0.01, as long as the loss gets lower. Where it does not, × 0.1, 0.3, 3 and 10 are tried before.
     A run whose loss rises is first tried at × 0.1, 0.01 and 0.001: if one of them helps, it is the
-    last. One whose loss was at `PEAK` times its first value is tried there as long as the loss gets
+    last. One whose loss peaked is tried there as long as the loss gets
     lower. If layers hardly move, further runs use the power of ten at which activations would move
     by a hundredth of their length, and then ten times that, or a tenth of it, as long as the loss
     gets lower.
@@ -261,7 +261,7 @@ def _try(runs: Runs) -> None:
     rises = runs.end(1.0) > max(record.losses[0], constant)
     if rises and any(runs.rate_trial(factor).helps for factor in _LOWER):
         return
-    if max(record.losses) > PEAK * abs(record.losses[0]):
+    if peaked(record):
         runs.follow((1.0, *_LOWER))
     if course(record) != "falls":
         for factor in _FACTORS:

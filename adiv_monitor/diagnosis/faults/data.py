@@ -134,8 +134,7 @@ unshuffled = told(__name__, "unshuffled", "The data are not shuffled",
      Number("distance from these, in deviations", "z", below=-DEVIATIONS),
      Advice("shuffle the samples (shuffle=True), unless their order is to be learnt"),
      not_advised="Larger batches of sorted data are sorted too.", against=(),
-     unless=_are_a_series,
-     certain=True, explains=LEARNING)  # fmt: skip
+     unless=_are_a_series, certain=True, explains=LEARNING)  # fmt: skip
 
 
 told(__name__, "target-leak", "The target is among the inputs", "watch",

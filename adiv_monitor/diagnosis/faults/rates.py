@@ -322,8 +322,8 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     is_seen = bool(first) and record.reports[0].coverage > 0.5  # of most parameters
     moves = median([t.value for t in first[0].values()] or [0.0]) if is_seen else 0.0
     limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
-    peaked = max(record.losses, default=0.0) > course.PEAK * course.start(record) > 0
-    if moves > limit and (peaked or not course.end(record) <= course.start(record) / 2):
+    halved = course.end(record) <= course.start(record) / 2
+    if moves > limit and (course.peaked(record) or not halved):
         evidence = Evidence("update_ratio, median layer", moves, limit, step=0)
         said = (f"The first step moved the activations of the median layer by {moves:.3g} times "
                 "their length.")  # fmt: skip
