@@ -128,9 +128,9 @@ def test_where_the_loss_falls_rates_are_tried_in_the_direction_that_gets_better(
     assert found[3].steps == 12 and found[3].loss_by_rate is None
     best = healthy(optimizer=sgd(lr=1.0))
     assert list(rate_trials(best, ran(best))) == [0.3, 3], "two runs suffice"
-    first, _, *others = ran(of).losses
-    peaked = replace(ran(of), losses=(first, 3.5 * first, *others))
-    assert list(rate_trials(of, peaked)) == [0.1, *found], "steps may be too long"
+    first, _, *others = ran(best).losses
+    peaked = replace(ran(best), losses=(first, 3.5 * first, *others))
+    assert list(rate_trials(best, peaked)) == [0.1, 0.3, 3], "steps may be too long"
 
 
 def test_where_the_loss_does_not_fall_rates_are_tried_in_both_directions() -> None:
